@@ -1,0 +1,51 @@
+"""The engine seam: token ids in, deltas out. Everything above it speaks HTTP and text; nothing below it does."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from engine.kv_events import KvEvent
+from engine.stats import IterationStats
+from engine.types import Delta, EngineInfo, GenerateRequest
+
+
+class Engine(Protocol):
+    """One model, ready to generate. Everything runs on the event loop that called `start`; no call blocks it.
+
+    Life: `start` once, then any number of `generate` at once, then `close` once; `close` is safe before and after a failed start.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts fixed at start. Raises EngineNotReady before the engine has started for the first time."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a request made now would be taken. Cheap: no call into the engine."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model and become ready. Raises EngineFailure, with nothing left running, if it cannot."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Generate one sequence.
+
+        Yields at least one delta and ends after the one with a `finish_reason`. Tokens that became ready while the consumer was
+        busy arrive in one delta. Raises InvalidRequest before the first delta or never; EngineUnavailable or EngineFailure at
+        any time. Closing the iterator (`aclose`, or cancelling the task that awaits it) is the one way to abort: the engine
+        stops within one step and frees the sequence's KV blocks.
+        """
+        ...
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """KV-cache events in order, in batches, from the first one still buffered. One consumer; ends when the engine closes."""
+        ...
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        """The latest iteration statistics, whenever they change; slow consumers skip to the newest. Any number of consumers."""
+        ...
+
+    async def close(self) -> None:
+        """Abort what runs, stop the engine and free everything it holds."""
+        ...

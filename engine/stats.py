@@ -1,0 +1,49 @@
+"""Iteration statistics, under the names and in the units of TensorRT-LLM 1.2 (`LLM.get_stats`), as far as both engines know them."""
+
+from msgspec import Struct, field
+
+
+class KvCacheStats(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Counts of KV blocks. `alloc_*`, `reused_blocks` and `missed_blocks` count from the start of the engine;
+    `cache_hit_rate` is reused / (reused + missed). `used_num_blocks` counts the blocks held by live sequences."""
+
+    max_num_blocks: int
+    free_num_blocks: int
+    used_num_blocks: int
+    tokens_per_block: int
+    alloc_total_blocks: int = 0
+    alloc_new_blocks: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    cache_hit_rate: float = 0.0
+
+
+class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What the last step ran. `num_paused_requests` counts the sequences it preempted."""
+
+    num_scheduled_requests: int = 0
+    num_context_requests: int = 0
+    num_gen_requests: int = 0
+    num_paused_requests: int = 0
+    num_ctx_tokens: int = 0
+    micro_batch_id: int = 0
+    avg_num_decoded_tokens_per_iter: float = 0.0
+
+
+class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
+    """The engine after one step. Counters count from its start; `timestamp` is in seconds since the epoch.
+
+    `num_aborted_requests` and `num_preemptions` are our additions to TensorRT-LLM's keys.
+    """
+
+    timestamp: float
+    iteration: int = field(name="iter")
+    iter_latency_ms: float = field(name="iterLatencyMS")
+    num_active_requests: int
+    num_queued_requests: int
+    num_completed_requests: int
+    max_num_active_requests: int
+    kv_cache_stats: KvCacheStats
+    inflight_batching_stats: InflightBatchingStats
+    num_aborted_requests: int = 0
+    num_preemptions: int = 0

@@ -1,0 +1,130 @@
+"""The values that cross the engine seam: token ids and numbers, frozen, and free of HTTP, OpenAI and tokenizers.
+
+They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/host`, `engine/client`).
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+class Guide(msgspec.Struct, frozen=True):
+    """A grammar that the output must follow.
+
+    `spec` is the JSON schema, the regular expression, the EBNF grammar, or the JSON array of choices; empty for `json_object`.
+    """
+
+    kind: GuideKind
+    spec: str = ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is sampled and when it stops. Validated at the edge; the engine asserts, it does not repeat the checks."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output, multiplicative (CTRL); 1 is off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Presence and frequency count output tokens only, as OpenAI documents."""
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that never complete in the output."""
+    seed: int | None = None
+    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch."""
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Further ids that end the sequence, besides the model's end-of-sequence ids."""
+    logprobs: int | None = None
+    """Number of alternatives reported for each token; None is off, 0 reports the sampled token alone."""
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
+    processors: tuple[str, ...] = ()
+    """Names of registered logits processors (`engine/logits.py`), applied in order."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate: n choices and lists of prompts are several requests.
+
+    `priority`: lower is served first, ties by arrival. `cache_salt`: only requests with an equal salt share KV blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of a token before temperature, penalties and masks; `rank` 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = tuple[Logprob, ...]
+"""For one position: the sampled (or prompt) token first, then the top alternatives in order of rank. The sampled token appears
+again among the alternatives when it is one of them."""
+
+
+class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the engine says of the prompt, once, on the first delta."""
+
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    """From the engine's receipt of the request until its first token was scheduled."""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One entry for each prompt token, the first None; only when asked for."""
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request. The first carries `prompt`; the last, and only the last, carries `finish_reason`.
+
+    The token that ended the sequence (end of sequence or a stop token id) is the last of `token_ids`, and `stop_reason` is its id
+    if it came from `stop_token_ids`, else None. `logprobs` has one entry for each token when asked for, else it is empty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt: PromptReport | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself once started. Capacity is what the engine really has, never what a setting asked for."""
+
+    backend: str
+    model: str
+    """Folder of the model."""
+    dtype: str
+    device: str
+    context_length: int
+    """Most tokens, prompt and output together, that one sequence may hold."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    """Tokens in a KV block."""
+    num_blocks: int
+    max_num_seqs: int
+    """Most sequences in one step."""
+    max_num_tokens: int
+    """Most tokens in one step."""
+    load_seconds: float = 0.0
+    guides: tuple[GuideKind, ...] = ()
+    """Kinds of guided decoding this engine can do."""
+    max_logprobs: int = 20

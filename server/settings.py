@@ -1,0 +1,97 @@
+"""Every setting, parsed once at start and frozen. The only place that reads the environment.
+
+Flags (`--max-batch-size 16`), environment variables (`MAX_BATCH_SIZE=16`) and a `.env` file set the same values, in that order of
+precedence. `settings.env.example` lists them in the order of this class; a test holds the two together.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
+
+
+class Settings(BaseSettings):
+    """Settings of one replica."""
+
+    model_config = SettingsConfigDict(env_file=".env", extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    # Model
+    model: str = Field(DEFAULT_MODEL, min_length=1, validation_alias=AliasChoices("model", "model_path"),
+                       description="Hugging Face folder or id, or the built-in smollm2-135m-instruct")
+    served_model_name: str = Field("", description="Name in /v1/models and in requests; empty takes the model's own")
+    chat_template: Path | None = Field(None, description="Jinja file used instead of the model's chat template")
+    cache_dir: Path = Field(Path("~/.cache/trellis"), description="Folder for converted models")
+
+    # Engine
+    engine: Literal["embedded", "fake"] = Field("embedded", description="Backend: embedded (PyTorch) or fake (deterministic, no model)")
+    disaggregation_mode: Literal["aggregated"] = Field("aggregated", description="Role of this replica")
+    engine_process: bool = Field(True, description="Run the engine in a process of its own; false runs it in the API process, for debugging")
+    engine_on_death: Literal["restart", "exit"] = Field("restart", description="When the engine process dies: restart it with back-off, or exit non-zero")
+    device: str = Field("auto", description="Torch device; auto takes CUDA when there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32")
+    max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="Most sequences in one step")
+    max_num_tokens: int = Field(2048, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
+    kv_block_size: int = Field(32, ge=1, le=1024, description="Tokens in a KV block")
+    kv_cache_memory_mb: int = Field(1024, ge=1, description="Memory for KV blocks in MiB, on a CPU")
+    free_gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Part of the free device memory taken for KV blocks, on a GPU")
+    enable_block_reuse: bool = Field(True, description="Reuse the KV blocks of equal prefixes")
+    enable_chunked_prefill: bool = Field(True, description="Split long prompts over several steps")
+    attention: Literal["sdpa"] = Field("sdpa", description="Attention kernels of the embedded engine")
+    threads: int = Field(0, ge=0, description="Compute threads of the embedded engine; 0 takes the machine's cores")
+    fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
+
+    # HTTP
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    api_processes: int = Field(1, ge=1, le=64, description="API processes that share the port and the engine")
+    root_path: str = Field("", description="Path prefix that a proxy strips")
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open")
+    internal_secret: SecretStr | None = Field(None, description="Secret of the internal routes between replicas")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field((), description="Comma-separated origins that browsers may call from; empty allows none")
+    docs: bool = Field(True, description="Serve /docs and /openapi.json")
+    keep_alive_seconds: int = Field(75, ge=1, description="How long an idle connection stays open; more than the proxy's own limit")
+    sse_ping_seconds: float = Field(15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0 sends none")
+    shutdown_grace_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM")
+
+    # Limits
+    max_body_mb: float = Field(64.0, gt=0, description="Largest request body in MiB")
+    body_timeout_seconds: float = Field(60.0, gt=0, description="How long a client may take to send its body")
+    request_timeout_seconds: float = Field(600.0, gt=0, description="Deadline of a whole request")
+    max_queue_size: int = Field(1024, ge=0, description="Sequences that may wait for the engine before requests are refused with 429")
+    queue_timeout_seconds: float = Field(60.0, gt=0, description="Longest wait for the engine before a request is refused with 503")
+    max_n: int = Field(128, ge=1, description="Most choices of one request, prompts times n")
+    max_messages: int = Field(4096, ge=1, description="Most messages in a chat")
+    max_stop: int = Field(16, ge=0, description="Most stop strings")
+    max_logit_bias: int = Field(1024, ge=0, description="Most entries of logit_bias, bad_words and the like")
+    max_top_logprobs: int = Field(20, ge=0, le=1000, description="Most alternatives reported for a token")
+    max_schema_kb: int = Field(64, ge=1, description="Largest JSON schema, regular expression or grammar in KiB")
+    max_schema_depth: int = Field(32, ge=1, description="Deepest nesting of a JSON schema")
+    guide_timeout_seconds: float = Field(5.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
+    chat_template_kwargs: Annotated[tuple[str, ...], NoDecode] = Field(("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
+                                                                       description="Comma-separated template variables that requests may set")
+    strict_fields: bool = Field(False, description="Refuse unknown request fields with 400 instead of ignoring them")
+
+    # Logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe messages shown")
+    log_format: Literal["text", "json"] = Field("text", description="Lines for people or for machines")
+    access_log: bool = Field(False, description="Log every request")
+
+    @field_validator("disaggregation_mode", mode="before")
+    @classmethod
+    def _role(cls, value: object) -> object:
+        return _ROLE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("api_keys", "cors_origins", "chat_template_kwargs", mode="before")
+    @classmethod
+    def _comma_separated(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("cache_dir", "chat_template", mode="after")
+    @classmethod
+    def _expanded(cls, value: Path | None) -> Path | None:
+        return value.expanduser() if value is not None else None
