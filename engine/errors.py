@@ -5,7 +5,9 @@
     │   └── ContextOverflow   prompt and output do not fit the context or the KV cache
     ├── EngineUnavailable     try again later, here or on another replica
     │   ├── EngineNotReady    starting, restarting or closing
-    │   └── EngineDied        the engine was lost while the request ran
+    │   ├── EngineDied        the engine was lost while the request ran
+    │   ├── QueueFull         too many requests wait already
+    │   └── QueueTimeout      the request waited too long for its turn
     └── EngineFailure         one request failed inside the engine: our bug or the hardware's
 
 Backends translate foreign exceptions into these, once, where the foreign library is called; `server/errors.py` renders them, once.
@@ -38,6 +40,14 @@ class EngineNotReady(EngineUnavailable):
 
 class EngineDied(EngineUnavailable):
     """The engine process was lost while this request ran."""
+
+
+class QueueFull(EngineUnavailable):
+    """As many requests wait for the engine as may."""
+
+
+class QueueTimeout(EngineUnavailable):
+    """The request waited for the engine as long as it may."""
 
 
 class EngineFailure(EngineError):

@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     disaggregation_mode: Literal["aggregated"] = Field("aggregated", description="Role of this replica")
     engine_process: bool = Field(True, description="Run the engine in a process of its own; false runs it in the API process, for debugging")
     engine_on_death: Literal["restart", "exit"] = Field("restart", description="When the engine process dies: restart it with back-off, or exit non-zero")
+    engine_address: str = Field("", description="Address of an engine host that runs already (ipc:// or tcp://); empty starts one")
     device: str = Field("auto", description="Torch device; auto takes CUDA when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32")
     max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")

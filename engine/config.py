@@ -1,0 +1,59 @@
+"""What each backend is told, and the one place that turns it into an engine. Nothing heavy is imported before it is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from engine.base import Engine
+
+
+class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
+    """The deterministic engine without a model. `token_delay` is in seconds."""
+
+    model: str = "fake"
+    vocab_size: int = 512
+    eos_token_ids: tuple[int, ...] = (2,)
+    context_length: int = 32768
+    block_size: int = 32
+    num_blocks: int = 65536
+    max_num_seqs: int = 1024
+    token_delay: float = 0.0
+
+
+class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
+    """The PyTorch engine. The fields mean what the settings of the same name say (`server/settings.py`); 0 takes the default there."""
+
+    model: str
+    """Folder with config.json, safetensors and tokenizer.json."""
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seq_len: int = 0
+    max_batch_size: int = 32
+    max_num_tokens: int = 2048
+    kv_block_size: int = 32
+    kv_cache_memory_mb: int = 1024
+    num_blocks: int = 0
+    """KV blocks; 0 sizes them from the memory."""
+    free_gpu_memory_fraction: float = 0.9
+    enable_block_reuse: bool = True
+    enable_chunked_prefill: bool = True
+    attention: str = "sdpa"
+    threads: int = 0
+    guide_timeout_seconds: float = 5.0
+
+
+EngineConfig = FakeConfig | EmbeddedConfig
+
+
+def create_engine(config: EngineConfig) -> Engine:
+    """The engine for `config`, not yet started."""
+    if isinstance(config, FakeConfig):
+        from engine.fake import FakeEngine  # noqa: PLC0415
+
+        return FakeEngine(config)
+    from engine.embedded.engine import EmbeddedEngine  # noqa: PLC0415
+
+    return EmbeddedEngine(config)
