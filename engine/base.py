@@ -1,11 +1,17 @@
 """The engine seam: token ids in, deltas out. Everything above it speaks HTTP and text; nothing below it does."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
+
+
+class DeltaIterator(AsyncIterator[Delta], Protocol):
+    """What `generate` returns: an iterator that can be closed (`contextlib.aclosing`). `engine.stream.DeltaStream` is one."""
+
+    def aclose(self) -> Awaitable[None]: ...
 
 
 class Engine(Protocol):
@@ -28,7 +34,7 @@ class Engine(Protocol):
         """Load the model and become ready. Raises EngineFailure, with nothing left running, if it cannot."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> DeltaIterator:
         """Generate one sequence.
 
         Yields at least one delta and ends after the one with a `finish_reason`. Tokens that became ready while the consumer was

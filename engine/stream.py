@@ -1,0 +1,162 @@
+"""What an engine hands to its consumers: a mailbox of deltas for each request, the newest statistics, and a buffer of KV events.
+
+All of it belongs to one event loop and is called from its thread only.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, Self, TypeVar
+
+from engine.types import Delta
+
+T = TypeVar("T")
+
+
+class DeltaStream:
+    """The mailbox between an engine and the one consumer of a request.
+
+    The engine calls `put` and `fail`; the consumer iterates. Deltas that pile up meanwhile arrive merged into one. `on_abort` is called
+    once if the consumer closes the stream, or is cancelled while it waits, before the request has finished.
+    """
+
+    __slots__ = ("_deltas", "_error", "_finished", "_on_abort", "_waiter")
+
+    def __init__(self, on_abort: Callable[[], object]) -> None:
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+        self._finished = False
+        self._on_abort = on_abort
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Deliver a delta; one with a `finish_reason` ends the stream. Ignored once the stream has ended."""
+        if self._finished:
+            return
+        self._deltas.append(delta)
+        self._finished = delta.finish_reason is not None
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with `error`, raised after the deltas delivered before. Ignored once the stream has ended."""
+        if self._finished:
+            return
+        self._error = error
+        self._finished = True
+        self._wake()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._finished:
+                error, self._error = self._error, None
+                raise StopAsyncIteration if error is None else error
+            assert self._waiter is None, "a stream has one consumer"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self._close()
+                raise
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        return deltas[0] if len(deltas) == 1 else merge(deltas)
+
+    async def aclose(self) -> None:
+        """Drop what was not read and abort the request if it still runs. Idempotent; a consumer that waits sees the end."""
+        self._close()
+
+    def _close(self) -> None:
+        self._deltas.clear()
+        self._error = None
+        if not self._finished:
+            self._finished = True
+            self._wake()
+            self._on_abort()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """One delta that says what consecutive `deltas` say."""
+    last = deltas[-1]
+    return Delta(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt=deltas[0].prompt,
+    )
+
+
+class Latest(Generic[T]):
+    """The newest of a series of values, for any number of consumers: a slow one skips to the newest."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+        self._version = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def publish(self, value: T) -> None:
+        self._value = value
+        self._version += 1
+        self._notify()
+
+    def close(self) -> None:
+        """End every iteration, each after the newest value."""
+        self._closed = True
+        self._notify()
+
+    async def values(self) -> AsyncIterator[T]:
+        """Yield the newest value, if there is one yet, then each newer one."""
+        seen = 0
+        while True:
+            if seen != self._version:
+                seen = self._version
+                assert self._value is not None
+                yield self._value
+            elif self._closed:
+                return
+            else:
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class EventBuffer(Generic[T]):
+    """Events in order, for one consumer at a time; beyond `limit` the oldest are lost."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._events: deque[T] = deque(maxlen=limit)
+        self._closed = False
+        self._ready = asyncio.Event()
+
+    def put(self, event: T) -> None:
+        self._events.append(event)
+        self._ready.set()
+
+    def close(self) -> None:
+        """End the iteration after the events that are buffered."""
+        self._closed = True
+        self._ready.set()
+
+    async def batches(self) -> AsyncIterator[list[T]]:
+        """Yield everything buffered, whenever there is something."""
+        while True:
+            await self._ready.wait()
+            if self._events:
+                batch = list(self._events)
+                self._events.clear()
+                yield batch
+            elif self._closed:
+                return
+            else:
+                self._ready.clear()
