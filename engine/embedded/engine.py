@@ -1,0 +1,208 @@
+"""The embedded engine as an `Engine`: one thread runs the core's turns, the event loop talks to it through a queue."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+
+import torch
+
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore, Outputs
+from engine.embedded.grammar import GrammarCompiler, Matcher
+from engine.embedded.sampler import SamplerState
+from engine.embedded.sequence import Sequence
+from engine.errors import ContextOverflow, EngineFailure, EngineNotReady, InvalidRequest
+from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.priority import rank
+from engine.stats import IterationStats
+from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.types import Delta, EngineInfo, GenerateRequest, GuideKind
+
+log = logging.getLogger(__name__)
+
+GUIDES: tuple[GuideKind, ...] = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+
+class EmbeddedEngine:
+    """PyTorch on this machine, behind the Engine protocol."""
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        self._config = config
+        self._info: EngineInfo | None = None
+        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, DeltaStream] = {}
+        self._stats: Latest[IterationStats] = Latest()
+        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._event_id = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineNotReady("the engine has not started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return self._info is not None and self._thread is not None and self._thread.is_alive()
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
+        self._thread.start()
+        info = await loaded
+        self._compiler = GrammarCompiler(Path(info.model), info.vocab_size, info.eos_token_ids, self._config.guide_timeout_seconds)
+        self._info = info
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        self._check(request)
+        guide = request.sampling.guide
+        matcher = (await self._compiler.compile(guide)).matcher() if guide else None
+        stream = DeltaStream(lambda: self._abort(request.request_id))
+        if request.request_id in self._streams:
+            raise InvalidRequest("request_id is in use by a running request", "request_id")
+        self._streams[request.request_id] = stream
+        sequence = self._sequence(request, matcher)
+        self._commands.put(lambda core: core.add(sequence))
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._streams.pop(request.request_id, None)
+            await stream.aclose()
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        return self._events.batches()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self._stats.values()
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._fail_all(EngineNotReady("the engine is closing"))
+        if self._info is not None:
+            await self._compiler.close()
+        self._info = None
+        self._stats.close()
+        self._events.close()
+
+    def _check(self, request: GenerateRequest) -> None:
+        if not self.healthy:
+            raise EngineNotReady("the engine is not running")
+        info, prompt = self.info, request.prompt_token_ids
+        capacity = min(info.context_length, info.num_blocks * info.block_size)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if len(prompt) + request.sampling.max_tokens > capacity:
+            raise ContextOverflow(
+                f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {capacity} that fit"
+            )
+        if not all(0 <= token < info.vocab_size for token in prompt):
+            raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
+
+    def _sequence(self, request: GenerateRequest, matcher: Matcher | None) -> Sequence:
+        seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
+        info, arrival = self.info, time.monotonic()
+        return Sequence(
+            request=request,
+            sampler=SamplerState(
+                request.sampling, request.prompt_token_ids, info.eos_token_ids, seed, matcher, info.vocab_size, torch.device(info.device)
+            ),
+            rank=rank(request.priority, arrival),
+            arrival=arrival,
+            tokens=list(request.prompt_token_ids),
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else [None],
+        )
+
+    def _abort(self, request_id: str) -> None:
+        self._commands.put(lambda core: core.abort(request_id))
+
+    # The engine thread.
+
+    def _run(self, loaded: "asyncio.Future[EngineInfo]") -> None:
+        try:
+            core = self._load(loaded)
+        except Exception as error:  # whatever loading raised, the start must raise, or it would wait for ever
+            failure = error if isinstance(error, EngineFailure) else EngineFailure(f"cannot load {self._config.model}: {error}")
+            failure.__cause__ = error.__cause__ or error
+            self._call(loaded.set_exception, failure)
+            return
+        with torch.inference_mode():
+            while self._obey(core):
+                outputs = core.step()
+                self._call(self._deliver, outputs, core.stats())
+
+    def _obey(self, core: EngineCore) -> bool:
+        """Carry out the commands that wait, and wait for one while there is nothing to run; False when told to stop."""
+        while True:
+            idle = not core.busy
+            if idle:
+                self._call(self._stats.publish, core.stats())
+            elif self._commands.empty():
+                return True
+            command = self._commands.get()
+            if command is None:
+                return False
+            command(core)
+
+    def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
+        started = time.monotonic()
+        torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
+        core = EngineCore(self._config, self._publish)
+        model, config = core.model, self._config
+        info = EngineInfo(
+            backend="embedded",
+            model=config.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            context_length=model.context_length,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            block_size=core.pool.block_size,
+            num_blocks=core.pool.num_blocks,
+            max_num_seqs=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            load_seconds=time.monotonic() - started,
+            guides=GUIDES,
+        )
+        self._context_length = model.context_length
+        self._call(loaded.set_result, info)
+        return core
+
+    def _publish(self, data: Created | Stored | Removed | Cleared) -> None:
+        event = KvEvent(self._event_id, data, window_size=0)
+        self._event_id += 1
+        self._call(self._events.put, event)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call on the event loop; when that has gone there is nobody to tell."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # Back on the event loop.
+
+    def _deliver(self, outputs: Outputs, stats: IterationStats) -> None:
+        self._stats.publish(stats)
+        for request_id, output in outputs:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            if isinstance(output, Delta):
+                stream.put(output)
+            else:
+                log.error("request %s failed in the engine", request_id, exc_info=output.__cause__)
+                stream.fail(output)
+
+    def _fail_all(self, error: EngineNotReady) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)

@@ -1,0 +1,162 @@
+"""Which sequences run in the next step, and with how many tokens each.
+
+Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all within one budget
+of tokens and in order of rank. A sequence is admitted when blocks for all its present tokens are there; while it decodes it takes a block
+at a time, and when none is left the running sequence of the last rank is preempted: it gives its blocks back and waits to be recomputed,
+mostly from the prefix cache.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.embedded.blocks import BlockPool
+from engine.embedded.sequence import Sequence
+
+PROMPT_LOGPROB_TOKENS = 256
+"""Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`tokens[start : start + length]` of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last token, so that the next one is sampled."""
+        return self.start + self.length == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Owns the waiting and the running list; the pool owns the blocks."""
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self._max_num_tokens = max_num_tokens
+        self._chunked = chunked_prefill
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence by its rank."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a finished or aborted sequence and free its blocks."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; empty only when nothing waits or runs."""
+        budget = self._max_num_tokens
+        chunks: list[Chunk] = []
+        preempted = self.preemptions
+        for sequence in self._decodes_first():
+            if sequence in self.running and self._grow(sequence) and (length := self._length(sequence, budget, chunks)):
+                chunks.append(Chunk(sequence, sequence.computed, length))
+                budget -= length
+        if self.waiting and preempted == self.preemptions:
+            self._admit(budget, chunks)
+        return chunks
+
+    def computed(self, chunk: Chunk) -> None:
+        """A step has written the keys and values of a chunk: its full blocks become reusable."""
+        sequence, size = chunk.sequence, self.pool.block_size
+        sequence.computed = chunk.start + chunk.length
+        full = sequence.computed // size
+        if full <= sequence.stored:
+            return
+        first, keys = sequence.stored, sequence.extend_keys(size)
+        chain = [(sequence.blocks[i], keys[i], sequence.tokens[i * size : (i + 1) * size]) for i in range(first, full)]
+        self.pool.store(keys[first - 1] if first else None, chain)
+        sequence.stored = full
+
+    def audit(self) -> None:
+        """Assert that every block is accounted for."""
+        self.pool.audit([sequence.blocks for sequence in (*self.running, *self.waiting)])
+
+    def _decodes_first(self) -> list[Sequence]:
+        return sorted(self.running, key=lambda sequence: (sequence.remaining > 1, sequence.rank))
+
+    def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """The largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
+        if self._chunked:
+            return min(sequence.remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
+        return sequence.remaining if sequence.remaining <= budget or not chunks else 0
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give the sequence blocks for all its tokens, preempting others of a later rank, or itself, when there are none."""
+        while (needed := self._blocks_for(sequence)) > self.pool.available:
+            victim = max(self.running, key=_rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += self.pool.allocate(needed)
+        return True
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        return -(-len(sequence.tokens) // self.pool.block_size) - len(sequence.blocks)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        sequence.computed = sequence.stored = 0
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        for sequence in self._candidates():
+            if budget <= 0 or len(self.running) >= self._max_num_seqs:
+                return
+            matched = self._match(sequence)
+            needed = self._blocks_for(sequence) - len(matched)
+            # One spare block for each running sequence, or admitting would soon preempt what it admits.
+            if needed + self.pool.idle_among(matched) + len(self.running) > self.pool.available and self.running:
+                return
+            sequence.computed = len(matched) * self.pool.block_size
+            length = self._length(sequence, budget, chunks)
+            if not length:
+                sequence.computed = 0
+                return
+            self._start(sequence, matched, needed)
+            chunks.append(Chunk(sequence, sequence.computed, length))
+            budget -= length
+
+    def _start(self, sequence: Sequence, matched: list[int], missed: int) -> None:
+        self.pool.hold(matched)
+        sequence.blocks = [*matched, *self.pool.allocate(missed)]
+        sequence.stored = len(matched)
+        self.pool.missed += missed
+        if not sequence.num_output:
+            sequence.cached_tokens = sequence.computed
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=_rank)
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Reusable blocks of its prefix. At least one token is always computed, for its logits; all of them, if all are reported."""
+        if sequence.wants_prompt_logprobs:
+            return []
+        usable = (len(sequence.tokens) - 1) // self.pool.block_size
+        return self.pool.match(sequence.extend_keys(self.pool.block_size)[:usable])
+
+    def _candidates(self) -> Iterator[Sequence]:
+        """Waiting sequences in order, without those whose next block a running prompt is computing just now: they wait to share it."""
+        size = self.pool.block_size
+        coming = {key for s in self.running if s.remaining > 1 for key in s.extend_keys(size)[s.stored :]} if self.pool.reuse else set()
+        for sequence in list(self.waiting):
+            keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
+            if not sequence.wants_prompt_logprobs and any(key in coming for key in keys):
+                continue
+            yield sequence
+            if self.pool.reuse and sequence.blocks:
+                coming.update(keys[sequence.stored :])
+
+
+def _rank(sequence: Sequence) -> float:
+    return sequence.rank

@@ -1,0 +1,61 @@
+"""One request inside the embedded engine."""
+
+from dataclasses import dataclass, field
+
+from engine.embedded.blocks import BlockKey, block_key, root_key
+from engine.embedded.sampler import SamplerState
+from engine.types import GenerateRequest, TokenLogprobs
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Its tokens, and how many of them have keys and values in its blocks.
+
+    `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, one more
+    token is sampled. Preemption drops `blocks` and sets `computed` back; the tokens and the sampler's state stay, so the output does
+    not change.
+    """
+
+    request: GenerateRequest
+    sampler: SamplerState
+    rank: float
+    """Order of service, smaller first (`engine/priority.py`)."""
+    arrival: float
+    """`time.monotonic()` at submission."""
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
+    stored: int = 0
+    """Leading blocks that are in the pool's prefix index, or were when they were computed."""
+    cached_tokens: int = 0
+    first_scheduled: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    reported: bool = False
+    """Whether the prompt report has been given out."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to compute before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions still have to be reported."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    def extend_keys(self, block_size: int) -> list[BlockKey]:
+        """Keys of all full blocks of `tokens`."""
+        while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
+            parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
+            self.keys.append(block_key(parent, self.tokens[start : start + block_size]))
+        return self.keys
