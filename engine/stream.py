@@ -29,6 +29,13 @@ class DeltaStream:
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
 
+    @classmethod
+    def failed(cls, error: Exception) -> Self:
+        """A stream that only raises `error`: the request never began."""
+        stream = cls(lambda: None)
+        stream.fail(error)
+        return stream
+
     def put(self, delta: Delta) -> None:
         """Deliver a delta; one with a `finish_reason` ends the stream. Ignored once the stream has ended."""
         if self._finished:

@@ -1,0 +1,253 @@
+"""The engine without a model: deterministic, fast, and true to every promise of `engine/base.py`.
+
+It echoes. Output token i is `prompt_token_ids[i % len(prompt)]`, less the end-of-sequence ids, which a chat template puts into every
+prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from engine.config import FakeConfig
+from engine.errors import ContextOverflow, EngineNotReady, InvalidRequest
+from engine.fake_blocks import FakeBlocks, FakeSequenceBlocks
+from engine.kv_events import KvEvent
+from engine.priority import rank
+from engine.stats import InflightBatchingStats, IterationStats
+from engine.stream import DeltaStream, Latest
+from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    request: GenerateRequest
+    received: float
+    tokens: list[int]
+    """Prompt and output."""
+    echo: tuple[int, ...]
+    stops: frozenset[int]
+    """Every id that ends this sequence."""
+    num_blocks: int
+    """Most blocks it can come to hold."""
+    stream: DeltaStream = field(init=False)
+    blocks: FakeSequenceBlocks | None = None
+    cursor: int = 0
+
+    def next_token(self) -> int:
+        """The next id of the echo; before `min_tokens`, the next that does not end the sequence."""
+        output = len(self.tokens) - len(self.request.prompt_token_ids)
+        for _ in self.echo:
+            token = self.echo[self.cursor % len(self.echo)]
+            self.cursor += 1
+            if output >= self.request.sampling.min_tokens or token not in self.stops:
+                return token
+        return next(token for token in range(len(self.stops) + 1) if token not in self.stops)
+
+    def finish(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Finish and stop reason after `token`, the newest."""
+        sampling = self.request.sampling
+        if token in self.stops:
+            return "stop", token if token in sampling.stop_token_ids else None
+        if len(self.tokens) - len(self.request.prompt_token_ids) >= sampling.max_tokens:
+            return "length", None
+        return None, None
+
+
+class FakeEngine:
+    """An engine whose steps emit one token for each running sequence, `token_delay` seconds apart."""
+
+    def __init__(self, config: FakeConfig) -> None:
+        self._config = config
+        self._started = False
+        self._closed = False
+        self._ticker: asyncio.Task[None] | None = None
+        self._work = asyncio.Event()
+        self._waiting: list[tuple[float, int, _Sequence]] = []
+        self._running: dict[_Sequence, None] = {}
+        self._reserved = 0
+        self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
+        self._stats: Latest[IterationStats] = Latest()
+        self._received = self._iteration = self._completed = self._aborted = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        if not self._started:
+            raise EngineNotReady("the engine has not started")
+        config = self._config
+        return EngineInfo(
+            backend="fake",
+            model=config.model,
+            dtype="none",
+            device="none",
+            context_length=config.context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_seqs * config.context_length,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self._started and not self._closed
+
+    async def start(self) -> None:
+        self._ticker = asyncio.create_task(self._run(), name="fake-engine")
+        self._started = True
+        self._publish(0.0, 0, 0)
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if not self.healthy:
+            return DeltaStream.failed(EngineNotReady("the engine is closed" if self._closed else "the engine has not started"))
+        try:
+            sequence = self._sequence(request)
+        except InvalidRequest as error:
+            return DeltaStream.failed(error)
+        sequence.stream = DeltaStream(lambda: self._abort(sequence))
+        heapq.heappush(self._waiting, (rank(request.priority, sequence.received), self._received, sequence))
+        self._received += 1
+        self._work.set()
+        return sequence.stream
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        return self._blocks.events.batches()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self._stats.values()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.wait([self._ticker])
+        for sequence in [*self._running, *(entry[2] for entry in self._waiting)]:
+            sequence.stream.fail(EngineNotReady("the engine is closing"))
+            self._release(sequence)
+        self._waiting.clear()
+        self._stats.close()
+        self._blocks.events.close()
+
+    def _sequence(self, request: GenerateRequest) -> _Sequence:
+        prompt, sampling, config = request.prompt_token_ids, request.sampling, self._config
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {config.vocab_size}", "prompt")
+        if sampling.guide is not None:
+            raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "response_format")
+        total = len(prompt) + sampling.max_tokens
+        capacity = min(config.context_length, config.num_blocks * config.block_size)
+        if total > capacity:
+            raise ContextOverflow(f"{len(prompt)} prompt tokens and {sampling.max_tokens} to generate exceed the context of {capacity}")
+        meant = frozenset(sampling.stop_token_ids)
+        eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
+        return _Sequence(
+            request=request,
+            received=time.monotonic(),
+            tokens=list(prompt),
+            echo=tuple(token for token in prompt if token not in eos or token in meant) or prompt,
+            stops=meant | eos,
+            num_blocks=-(-total // config.block_size),
+        )
+
+    async def _run(self) -> None:
+        while True:
+            if not self._running and not self._waiting:
+                self._work.clear()
+                await self._work.wait()
+            started = time.perf_counter()
+            admitted = self._admit()
+            scheduled = len(self._running)
+            for sequence in list(self._running):
+                self._step(sequence)
+            self._iteration += 1
+            self._publish(time.perf_counter() - started, scheduled, admitted)
+            await asyncio.sleep(self._config.token_delay)
+
+    def _admit(self) -> int:
+        """Start the waiting sequences that fit, in order."""
+        admitted = 0
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            sequence = self._waiting[0][2]
+            if self._reserved + sequence.num_blocks > self._config.num_blocks:
+                break
+            heapq.heappop(self._waiting)
+            self._reserved += sequence.num_blocks
+            sequence.blocks = self._blocks.open(sequence.request.prompt_token_ids, sequence.request.cache_salt)
+            self._running[sequence] = None
+            admitted += 1
+        return admitted
+
+    def _step(self, sequence: _Sequence) -> None:
+        """Compute what is new of the sequence and emit its next token."""
+        request, sampling = sequence.request, sequence.request.sampling
+        assert sequence.blocks is not None
+        first = len(sequence.tokens) == len(request.prompt_token_ids)
+        prompt = self._prompt_report(sequence, sequence.blocks) if first else None
+        if first or len(sequence.tokens) % self._config.block_size <= 1:
+            sequence.blocks.fill(sequence.tokens)
+        if sampling.max_tokens == 0:
+            delta = Delta((), finish_reason="length", prompt=prompt)
+        else:
+            token = sequence.next_token()
+            sequence.tokens.append(token)
+            finish, stop = sequence.finish(token)
+            logprobs = () if sampling.logprobs is None else (self._logprobs(token, sampling.logprobs),)
+            delta = Delta((token,), logprobs, finish, stop, prompt)
+        if delta.finish_reason is not None:
+            self._completed += 1
+            self._release(sequence)
+        sequence.stream.put(delta)
+
+    def _prompt_report(self, sequence: _Sequence, blocks: FakeSequenceBlocks) -> PromptReport:
+        request, count = sequence.request, sequence.request.sampling.prompt_logprobs
+        return PromptReport(
+            cached_tokens=len(blocks.keys) * self._config.block_size,
+            queue_seconds=time.monotonic() - sequence.received,
+            logprobs=None if count is None else (None, *(self._logprobs(token, count) for token in request.prompt_token_ids[1:])),
+        )
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The token at rank 1 with probability 1/2, the ids after it with 1/4, 1/8 and so on."""
+        ranked = (Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1) for i in range(max(count, 1)))
+        top = tuple(ranked)
+        return (top[0], *top[:count])
+
+    def _abort(self, sequence: _Sequence) -> None:
+        self._aborted += 1
+        if sequence not in self._running:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+            heapq.heapify(self._waiting)
+        self._release(sequence)
+        self._publish(0.0, len(self._running), 0)
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Give back the blocks of a sequence that has ended, if it holds any."""
+        if sequence.blocks is not None:
+            sequence.blocks.release()
+            del self._running[sequence]
+            self._reserved -= sequence.num_blocks
+
+    def _publish(self, seconds: float, scheduled: int, admitted: int) -> None:
+        self._stats.publish(
+            IterationStats(
+                timestamp=time.time(),
+                iteration=self._iteration,
+                iter_latency_ms=seconds * 1e3,
+                num_active_requests=len(self._running),
+                num_queued_requests=len(self._waiting),
+                num_completed_requests=self._completed,
+                max_num_active_requests=self._config.max_num_seqs,
+                kv_cache_stats=self._blocks.stats(),
+                inflight_batching_stats=InflightBatchingStats(
+                    num_scheduled_requests=scheduled,
+                    num_context_requests=admitted,
+                    num_gen_requests=scheduled - admitted,
+                    avg_num_decoded_tokens_per_iter=1.0 if scheduled else 0.0,
+                ),
+                num_aborted_requests=self._aborted,
+            )
+        )
