@@ -1,6 +1,6 @@
 """The engine seam: token ids in, deltas out. Everything above it speaks HTTP and text; nothing below it does."""
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from engine.kv_events import KvEvent
@@ -12,6 +12,11 @@ class DeltaIterator(AsyncIterator[Delta], Protocol):
     """What `generate` returns: an iterator that can be closed (`contextlib.aclosing`). `engine.stream.DeltaStream` is one."""
 
     def aclose(self) -> Awaitable[None]: ...
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called, once and soon, when the engine is done with the request: finished, failed or aborted, however much
+        of it the consumer has still to read."""
+        ...
 
 
 class Engine(Protocol):

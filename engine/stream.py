@@ -20,13 +20,14 @@ class DeltaStream:
     once if the consumer closes the stream, or is cancelled while it waits, before the request has finished.
     """
 
-    __slots__ = ("_deltas", "_error", "_finished", "_on_abort", "_waiter")
+    __slots__ = ("_deltas", "_error", "_finished", "_on_abort", "_on_done", "_waiter")
 
     def __init__(self, on_abort: Callable[[], object]) -> None:
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._finished = False
         self._on_abort = on_abort
+        self._on_done: list[Callable[[], object]] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
@@ -41,16 +42,24 @@ class DeltaStream:
         if self._finished:
             return
         self._deltas.append(delta)
-        self._finished = delta.finish_reason is not None
         self._wake()
+        if delta.finish_reason is not None:
+            self._finish()
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, raised after the deltas delivered before. Ignored once the stream has ended."""
         if self._finished:
             return
         self._error = error
-        self._finished = True
         self._wake()
+        self._finish()
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` from the loop once the stream has ended."""
+        if self._finished:
+            asyncio.get_running_loop().call_soon(callback)
+        else:
+            self._on_done.append(callback)
 
     def __aiter__(self) -> Self:
         return self
@@ -80,9 +89,14 @@ class DeltaStream:
         self._deltas.clear()
         self._error = None
         if not self._finished:
-            self._finished = True
+            self._finish()
             self._wake()
             self._on_abort()
+
+    def _finish(self) -> None:
+        self._finished = True
+        for callback in self._on_done:
+            asyncio.get_running_loop().call_soon(callback)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
