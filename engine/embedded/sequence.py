@@ -1,10 +1,15 @@
 """One request inside the embedded engine."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.embedded.blocks import BlockKey, block_key, root_key
-from engine.embedded.sampler import SamplerState
 from engine.types import GenerateRequest, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.embedded.sampler import SamplerState
 
 
 @dataclass(eq=False, slots=True)
