@@ -1,15 +1,19 @@
 """The engine seam: token ids in, deltas out. Everything above it speaks HTTP and text; nothing below it does."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
 
 
-class DeltaIterator(AsyncIterator[Delta], Protocol):
+class DeltaIterator(Protocol):
     """What `generate` returns: an iterator that can be closed (`contextlib.aclosing`). `engine.stream.DeltaStream` is one."""
+
+    def __aiter__(self) -> Self: ...
+
+    def __anext__(self) -> Awaitable[Delta]: ...
 
     def aclose(self) -> Awaitable[None]: ...
 
