@@ -1,0 +1,221 @@
+"""An engine that lives in another process: the `Engine` that talks to `engine/host`. It outlives its host and finds the next one."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from engine import wire
+from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.kv_events import KvEvent
+from engine.stats import IterationStats
+from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.types import EngineInfo, GenerateRequest
+
+_RECONNECT_MS = 50
+
+
+class EngineClient:
+    """The engine served at `address` (ipc:// or tcp://).
+
+    When the host goes, running requests raise EngineDied, and new ones EngineNotReady until a host is back. `failed` returns a reason
+    once it is known that no host will ever come (`EngineProcess.wait_failed`); without it, `start` waits as long as it takes.
+    """
+
+    def __init__(self, address: str, failed: Callable[[], Awaitable[str]] | None = None) -> None:
+        self._address = address
+        self._failed = failed
+        self._link: _Link | None = None
+        self._ready = asyncio.Event()
+        self._info: EngineInfo | None = None
+        self._engine_healthy = False
+        self._heard = 0.0
+        self._generation = 0
+        self._keys = itertools.count()
+        self._streams: dict[int, DeltaStream] = {}
+        self._outbox: list[wire.Command] = []
+        self._topics: set[wire.Topic] = set()
+        self._stats: Latest[IterationStats] = Latest()
+        self._events: EventBuffer[KvEvent] = EventBuffer()
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineNotReady("the engine has not started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return self._ready.is_set() and self._engine_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
+
+    async def start(self) -> None:
+        self._link = _Link(self._address, self._greet, self._receive, self._lose)
+        ready = asyncio.ensure_future(self._ready.wait())
+        failed = asyncio.ensure_future(self._failed()) if self._failed is not None else None
+        try:
+            await asyncio.wait([ready] if failed is None else [ready, failed], return_when=asyncio.FIRST_COMPLETED)
+            if failed is not None and failed.done():
+                raise EngineFailure(failed.result())
+        except BaseException:  # cancellation included: a failed start leaves nothing running
+            await self.close()
+            raise
+        finally:
+            ready.cancel()
+            if failed is not None:
+                failed.cancel()
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if not self._ready.is_set():
+            return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
+        if 5 * len(request.prompt_token_ids) > wire.MAX_MESSAGE_BYTES:
+            return DeltaStream.failed(InvalidRequest("the prompt is too large", "prompt"))
+        key = next(self._keys)
+        stream = self._streams[key] = DeltaStream(lambda: self._abort(key))
+        self._send(wire.Generate(key, request))
+        return stream
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """As the protocol says; of all clients of a host only one may ask for the events."""
+        self._subscribe("kv_events")
+        return self._events.batches()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        self._subscribe("stats")
+        return self._stats.values()
+
+    async def close(self) -> None:
+        if self._ready.is_set():
+            self._outbox.append(wire.Goodbye())
+            self._flush()
+        self._ready.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._fail_all(EngineNotReady("the engine is closing"))
+        self._stats.close()
+        self._events.close()
+
+    def _abort(self, key: int) -> None:
+        if self._streams.pop(key, None) is not None and self._ready.is_set():
+            self._send(wire.Abort(key))
+
+    def _subscribe(self, topic: wire.Topic) -> None:
+        """Subscribe from now on, and again at each new host."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            if self._ready.is_set():
+                self._send(wire.Subscribe(topic))
+
+    def _send(self, command: wire.Command) -> None:
+        """Send with all else of this turn of the loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(command)
+
+    def _flush(self) -> None:
+        """Send the outbox; the commands in it are void if the host they were meant for has gone."""
+        commands, self._outbox = self._outbox, []
+        if not commands or self._link is None:
+            return
+        payload = wire.encode(wire.Commands(self._generation, commands))
+        if len(payload) <= wire.MAX_MESSAGE_BYTES:
+            self._link.send(payload)
+        else:
+            for command in commands:
+                self._link.send(wire.encode(wire.Commands(self._generation, [command])))
+
+    def _greet(self) -> None:
+        """A host has accepted the connection: introduce ourselves."""
+        self._generation += 1
+        self._outbox = [wire.Hello(), *map(wire.Subscribe, self._topics)]
+        self._flush()
+
+    def _lose(self) -> None:
+        """The host has gone: end all that runs there."""
+        self._ready.clear()
+        self._outbox.clear()
+        self._fail_all(EngineDied("the engine process was lost while the request ran"))
+
+    def _fail_all(self, error: EngineDied | EngineNotReady) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        batch = wire.decode_reports(frames[-1])
+        if batch.generation != self._generation:
+            return
+        self._heard = time.monotonic()
+        for report in batch.reports:
+            if isinstance(report, wire.Output):
+                stream = self._streams.get(report.key)
+                if stream is not None:
+                    stream.put(report.delta)
+                    if report.delta.finish_reason is not None:
+                        del self._streams[report.key]
+            else:
+                self._note(report)
+
+    def _note(self, report: wire.Report) -> None:
+        match report:
+            case wire.Failed():
+                stream = self._streams.pop(report.key, None)
+                if stream is not None:
+                    stream.fail(wire.error_of(report))
+            case wire.Welcome():
+                self._info = report.info
+                self._engine_healthy = True
+                self._ready.set()
+            case wire.Beat():
+                self._engine_healthy = report.healthy
+            case wire.Stats():
+                self._stats.publish(report.stats)
+            case wire.KvEvents():
+                for event in report.events:
+                    self._events.put(event)
+            case wire.Dropped():
+                self._lose()
+                self._greet()
+
+
+class _Link:
+    """A DEALER socket that connects, and connects again, to `address`, and says when the other side comes and goes."""
+
+    def __init__(
+        self,
+        address: str,
+        on_connect: Callable[[], None],
+        on_message: Callable[[list[bytes]], None],
+        on_disconnect: Callable[[], None],
+    ) -> None:
+        self._on_connect = on_connect
+        self._on_disconnect = on_disconnect
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._dealer.setsockopt(zmq.SNDHWM, 0)
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        monitor = self._dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket = wire.LoopSocket(self._dealer, on_message)
+        self._monitor = wire.LoopSocket(monitor, self._observe)
+        self._dealer.connect(address)
+
+    def send(self, payload: bytes) -> None:
+        self._socket.send([payload])
+
+    def close(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger_ms=100)
+        self._context.term()
+
+    def _observe(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._on_connect()
+        else:
+            self._socket.drain()  # what the host said last is true still
+            self._on_disconnect()

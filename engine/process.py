@@ -1,0 +1,161 @@
+"""The engine host as a child process: spawned, watched, restarted and never left behind."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine import wire
+from engine.config import EngineConfig
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+_HEALTHY_SECONDS = 60.0
+"""How long a host must have served for its death to count as the first."""
+_STOP_SECONDS = 5.0
+"""How long a host may take to stop once its input has ended, and again after SIGTERM."""
+_LAST_LINES, _LAST_CHARACTERS = 20, 16384
+_LONGEST_PATH = 100
+"""Bytes in the path of a Unix socket; the system's own limit is 107."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """One engine host at a time, at `address`; an empty one makes an ipc:// address in a private folder.
+
+    A host that dies is restarted, after pauses that grow from 0.5 to 30 seconds, unless `on_death` is "exit" or it never got ready in
+    the first place: then this gives up, and `wait_failed` says why. The host ends with this process, however that ends.
+    """
+
+    def __init__(
+        self, config: EngineConfig, address: str = "", on_death: Literal["restart", "exit"] = "restart", log_level: str = "info"
+    ) -> None:
+        self._folder = None if address else _private_folder()
+        self.address = address or f"ipc://{self._folder}/engine.sock"
+        self._options = msgspec.json.encode(wire.HostOptions(config, self.address, log_level)) + b"\n"
+        self._on_death = on_death
+        self._host: _Host | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the host; None while there is none."""
+        return None if self._host is None else self._host.process.pid
+
+    async def start(self) -> None:
+        """Spawn the host. It is ready when an `EngineClient` has started; that fails if `wait_failed` returns first."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._host = await _Host.spawn(self._options)
+        self._watcher = asyncio.create_task(self._watch(self._host, self._failure), name="engine-process")
+
+    async def wait_failed(self) -> str:
+        """Return the reason, with the host's last words, once this has given up."""
+        assert self._failure is not None, "not started"
+        return await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        """Stop the host and remove the socket file. Safe at any time."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+        wire.remove_socket_file(self.address)
+        if self._folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._folder.rmdir()
+
+    async def _watch(self, host: "_Host", failure: asyncio.Future[str]) -> None:
+        pause, was_ready = _FIRST_PAUSE, False
+        while True:
+            reason = await host.wait()
+            self._host = None
+            was_ready = was_ready or host.ready_at is not None
+            if not was_ready or self._on_death == "exit":
+                failure.set_result(reason)
+                return
+            if host.ready_at is not None and time.monotonic() - host.ready_at > _HEALTHY_SECONDS:
+                pause = _FIRST_PAUSE
+            log.error("%s\nthe engine process is restarted in %.1f s", reason, pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._host = host = await _Host.spawn(self._options)
+
+
+class _Host:
+    """One child process: what it prints goes on to standard error, and its last lines are kept."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.ready_at: float | None = None
+        self._tail = ""
+        self._readers = [asyncio.create_task(self._read_control()), asyncio.create_task(self._read_log())]
+
+    @classmethod
+    async def spawn(cls, options: bytes) -> "_Host":
+        command = (sys.executable, "-m", "engine.host")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(options)
+        return cls(process)
+
+    async def wait(self) -> str:
+        """Wait for the end of the process and say what became of it."""
+        code = await self.process.wait()
+        await self._read_to_end()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        when = "died" if self.ready_at is not None else "failed to start"
+        return "\n".join([f"the engine process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
+
+    async def stop(self) -> None:
+        """End the process: by the end of its input, else by SIGTERM, else by SIGKILL."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        for escalate in (self.process.terminate, self.process.kill):
+            try:
+                await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+                break
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    escalate()
+        await self.process.wait()
+        await self._read_to_end()
+
+    async def _read_to_end(self) -> None:
+        """Read what the process still had to say; a child of its own that keeps the pipes open does not hold us up."""
+        _, unfinished = await asyncio.wait(self._readers, timeout=1.0)
+        for reader in unfinished:
+            reader.cancel()
+
+    async def _read_control(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            if line == b"ready\n":
+                self.ready_at = time.monotonic()
+
+    async def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        while chunk := await self.process.stderr.read(65536):
+            text = chunk.decode(errors="replace")
+            sys.stderr.write(text)
+            self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user may enter, with a path short enough for a Unix socket."""
+    folder = Path(tempfile.mkdtemp(prefix="trellis-"))
+    if len(str(folder)) < _LONGEST_PATH - len("/engine.sock"):
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="trellis-", dir="/tmp"))

@@ -1,0 +1,188 @@
+"""What `engine/client` and `engine/host` say to each other: msgpack over one ZMQ socket on each side.
+
+Either side sends a batch: all that became ready in one turn of its loop, in order. The client counts its connections, its
+*generation*, and each batch carries the number, so that nothing meant for a host that has gone reaches the one after it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+
+import engine.errors
+from engine.config import EngineConfig
+from engine.kv_events import KvEvent
+from engine.stats import IterationStats
+from engine.types import Delta, EngineInfo, GenerateRequest
+
+Topic = Literal["stats", "kv_events"]
+
+MAX_MESSAGE_BYTES = 256 << 20
+BEAT_SECONDS = 0.25
+"""Pause between the signs of life that a host sends."""
+SILENCE_SECONDS = 10.0
+"""Silence after which a client takes its host for stuck."""
+_BURST = 256
+"""Messages read before other work gets its turn."""
+
+# Parent to host, as JSON.
+
+
+class HostOptions(msgspec.Struct, frozen=True):
+    config: EngineConfig
+    address: str
+    """ipc:// or tcp://127.0.0.1"""
+    log_level: str = "info"
+
+
+# Client to host.
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The first message of a connection: answered by Welcome."""
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Begin a request, known by a number of the client's own from here on."""
+
+    key: int
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    key: int
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Report on `topic` from now on, for as long as the connection lasts."""
+
+    topic: Topic
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The last message of a connection: whatever still runs for it is aborted."""
+
+
+Command = Hello | Generate | Abort | Subscribe | Goodbye
+
+# Host to client.
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    info: EngineInfo
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    key: int
+    delta: Delta
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The request ended with an error of `engine/errors`, by class name."""
+
+    key: int
+    kind: str
+    message: str
+    param: str | None
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A sign of life, and whether the engine is healthy."""
+
+    healthy: bool
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    stats: IterationStats
+
+
+class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    events: list[KvEvent]
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The host could not reach the client for a while and has aborted its requests: say Hello again."""
+
+
+Report = Welcome | Output | Failed | Beat | Stats | KvEvents | Dropped
+
+
+class Commands(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    commands: list[Command]
+
+
+class Reports(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    reports: list[Report]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_commands = msgspec.msgpack.Decoder(Commands).decode
+decode_reports = msgspec.msgpack.Decoder(Reports).decode
+
+_ERRORS = {
+    cls.__name__: cls for cls in vars(engine.errors).values() if isinstance(cls, type) and issubclass(cls, engine.errors.EngineError)
+}
+
+
+def failed(key: int, error: engine.errors.EngineError) -> Failed:
+    param = error.param if isinstance(error, engine.errors.InvalidRequest) else None
+    return Failed(key, type(error).__name__, str(error), param)
+
+
+def error_of(report: Failed) -> engine.errors.EngineError:
+    """The error that `failed` described; EngineFailure if this side does not know its kind."""
+    cls = _ERRORS.get(report.kind, engine.errors.EngineFailure)
+    if issubclass(cls, engine.errors.InvalidRequest):
+        return cls(report.message, report.param)
+    return cls(report.message)
+
+
+def remove_socket_file(address: str) -> None:
+    """Remove what binding an ipc:// address left behind; ZMQ does not."""
+    if address.startswith("ipc://"):
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class LoopSocket:
+    """A ZMQ socket on the running event loop: `on_message` gets the frames of each message; nothing here blocks.
+
+    ZMQ's descriptor only signals that something has changed, not that something waits. Every send may swallow that signal, so the
+    socket is looked at again after each.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._fd = socket.fileno()
+        self._loop.add_reader(self._fd, self.drain)
+        self._loop.call_soon(self.drain)
+
+    def send(self, frames: list[bytes]) -> None:
+        """Raises zmq.Again if the peer's queue is full, zmq.ZMQError(EHOSTUNREACH) if it has gone (on a mandatory router)."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            if self._readable():
+                self._loop.call_soon(self.drain)
+
+    def drain(self) -> None:
+        """Read what waits."""
+        for _ in range(_BURST):
+            if not self._readable():
+                return
+            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._loop.call_soon(self.drain)
+
+    def close(self, linger_ms: int = 0) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=linger_ms)
+
+    def _readable(self) -> bool:
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
