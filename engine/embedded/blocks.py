@@ -18,7 +18,7 @@ from blake3 import blake3
 from engine.kv_events import Cleared, Created, Removed, Stored, StoredBlock, UniqueToken
 
 BlockKey = bytes
-Publish = Callable[[Created | Stored | Removed | Cleared], None]
+EventData = Created | Stored | Removed | Cleared
 
 
 def root_key(cache_salt: str) -> BlockKey:
@@ -39,7 +39,7 @@ def event_hash(key: BlockKey) -> int:
 class BlockPool:
     """Allocation, sharing and eviction of `num_blocks` blocks. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool, publish: Publish) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool, publish: Callable[[EventData], None]) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse

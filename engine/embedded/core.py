@@ -1,19 +1,20 @@
 """The engine's turn: schedule, run, postprocess. Synchronous and owned by one thread; `engine/embedded/engine.py` drives it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 
 import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.attention import sort_chunks
-from engine.embedded.blocks import BlockPool, Publish
+from engine.embedded.blocks import BlockPool, EventData
 from engine.embedded.model import Model
 from engine.embedded.sampler import Sampled, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Chunk, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineFailure
+from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
 from engine.types import Delta, FinishReason, PromptReport
 
@@ -24,9 +25,11 @@ Outputs = list[tuple[str, Delta | EngineFailure]]
 class EngineCore:
     """Model, block pool, scheduler and sampler, and the sequences that are alive."""
 
-    def __init__(self, config: EmbeddedConfig, publish: Publish) -> None:
+    def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
         self.model = Model(config)
-        self.pool = BlockPool(len(self.model.cache.data), config.kv_block_size, reuse=config.enable_block_reuse, publish=publish)
+        self._publish_event = publish
+        self._event_id = 0
+        self.pool = BlockPool(len(self.model.cache.data), config.kv_block_size, reuse=config.enable_block_reuse, publish=self._publish)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_batch_size,
@@ -56,6 +59,7 @@ class EngineCore:
         if sequence := self._sequences.pop(request_id, None):
             self.scheduler.remove(sequence)
             self._aborted += 1
+            self._audit_when_idle()
 
     def step(self) -> Outputs:
         """Run one step. A failure in it ends the sequences that took part, and no others."""
@@ -69,8 +73,7 @@ class EngineCore:
             outputs: Outputs = list(self._postprocess(chunks, sampled))
         except (RuntimeError, ValueError) as error:
             outputs = self._fail(chunks, error)
-        if not self.busy:
-            self.scheduler.audit()
+        self._audit_when_idle()
         self._iteration += 1
         self._latency_ms = (time.monotonic() - started) * 1e3
         self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
@@ -103,6 +106,14 @@ class EngineCore:
                 cache_hit_rate=pool.reused / looked_up if looked_up else 0.0,
             ),
         )
+
+    def _audit_when_idle(self) -> None:
+        if not self.busy:
+            self.scheduler.audit()
+
+    def _publish(self, data: EventData) -> None:
+        self._publish_event(KvEvent(self._event_id, data, window_size=self.model.context_length))
+        self._event_id += 1
 
     def _run(self, chunks: Sequence_[Chunk]) -> list[Sampled]:
         """Forward, prompt log-probabilities, sampling; one result for each chunk that samples, in order."""

@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import torch
@@ -18,12 +18,12 @@ from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar import GrammarCompiler, Matcher
 from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.errors import ContextOverflow, EngineFailure, EngineNotReady, InvalidRequest
-from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.kv_events import KvEvent
 from engine.priority import rank
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
-from engine.types import Delta, EngineInfo, GenerateRequest, GuideKind
+from engine.types import Delta, EngineInfo, GenerateRequest, Guide, GuideKind
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class EmbeddedEngine:
         self._streams: dict[str, DeltaStream] = {}
         self._stats: Latest[IterationStats] = Latest()
         self._events: EventBuffer[KvEvent] = EventBuffer()
-        self._event_id = 0
+        self._compiling: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
 
     @property
@@ -62,22 +62,22 @@ class EmbeddedEngine:
         self._compiler = GrammarCompiler(Path(info.model), info.vocab_size, info.eos_token_ids, self._config.guide_timeout_seconds)
         self._info = info
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        self._check(request)
-        guide = request.sampling.guide
-        matcher = (await self._compiler.compile(guide)).matcher() if guide else None
-        stream = DeltaStream(lambda: self._abort(request.request_id))
-        if request.request_id in self._streams:
-            raise InvalidRequest("request_id is in use by a running request", "request_id")
-        self._streams[request.request_id] = stream
-        sequence = self._sequence(request, matcher)
-        self._commands.put(lambda core: core.add(sequence))
+    def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
-            async for delta in stream:
-                yield delta
-        finally:
-            self._streams.pop(request.request_id, None)
-            await stream.aclose()
+            self._check(request)
+        except EngineError as error:
+            return DeltaStream.failed(error)
+        stream = DeltaStream(lambda: self._abort(request.request_id))
+        stream.when_done(lambda: self._streams.pop(request.request_id))
+        self._streams[request.request_id] = stream
+        if request.sampling.guide is None:
+            self._submit(request, None)
+        else:
+            task = asyncio.create_task(self._compile(request, request.sampling.guide, stream))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+            stream.when_done(task.cancel)
+        return stream
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
         return self._events.batches()
@@ -107,8 +107,22 @@ class EmbeddedEngine:
             raise ContextOverflow(
                 f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {capacity} that fit"
             )
-        if not all(0 <= token < info.vocab_size for token in prompt):
+        if request.request_id in self._streams:
+            raise InvalidRequest("a running request has the same request_id", "request_id")
+        if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
             raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
+
+    async def _compile(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
+        try:
+            compiled = await self._compiler.compile(guide)
+        except EngineError as error:
+            stream.fail(error)
+        else:
+            self._submit(request, compiled.matcher())
+
+    def _submit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
+        sequence = self._sequence(request, matcher)
+        self._commands.put(lambda core: core.add(sequence))
 
     def _sequence(self, request: GenerateRequest, matcher: Matcher | None) -> Sequence:
         seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
@@ -137,10 +151,14 @@ class EmbeddedEngine:
             failure.__cause__ = error.__cause__ or error
             self._call(loaded.set_exception, failure)
             return
-        with torch.inference_mode():
-            while self._obey(core):
-                outputs = core.step()
-                self._call(self._deliver, outputs, core.stats())
+        try:
+            with torch.inference_mode():
+                while self._obey(core):
+                    outputs = core.step()
+                    self._call(self._deliver, outputs, core.stats())
+        except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
+            log.critical("the engine thread died", exc_info=error)
+            self._call(self._fail_all, EngineDied("the engine died"))
 
     def _obey(self, core: EngineCore) -> bool:
         """Carry out the commands that wait, and wait for one while there is nothing to run; False when told to stop."""
@@ -175,13 +193,10 @@ class EmbeddedEngine:
             load_seconds=time.monotonic() - started,
             guides=GUIDES,
         )
-        self._context_length = model.context_length
         self._call(loaded.set_result, info)
         return core
 
-    def _publish(self, data: Created | Stored | Removed | Cleared) -> None:
-        event = KvEvent(self._event_id, data, window_size=0)
-        self._event_id += 1
+    def _publish(self, event: KvEvent) -> None:
         self._call(self._events.put, event)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -203,6 +218,6 @@ class EmbeddedEngine:
                 log.error("request %s failed in the engine", request_id, exc_info=output.__cause__)
                 stream.fail(output)
 
-    def _fail_all(self, error: EngineNotReady) -> None:
+    def _fail_all(self, error: EngineUnavailable) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
