@@ -1,0 +1,31 @@
+"""What many tests share."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Llama with random weights: 3 layers, vocabulary 384, context 512, end of sequence 2, no tokenizer."""
+    import torch  # noqa: PLC0415 - most tests do without
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2)
+    folder = tmp_path_factory.mktemp("tiny_model")
+    model.save_pretrained(folder)
+    return folder
