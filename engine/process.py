@@ -87,7 +87,7 @@ class EngineProcess:
                 return
             if host.ready_at is not None and time.monotonic() - host.ready_at > _HEALTHY_SECONDS:
                 pause = _FIRST_PAUSE
-            log.error("%s\nthe engine process is restarted in %.1f s", reason, pause)
+            log.error("%s\nthe engine process is restarted in %.2g s", reason, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._host = host = await _Host.spawn(self._options)
