@@ -1,0 +1,270 @@
+"""A closed-loop streaming client for any OpenAI-compatible server, fast enough to measure one: `python -m benchmarks.client --help`.
+
+It speaks HTTP/1.1 over an asyncio protocol and looks into an event only until the first text has come; after that an event costs it a
+few microseconds, so that one core takes well over 15,000 chunks a second. Tokens are counted by the server's usage, never guessed.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, cast
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+import uvloop
+
+from benchmarks.prompts import PromptMaker, words
+from benchmarks.summary import Summary, summarise
+
+Endpoint = Literal["chat", "completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server to load. `extra` is added to every request: how a server is told to ignore the end of sequence differs."""
+
+    base_url: str
+    model: str
+    api_key: str = ""
+    endpoint: Endpoint = "chat"
+    extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
+
+    def request(self, text: str, max_tokens: int) -> bytes:
+        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`."""
+        url = urlsplit(self.base_url)
+        prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        body = orjson.dumps({"model": self.model, **prompt, "max_tokens": max_tokens, "temperature": 0, **stream, **self.extra})
+        path = "chat/completions" if self.endpoint == "chat" else "completions"
+        head = [
+            f"POST {url.path.rstrip('/')}/{path} HTTP/1.1",
+            f"Host: {url.netloc}",
+            "Content-Type: application/json",
+            "Accept: text/event-stream",
+            f"Content-Length: {len(body)}",
+            *([f"Authorization: Bearer {self.api_key}"] if self.api_key else []),
+        ]
+        return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One measurement: `requests` requests, `concurrency` at a time."""
+
+    concurrency: int
+    requests: int
+    prompt_tokens: int
+    max_tokens: int
+    timeout: float = 900.0
+    """Seconds a request may take."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client saw it; times in seconds."""
+
+    seconds: float = 0.0
+    ttft: float = 0.0
+    """Until the first event with text; 0 if none came."""
+    chunks: int = 0
+    """Events with data, less the closing `[DONE]`."""
+    gaps: list[float] = field(default_factory=list)
+    """Between events from the first text on; those that arrive together are 0 apart."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str = ""
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self.alive = False
+        self._done: asyncio.Future[None] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sample = Sample()
+        self._tail = self._refusal = self._last = b""
+        self._sent = self._previous = self._now = time.perf_counter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.alive = cast(asyncio.Transport, transport), True  # uvloop's is none by inheritance
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        self._finish("the connection was lost")
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._finish(f"malformed HTTP: {error}")
+            self.close()
+
+    def on_body(self, data: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            self._refusal += data
+            return
+        data = self._tail + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._tail = data.split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data:") and event != b"data: [DONE]":
+                self._event(event)
+
+    def _event(self, event: bytes) -> None:
+        sample = self._sample
+        sample.chunks += 1
+        self._last = event
+        if sample.ttft:
+            sample.gaps.append(self._now - self._previous)
+            self._previous = self._now
+        elif _has_text(orjson.loads(event[5:])):
+            sample.ttft = self._now - self._sent
+            self._previous = self._now
+        if event.startswith(b'data: {"error"'):
+            sample.error = event[6:300].decode(errors="replace")
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if not self._parser.should_keep_alive():
+            self.close()
+        self._parser = httptools.HttpResponseParser(self)
+        self._finish("" if status == 200 else f"HTTP {status}: {self._refusal[:300].decode(errors='replace')}")
+
+    def _finish(self, error: str) -> None:
+        if self._done is None or self._done.done():
+            return
+        sample = self._sample
+        sample.seconds = time.perf_counter() - self._sent
+        sample.error = sample.error or error
+        if not sample.error:
+            _count(sample, self._last)
+        self._done.set_result(None)
+
+    async def send(self, request: bytes, timeout: float) -> Sample:
+        """Post `request` and read its stream to the end; whatever goes wrong is told in the sample."""
+        self._reset()
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._done
+        except TimeoutError:
+            self.close()
+            self._sample.error = f"no end within {timeout:g} s"
+        return self._sample
+
+    def close(self) -> None:
+        self.alive = False
+        self._transport.close()
+
+
+def _has_text(chunk: dict[str, object]) -> bool:
+    choices = chunk.get("choices") or []
+    assert isinstance(choices, list)
+    return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)
+
+
+def _count(sample: Sample, last: bytes) -> None:
+    """Take the usage, which the last event carries."""
+    usage = orjson.loads(last[5:]).get("usage") if last else None
+    if not usage:
+        sample.error = "the stream ended without usage"
+        return
+    sample.prompt_tokens, sample.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def _connect(base_url: str) -> _Connection:
+    url = urlsplit(base_url)
+    assert url.hostname is not None, f"no host in {base_url}"
+    tls = url.scheme == "https"
+    _, connection = await asyncio.get_running_loop().create_connection(
+        _Connection, url.hostname, url.port or (443 if tls else 80), ssl=tls or None
+    )
+    return connection
+
+
+async def _worker(target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample]) -> None:
+    connection: _Connection | None = None
+    for request in requests:
+        try:
+            if connection is None or not connection.alive:
+                connection = await _connect(target.base_url)
+        except OSError as error:
+            samples.append(Sample(error=f"cannot connect: {error}"))
+            continue
+        sample = await connection.send(request, load.timeout)
+        if not sample.error and sample.completion_tokens != load.max_tokens:
+            sample.error = f"{sample.completion_tokens} tokens came instead of {load.max_tokens}"
+        samples.append(sample)
+    if connection is not None:
+        connection.close()
+
+
+async def fit_prompts(target: Target) -> PromptMaker:
+    """Ask the server how it counts. Raises RuntimeError if it does not answer."""
+    rng = random.Random(0)
+    counts = (8, 72)
+    samples: list[Sample] = []
+    await _worker(target, Load(1, 2, 0, 1), iter([target.request(words(count, rng), 1) for count in counts]), samples)
+    for sample in samples:
+        if sample.error:
+            raise RuntimeError(f"{target.base_url}: {sample.error}")
+    return PromptMaker.fit(((counts[0], samples[0].prompt_tokens), (counts[1], samples[1].prompt_tokens)))
+
+
+async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
+    """Run `load` and sum it up. Equal seeds send equal prompts; every request of a seed has its own."""
+    rng = random.Random(seed)
+    requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
+    samples: list[Sample] = []
+    queue = iter(requests)
+    started = time.perf_counter()
+    await asyncio.gather(*(_worker(target, load, queue, samples) for _ in range(load.concurrency)))
+    return summarise(samples, time.perf_counter() - started)
+
+
+def run(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
+    """`measure`, on a uvloop of its own."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(target, load, prompts, seed))
+
+
+def fit(target: Target) -> PromptMaker:
+    """`fit_prompts`, on a uvloop of its own."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(fit_prompts(target))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.client", description="Load one server and print what the client saw.")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", required=True, help="name of the model in requests")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")
+    parser.add_argument("--extra", type=json.loads, default={"ignore_eos": True}, help="JSON added to every request")
+    parser.add_argument("-c", "--concurrency", type=int, default=1)
+    parser.add_argument("-n", "--requests", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--seed", default=str(time.time_ns()))
+    args = parser.parse_args()
+    target = Target(args.base_url, args.model, args.api_key, args.endpoint, args.extra)
+    summary = run(target, Load(args.concurrency, args.requests, args.prompt_tokens, args.max_tokens), fit(target), args.seed)
+    print(json.dumps(summary.asdict(), indent=2))
+
+
+if __name__ == "__main__":
+    main()
