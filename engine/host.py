@@ -198,20 +198,25 @@ async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -
     """Start the engine and serve it until `stop`. Raises EngineFailure if it cannot start or falls ill."""
     context: zmq.Context[Any] = zmq.Context()
     socket = bind(context, options.address)
-    engine = create_engine(options.config)
     try:
-        if await _completed(asyncio.create_task(engine.start()), stop):
-            host = EngineHost(engine, socket)
-            print("ready", file=control, flush=True)
-            try:
-                await _completed(asyncio.create_task(host.serve()), stop)
-            finally:
-                host.close()
+        engine = create_engine(options.config)
+        try:
+            if await _completed(asyncio.create_task(engine.start()), stop):
+                await _serve(EngineHost(engine, socket), stop, control)
+        finally:
+            await engine.close()
     finally:
-        await engine.close()
         socket.close(linger=0)
         context.term()
         wire.remove_socket_file(options.address)
+
+
+async def _serve(host: EngineHost, stop: asyncio.Event, control: TextIO) -> None:
+    print("ready", file=control, flush=True)
+    try:
+        await _completed(asyncio.create_task(host.serve()), stop)
+    finally:
+        host.close()
 
 
 async def _completed(task: asyncio.Task[None], stop: asyncio.Event) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 from engine import wire
 from engine.config import EngineConfig
+from engine.errors import EngineFailure
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
@@ -46,6 +47,7 @@ class EngineProcess:
         self._host: _Host | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[str] | None = None
+        self._pause = _FIRST_PAUSE
 
     @property
     def pid(self) -> int | None:
@@ -53,9 +55,15 @@ class EngineProcess:
         return None if self._host is None else self._host.process.pid
 
     async def start(self) -> None:
-        """Spawn the host. It is ready when an `EngineClient` has started; that fails if `wait_failed` returns first."""
+        """Spawn the host. It is ready when an `EngineClient` has started; that fails if `wait_failed` returns first.
+
+        Raises EngineFailure if the system cannot spawn a process.
+        """
         self._failure = asyncio.get_running_loop().create_future()
-        self._host = await _Host.spawn(self._options)
+        try:
+            self._host = await _Host.spawn(self._options)
+        except OSError as error:
+            raise EngineFailure(f"the engine process cannot be spawned: {error}") from error
         self._watcher = asyncio.create_task(self._watch(self._host, self._failure), name="engine-process")
 
     async def wait_failed(self) -> str:
@@ -77,7 +85,7 @@ class EngineProcess:
                 self._folder.rmdir()
 
     async def _watch(self, host: "_Host", failure: asyncio.Future[str]) -> None:
-        pause, was_ready = _FIRST_PAUSE, False
+        was_ready = False
         while True:
             reason = await host.wait()
             self._host = None
@@ -86,11 +94,18 @@ class EngineProcess:
                 failure.set_result(reason)
                 return
             if host.ready_at is not None and time.monotonic() - host.ready_at > _HEALTHY_SECONDS:
-                pause = _FIRST_PAUSE
-            log.error("%s\nthe engine process is restarted in %.2g s", reason, pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            self._host = host = await _Host.spawn(self._options)
+                self._pause = _FIRST_PAUSE
+            self._host = host = await self._restart(reason)
+
+    async def _restart(self, reason: str) -> "_Host":
+        while True:
+            log.error("%s\nthe engine process is restarted in %.2g s", reason, self._pause)
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            try:
+                return await _Host.spawn(self._options)
+            except OSError as error:
+                reason = f"the engine process cannot be spawned: {error}"
 
 
 class _Host:
