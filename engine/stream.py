@@ -42,17 +42,17 @@ class DeltaStream:
         if self._finished:
             return
         self._deltas.append(delta)
-        self._wake()
         if delta.finish_reason is not None:
             self._finish()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, raised after the deltas delivered before. Ignored once the stream has ended."""
         if self._finished:
             return
         self._error = error
-        self._wake()
         self._finish()
+        self._wake()
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` from the loop once the stream has ended."""
@@ -94,6 +94,7 @@ class DeltaStream:
             self._on_abort()
 
     def _finish(self) -> None:
+        """Have the callbacks run, before a consumer that waits gets to know."""
         self._finished = True
         for callback in self._on_done:
             asyncio.get_running_loop().call_soon(callback)

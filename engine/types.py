@@ -25,6 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How one sequence is sampled and when it stops. Validated at the edge; the engine asserts, it does not repeat the checks."""
 
     max_tokens: int
+    """0 reports on the prompt and generates nothing: one delta without tokens."""
     min_tokens: int = 0
     temperature: float = 1.0
     """0 is greedy."""

@@ -142,9 +142,11 @@ class EngineCore:
                 yield chunk.sequence.request.request_id, self._append(chunk.sequence, next(results))
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> Delta:
-        """Take a sampled token into a sequence, and the sequence out of the engine if that ended it."""
-        sequence.tokens.append(sampled.token_id)
-        sequence.sampler.accept(sampled.token_id)
+        """Take a sampled token into a sequence, unless it asked for none, and the sequence out of the engine if that ended it."""
+        wanted = sequence.request.sampling.max_tokens > 0
+        if wanted:
+            sequence.tokens.append(sampled.token_id)
+            sequence.sampler.accept(sampled.token_id)
         finish, stop = self._finish(sequence, sampled.token_id)
         if finish:
             del self._sequences[sequence.request.request_id]
@@ -154,6 +156,8 @@ class EngineCore:
         if not sequence.reported:
             sequence.reported = True
             prompt = _prompt_report(sequence)
+        if not wanted:
+            return Delta((), finish_reason=finish, prompt=prompt)
         return Delta((sampled.token_id,), (sampled.logprobs,) if sampled.logprobs is not None else (), finish, stop, prompt)
 
     def _finish(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
