@@ -29,3 +29,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_model")
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of the default model, converted into the user's cache on first use."""
+    from engine.embedded.model_store import resolve_model  # noqa: PLC0415 - most tests do without
+    from server.settings import Settings  # noqa: PLC0415
+
+    settings = Settings()
+    return resolve_model(settings.model, settings.cache_dir)

@@ -16,8 +16,12 @@ from engine.types import GenerateRequest, SamplingParams
 SIZE = 4
 
 
-def make(name: str, prompt: list[int], max_tokens: int, *, priority: int = 0, arrival: float = 0.0, prompt_logprobs: bool = False) -> Sequence:
-    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens), priority=priority)
+def make(
+    name: str, prompt: list[int], max_tokens: int, *, priority: int = 0, arrival: float = 0.0, prompt_logprobs: bool = False
+) -> Sequence:
+    request = GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens), priority=priority
+    )
     return Sequence(
         request=request,
         sampler=None,  # type: ignore[arg-type]
@@ -93,7 +97,9 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     chunked=st.booleans(),
     reuse=st.booleans(),
 )
-def test_every_sequence_gets_its_output_whatever_the_pressure(seed: int, blocks: int, seqs: int, budget: int, chunked: bool, reuse: bool) -> None:
+def test_every_sequence_gets_its_output_whatever_the_pressure(
+    seed: int, blocks: int, seqs: int, budget: int, chunked: bool, reuse: bool
+) -> None:
     rng = random.Random(seed)
     runner = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse)
     shared = [rng.randrange(9) for _ in range(16)]

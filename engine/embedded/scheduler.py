@@ -37,7 +37,9 @@ class Scheduler:
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_tokens: int, chunked_prefill: bool) -> None:
         self.pool = pool
         self.waiting: list[Sequence] = []
+        """In order of rank."""
         self.running: list[Sequence] = []
+        """In order of rank."""
         self.preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
@@ -83,7 +85,7 @@ class Scheduler:
         self.pool.audit([sequence.blocks for sequence in (*self.running, *self.waiting)])
 
     def _decodes_first(self) -> list[Sequence]:
-        return sorted(self.running, key=lambda sequence: (sequence.remaining > 1, sequence.rank))
+        return sorted(self.running, key=lambda sequence: sequence.remaining > 1)
 
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """The largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
@@ -94,7 +96,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give the sequence blocks for all its tokens, preempting others of a later rank, or itself, when there are none."""
         while (needed := self._blocks_for(sequence)) > self.pool.available:
-            victim = max(self.running, key=_rank)
+            victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
