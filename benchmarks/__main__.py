@@ -1,0 +1,143 @@
+"""`make bench`: our server beside `transformers serve` on one model, and our HTTP path alone, measured in one run on one machine.
+
+The servers are all up at once and take turns, cell by cell, so that a noisy machine is noisy for all of them.
+"""
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from benchmarks import servers
+from benchmarks.client import Load, fit, run
+from benchmarks.metrics import histogram, percentile_between
+from benchmarks.prompts import PromptMaker
+from benchmarks.report import Cell, Report
+from benchmarks.servers import Server, Spec, pinned, serving
+from engine.embedded.model_store import resolve_model
+from server.settings import Settings
+
+CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
+QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
+DTYPES = ("float32", "bfloat16")
+LAG = "trellis_event_loop_lag_seconds"
+
+
+def main() -> None:
+    args = parse()
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "label")}
+    report = Report(args.label, settings | {"cells": " ".join(map(str, args.cells))})
+    for key, value in {**report.machine, **report.settings}.items():
+        print(f"{key}: {value}")
+    compared = specs(args)
+    if compared:
+        compare(compared, args, report)
+    if "fake" in args.servers:
+        http_alone(args, report)
+    print("\n" + report.markdown())
+    print(f"written to {report.write(args.output)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
+    choices = ["ours", *(f"transformers-{dtype}" for dtype in DTYPES), "fake"]
+    parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the setting's")
+    parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
+    parser.add_argument("--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64")
+    parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
+    parser.add_argument("--rounds", type=int, default=2, help="requests of each stream in a cell, at least 3 in all")
+    parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
+    parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
+    parser.add_argument("--fake-delay-ms", type=float, default=20.0, help="time between the tokens of FakeEngine")
+    parser.add_argument("--fake-engine-process", action="store_true", help="FakeEngine in a process of its own, as engines are by default")
+    parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
+    parser.add_argument("--label", default="", help="name of the result files (full or quick)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    args.cells = args.cells or (QUICK if args.quick else CELLS)
+    args.repeats = args.repeats or (1 if args.quick else 3)
+    args.label = args.label or ("quick" if args.quick else "full")
+    return args
+
+
+def cell(text: str) -> Cell:
+    streams, prompt, output = map(int, text.split(":"))
+    return Cell(streams, prompt, output)
+
+
+def specs(args: argparse.Namespace) -> list[Spec]:
+    """The servers to compare, ours first, all on one model folder."""
+    if set(args.servers) <= {"fake"}:
+        return []
+    settings = Settings()
+    folder = str(resolve_model(args.model or settings.model, settings.cache_dir))
+    ours = [servers.ours(folder)] if "ours" in args.servers else []
+    return ours + [servers.transformers(folder, dtype) for dtype in DTYPES if f"transformers-{dtype}" in args.servers]
+
+
+def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> None:
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(serving(spec)) for spec in compared]
+        prompts = {server.spec.name: warm_up(server) for server in running}
+        for repeat in range(args.repeats):
+            for row in args.cells:
+                for server in running:
+                    measure(server, row, prompts[server.spec.name], args, repeat, report)
+        for server in running:
+            report.servers[server.spec.name] = {"ready": server.ready_seconds, "answer": server.answer_seconds, "memory": server.memory_mb}
+
+
+def warm_up(server: Server) -> PromptMaker:
+    """Two requests of different sizes to learn how it counts, then a few at once."""
+    print(f"{server.spec.name}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s")
+    prompts = fit(server.target)
+    run(server.target, Load(4, 4, 60, 8), prompts, "warm-up")
+    return prompts
+
+
+def measure(server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report) -> None:
+    load = Load(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
+    summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
+    server.note_memory()
+    report.cells.setdefault(str(row), {}).setdefault(server.spec.name, []).append(summary)
+    wrong_size = abs(summary.prompt_tokens - row.prompt_tokens) > row.prompt_tokens * 0.1
+    print(
+        f"[{repeat + 1}/{args.repeats}] {row} {server.spec.name}: {summary.tokens_per_second:.1f} tok/s, "
+        f"TTFT {summary.ttft_p50:.0f} ms, gap {summary.gap_p50:.1f} ms"
+        + (f", prompts of {summary.prompt_tokens:.0f} tokens" if wrong_size else "")
+        + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else ""),
+        flush=True,
+    )
+
+
+def http_alone(args: argparse.Namespace, report: Report) -> None:
+    """Our server on FakeEngine, on one core of its own where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    server_core, client_core = (cores[1], cores[0]) if len(cores) > 1 else (None, None)
+    with serving(servers.fake(args.fake_delay_ms, engine_process=args.fake_engine_process), server_core) as server, pinned(client_core):
+        prompts = fit(server.target)
+        run(server.target, Load(32, 64, 40, 64), prompts, "warm-up")
+        lag, cpu = histogram(server.get("/metrics"), LAG), server.cpu_seconds()
+        summary = run(server.target, Load(args.fake_streams, args.fake_streams * 4, 40, 256), prompts, args.seed)
+        cpu = server.cpu_seconds() - cpu
+        lag_p99 = percentile_between(lag, histogram(server.get("/metrics"), LAG), 99)
+        server.note_memory()
+    report.http = {
+        "streams": args.fake_streams,
+        "cores of the server": 1 if server_core is not None else len(cores),
+        "chunks/s": summary.chunks_per_second,
+        "chunks per CPU second of the server": summary.chunks / cpu,
+        "tokens/s": summary.tokens_per_second,
+        "TTFT p50, ms": summary.ttft_p50,
+        "TTFT p99, ms": summary.ttft_p99,
+        "gap p50, ms": summary.gap_p50,
+        "gap p99, ms": summary.gap_p99,
+        "event-loop lag p99, ms (bucket's upper bound)": lag_p99 * 1e3,
+        "errors": f"{summary.errors} {summary.first_error}".strip(),
+        "resident, MiB": server.memory_mb,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Turns measurements into the tables that people read and the file that programs read."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+from benchmarks.summary import Summary
+
+PACKAGES = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "uvloop", "sse-starlette", "xgrammar")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row: `concurrency` streams, prompts and outputs of so many tokens."""
+
+    concurrency: int
+    prompt_tokens: int
+    max_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.concurrency}:{self.prompt_tokens}:{self.max_tokens}"
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything one invocation found. `cells`: by cell, by server, one summary for each repeat."""
+
+    label: str
+    settings: dict[str, object]
+    cells: dict[str, dict[str, list[Summary]]] = field(default_factory=dict)
+    servers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Ready and first-answer seconds, resident MiB."""
+    http: dict[str, float | int | str] = field(default_factory=dict)
+    """The server on FakeEngine."""
+    machine: dict[str, object] = field(default_factory=lambda: describe_machine())
+
+    def markdown(self) -> str:
+        facts = "\n".join(f"- {key}: {value}" for key, value in {**self.machine, **self.settings}.items())
+        parts = [f"# Benchmark: {self.label}", facts, self._cells(), self._servers(), self._http()]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _cells(self) -> str:
+        names = list(dict.fromkeys(name for row in self.cells.values() for name in row))
+        if not names:
+            return ""
+        peers = names[1:]
+        head = ["streams", "prompt", "output", *(f"{name} {what}" for name in names for what in ("tok/s", "TTFT p50/p99", "gap p50/p99"))]
+        head += [f"{names[0]} / {peer}" for peer in peers]
+        rows = []
+        for cell, results in self.cells.items():
+            row = [*cell.split(":")]
+            for name in names:
+                row += _figures(results[name])
+            row += [f"{ratio(results[names[0]], results[peer]):.2f}" for peer in peers]
+            rows.append(row)
+        note = "Medians over the repeats, times in ms. A gap is the time between two chunks of a stream. Ratios: tok/s, paired by repeat."
+        return f"{table(head, rows)}\n\n{note}"
+
+    def _servers(self) -> str:
+        rows = [[name, *(f"{facts[key]:.1f}" for key in ("ready", "answer", "memory"))] for name, facts in self.servers.items()]
+        return table(["server", "ready, s", "first answer, s", "resident, MiB"], rows) if rows else ""
+
+    def _http(self) -> str:
+        rows = [[key, f"{value:.1f}" if isinstance(value, float) else str(value)] for key, value in self.http.items()]
+        return table(["HTTP alone (FakeEngine)", ""], rows) if rows else ""
+
+    def write(self, folder: Path) -> Path:
+        """Write the .json and the .md; returns the latter."""
+        folder.mkdir(parents=True, exist_ok=True)
+        page = folder / f"{time.strftime('%Y-%m-%d')}-{self.label}.md"
+        page.write_text(self.markdown())
+        page.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
+        return page
+
+
+def _figures(repeats: list[Summary]) -> list[str]:
+    errors = sum(summary.errors for summary in repeats)
+    speed = f"{median(s.tokens_per_second for s in repeats):.1f}" + (f" ({errors} errors)" if errors else "")
+    first = f"{median(s.ttft_p50 for s in repeats):.0f} / {median(s.ttft_p99 for s in repeats):.0f}"
+    gap = f"{median(s.gap_p50 for s in repeats):.1f} / {median(s.gap_p99 for s in repeats):.1f}"
+    return [speed, first, gap]
+
+
+def ratio(ours: list[Summary], peer: list[Summary]) -> float:
+    """How many times faster, as the median over repeats that ran one after the other; infinite over a peer that produced nothing."""
+    pairs = zip(ours, peer, strict=True)
+    return median(a.tokens_per_second / b.tokens_per_second if b.tokens_per_second else float("inf") for a, b in pairs)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, its columns aligned for those who read it in a terminal."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = ["| " + " | ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    text.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return "\n".join(text)
+
+
+def describe_machine() -> dict[str, object]:
+    """Where and on what this ran."""
+    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    installed = {distribution.name.lower() for distribution in metadata.distributions()}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": _commit(),
+        "cpu": f"{model}, {len(os.sched_getaffinity(0))} cores",
+        "load before": f"{os.getloadavg()[0]:.2f}",
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _commit() -> str:
+    """The commit of the working tree, marked if there are changes; "unknown" outside of git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return "unknown"
+    changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + (" with changes" if changes.stdout else "")

@@ -1,0 +1,157 @@
+"""Starts the servers that are measured, tells how they are doing, and leaves nothing of them behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.error import URLError
+
+import psutil
+
+from benchmarks.client import Load, Target, run
+from benchmarks.prompts import PromptMaker
+
+ROOT = Path(__file__).parent.parent
+START_SECONDS = 300.0
+STOP_SECONDS = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How to start a server. `argv` holds `{port}`; `model` is its name in requests, empty takes the first that it lists."""
+
+    name: str
+    argv: tuple[str, ...]
+    health: str
+    model: str = ""
+    extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def ours(model: str) -> Spec:
+    """Our server, embedded engine, default settings."""
+    return Spec("trellis", (sys.executable, "-m", "server", "--port", "{port}", "--model", model), "/health/ready")
+
+
+def fake(delay_ms: float, *, engine_process: bool) -> Spec:
+    """Our server without a model: what HTTP alone costs."""
+    engine = ("--engine", "fake", "--fake-token-delay-ms", str(delay_ms), "--engine-process", str(engine_process).lower())
+    return Spec("trellis-fake", (sys.executable, "-m", "server", "--port", "{port}", *engine), "/health/ready")
+
+
+def transformers(model: str, dtype: str) -> Spec:
+    """`transformers serve` with continuous batching. It refuses `ignore_eos`, but takes a generation config as a JSON string."""
+    if find_spec("accelerate") is None:
+        raise RuntimeError("transformers serve needs accelerate: pip install -e '.[bench]'")
+    command = str(Path(sys.executable).with_name("transformers"))
+    options = ("--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}")
+    extra: dict[str, object] = {"generation_config": json.dumps({"eos_token_id": -1, "do_sample": False})}
+    env = {"HF_HUB_OFFLINE": "1"}
+    return Spec(f"transformers-{dtype}", (command, "serve", model, *options), "/health", model, extra, env)
+
+
+class Server:
+    """A running server. `ready_seconds`: from its start until it called itself ready; `answer_seconds`: until its first token had come."""
+
+    def __init__(self, spec: Spec, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.spec, self.process, self.log = spec, process, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.ready_seconds = self.answer_seconds = self.memory_mb = 0.0
+
+    @property
+    def target(self) -> Target:
+        model = self.spec.model or json.loads(self.get("/v1/models"))["data"][0]["id"]
+        return Target(f"{self.url}/v1", model, extra=self.spec.extra)
+
+    def get(self, path: str) -> str:
+        """Body of a GET. Raises URLError (HTTPError included)."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return str(response.read().decode())
+
+    def wait(self, started: float) -> None:
+        """Return once it is ready and has answered one request. Raises RuntimeError, with the end of its log, if it never does."""
+        while True:
+            if self.process.poll() is not None or time.perf_counter() - started > START_SECONDS:
+                raise RuntimeError(f"{self.spec.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+            try:
+                self.get(self.spec.health)
+                break
+            except (URLError, OSError):
+                time.sleep(0.05)
+        self.ready_seconds = time.perf_counter() - started
+        first = run(self.target, Load(1, 1, 8, 1), PromptMaker(), "first")
+        if first.errors:
+            raise RuntimeError(f"{self.spec.name} does not answer: {first.first_error}")
+        self.answer_seconds = time.perf_counter() - started
+
+    def note_memory(self) -> None:
+        """Keep the most resident memory seen, over its processes."""
+        self.memory_mb = max(self.memory_mb, sum(process.memory_info().rss for process in self._tree()) / 2**20)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of its processes so far."""
+        times = [process.cpu_times() for process in self._tree()]
+        return float(sum(spent.user + spent.system for spent in times))
+
+    def _tree(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def stop(self) -> None:
+        """End its process group, kindly first."""
+        children = self._tree()[1:] if self.process.poll() is None else []
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{self.spec.name} did not stop within {STOP_SECONDS:g} s of SIGTERM; killed")
+        _, left = psutil.wait_procs(children, timeout=1)
+        if self.process.poll() is None or left:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def serving(spec: Spec, core: int | None = None) -> Iterator[Server]:
+    """Start a server, on `core` alone if one is given, and stop it in the end. Raises RuntimeError if it does not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="trellis-bench-"))
+    log = folder / f"{spec.name}.log"
+    argv = [part.format(port=port) for part in spec.argv]
+    with pinned(core), log.open("wb") as output:
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env={**os.environ, **spec.env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = Server(spec, process, port, log)
+    try:
+        server.wait(started)
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def pinned(core: int | None) -> Iterator[None]:
+    """Run on one core; child processes started meanwhile stay there. None changes nothing."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
