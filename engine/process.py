@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -111,19 +112,32 @@ class EngineProcess:
 class _Host:
     """One child process: what it prints goes on to standard error, and its last lines are kept."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, log_pipe: int) -> None:
         self.process = process
         self.ready_at: float | None = None
         self._tail = ""
-        self._readers = [asyncio.create_task(self._read_control()), asyncio.create_task(self._read_log())]
+        self._log_pipe = log_pipe
+        self._log_ended = asyncio.Event()
+        self._control = asyncio.create_task(self._read_control())
+        asyncio.get_running_loop().add_reader(log_pipe, self._read_log)
 
     @classmethod
     async def spawn(cls, options: bytes) -> "_Host":
-        command = (sys.executable, "-m", "engine.host")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+        """Raises OSError."""
+        # A pipe of our own, since asyncio takes no process for ended while a child of that process holds its standard error.
+        log_pipe, log_end = os.pipe()
+        os.set_blocking(log_pipe, False)
+        try:
+            command = (sys.executable, "-m", "engine.host")
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True)
+        except BaseException:
+            os.close(log_pipe)
+            raise
+        finally:
+            os.close(log_end)
         assert process.stdin is not None
         process.stdin.write(options)
-        return cls(process)
+        return cls(process, log_pipe)
 
     async def wait(self) -> str:
         """Wait for the end of the process and say what became of it."""
@@ -148,10 +162,11 @@ class _Host:
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:
-        """Read what the process still had to say; a child of its own that keeps the pipes open does not hold us up."""
-        _, unfinished = await asyncio.wait(self._readers, timeout=1.0)
-        for reader in unfinished:
-            reader.cancel()
+        """Read what the ended process still had to say; a child of its own that keeps the pipe open does not hold us up."""
+        await asyncio.wait([self._control])
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._log_ended.wait(), 0.5)
+        self._close_log()
 
     async def _read_control(self) -> None:
         assert self.process.stdout is not None
@@ -159,12 +174,22 @@ class _Host:
             if line == b"ready\n":
                 self.ready_at = time.monotonic()
 
-    async def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        while chunk := await self.process.stderr.read(65536):
-            text = chunk.decode(errors="replace")
-            sys.stderr.write(text)
-            self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
+    def _read_log(self) -> None:
+        try:
+            chunk = os.read(self._log_pipe, 65536)
+        except BlockingIOError:
+            return
+        text = chunk.decode(errors="replace")
+        sys.stderr.write(text)
+        self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
+        if not chunk:
+            self._close_log()
+
+    def _close_log(self) -> None:
+        if not self._log_ended.is_set():
+            self._log_ended.set()
+            asyncio.get_running_loop().remove_reader(self._log_pipe)
+            os.close(self._log_pipe)
 
 
 def _private_folder() -> Path:

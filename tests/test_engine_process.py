@@ -170,6 +170,25 @@ async def test_a_host_that_cannot_come_back_is_tried_again_and_again(
     await process.close()
 
 
+async def test_a_child_of_the_host_that_outlives_it_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nsleep 60 </dev/null >&2 &\necho $! >> {tmp_path}/pids\nexec {sys.executable} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    process = EngineProcess(CONFIG)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await healthy(client, False, 1)
+    await healthy(client, True, 15)
+    await client.close()
+    await asyncio.wait_for(process.close(), 3)
+    for pid in (tmp_path / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
 async def test_exit_mode_gives_up_at_the_first_death() -> None:
     process = EngineProcess(CONFIG, on_death="exit")
     await process.start()
@@ -199,9 +218,11 @@ async def test_a_model_that_is_not_there_fails_the_start_by_name(tmp_path: Path)
     process = EngineProcess(EmbeddedConfig(model=str(tmp_path / "no-such-model")))
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
-    with pytest.raises(EngineFailure, match="no-such-model"):
-        await asyncio.wait_for(client.start(), 60)
-    await process.close()
+    try:
+        with pytest.raises(EngineFailure, match="no-such-model"):
+            await asyncio.wait_for(client.start(), 60)
+    finally:
+        await process.close()
 
 
 @pytest.mark.parametrize("host_state", ["running", "stuck"])
