@@ -1,0 +1,1 @@
+"""Between the wire and token ids, plain text included."""

@@ -1,0 +1,1 @@
+"""Wire types only: what clients send and receive."""

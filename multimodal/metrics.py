@@ -1,0 +1,101 @@
+"""What the server measures of generations, under TensorRT-LLM's names where it has one."""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
+
+
+class GenerationMetrics:
+    """Prometheus metrics of one model; `track` follows one choice."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=_SECONDS).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"trtllm_{name}", text, ["model_name"], registry=registry).labels(model_name)
+
+        self.first_token = histogram("time_to_first_token_seconds", "From the request's arrival to its first token")
+        self.inter_token = histogram("inter_token_latency_seconds", "Between a token and the next")
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
+        self.queue = histogram("request_queue_time_seconds", "From the request's arrival until the engine began with it")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens in prompts")
+        self.cached_tokens = counter("prompt_cached_tokens", "Prompt tokens whose KV blocks were reused")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self.errors = counter("request_error", "Choices that ended with an error")
+        self.aborted = counter("num_aborted_requests", "Choices whose client went away")
+        success = Counter("trtllm_request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry)
+        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
+
+    def track(self) -> "ChoiceTimer":
+        """Start the clock of one choice."""
+        return ChoiceTimer(self)
+
+
+class ChoiceTimer:
+    """The clock of one choice, until `finish`, `fail`, or `stop` without either: then its client went away."""
+
+    __slots__ = ("_ended", "_last", "_metrics", "_start")
+
+    def __init__(self, metrics: GenerationMetrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last = 0.0
+        self._ended = False
+
+    def prompt(self, tokens: int, cached: int, queue_seconds: float) -> None:
+        """The engine has reported on the prompt, with the first token."""
+        self._metrics.queue.observe(queue_seconds)
+        self._metrics.prompt_tokens.inc(tokens)
+        self._metrics.cached_tokens.inc(cached)
+
+    def tokens(self, count: int) -> None:
+        """`count` tokens have come."""
+        now = time.perf_counter()
+        if not self._last:
+            self._metrics.first_token.observe(now - self._start)
+        elif count:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        self._last = now
+        self._metrics.generation_tokens.inc(count)
+
+    def finish(self, reason: str) -> None:
+        """The choice has ended well."""
+        self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+        self._metrics.finished[reason].inc()
+        self._ended = True
+
+    def fail(self) -> None:
+        """The choice has ended with an error."""
+        self._metrics.errors.inc()
+        self._ended = True
+
+    def stop(self) -> None:
+        """Nothing more comes."""
+        if not self._ended:
+            self._metrics.aborted.inc()

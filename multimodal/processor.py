@@ -1,0 +1,185 @@
+"""Requests to generations: fields checked, templates rendered, text tokenised, sampling parameters made."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from uuid import uuid4
+
+from engine.base import Engine
+from engine.types import EngineInfo, GenerateRequest
+from multimodal.choices import Choice, TextOptions
+from multimodal.chunks import ChunkBuilder, Header
+from multimodal.errors import ModelNotFound, RequestError
+from multimodal.fields import check_fields
+from multimodal.generation import Generation
+from multimodal.messages import template_variables, to_template
+from multimodal.metrics import GenerationMetrics
+from multimodal.sampling import Limits, Sampling
+from multimodal.shapes import ChatShape, CompletionShape, Shape
+from multimodal.templates import ChatTemplate
+from multimodal.tokenizer import Tokenizer
+from protocol.chat import ChatCompletionRequest
+from protocol.common import GenerationFields
+from protocol.completions import CompletionRequest
+from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 2000
+"""Longer texts are tokenised in a thread: tokenizers releases the GIL, so the event loop goes on."""
+
+
+class Processor:
+    """Prepares requests for one engine. Without a `template` the model has no chat."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        model_name: str,
+        metrics: GenerationMetrics,
+    ) -> None:
+        self.model_name = model_name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limits = limits
+        self._metrics = metrics
+        self._fingerprint = f"fp_{uuid4().hex[:10]}"
+
+    async def chat(self, body: ChatCompletionRequest, request_id: str) -> Generation:
+        """Prepare a chat; raises RequestError and EngineNotReady, and has started nothing."""
+        info = self._check(body)
+        prompt = await self._chat_prompt(body)
+        shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
+        return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}")
+
+    async def completion(self, body: CompletionRequest, request_id: str) -> Generation:
+        """Prepare completions of one or several prompts; raises RequestError and EngineNotReady, and has started nothing."""
+        info = self._check(body)
+        prompts = [await self._prompt(part, body.add_special_tokens is not False) for part in _prompts(body.prompt)]
+        if any(token >= info.vocab_size for prompt in prompts for token in prompt):
+            raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
+        prompts = [_truncated(prompt, body, info) for prompt in prompts]
+        shape = CompletionShape(
+            self._tokenizer,
+            return_token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
+            logprobs=body.logprobs is not None,
+            echo=[self._tokenizer.decode(prompt) for prompt in prompts] if body.echo else None,
+        )
+        return await self._generation(body, prompts, info, shape, f"cmpl-{body.request_id or request_id}")
+
+    async def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a prompt, or of messages as the chat template renders them."""
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
+        if body.prompt is not None:
+            ids = await self._prompt(body.prompt, body.add_special_tokens is not False)
+        else:
+            chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
+            ids = await self._chat_prompt(chat)
+        strings = [self._tokenizer.bytes_of(token).decode(errors="replace") for token in ids] if body.return_token_strs else None
+        return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
+
+    async def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids, special tokens included."""
+        self._check_model(body.model)
+        if any(token >= self._tokenizer.vocab_size for token in body.tokens):
+            raise RequestError(f"'tokens' must be ids from 0 to {self._tokenizer.vocab_size - 1}.", "tokens")
+        return DetokenizeResponse(prompt=await _off_loop(len(body.tokens), lambda: self._tokenizer.decode(body.tokens)))
+
+    def _check(self, body: GenerationFields) -> EngineInfo:
+        self._check_model(body.model)
+        check_fields(body, strict=self._limits.strict_fields)
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
+        return self._engine.info
+
+    def _check_model(self, name: str | None) -> None:
+        if name and name != self.model_name:
+            raise ModelNotFound(self.model_name)
+
+    async def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+        template = self._template
+        if template is None:
+            raise RequestError("This model has no chat template; use /v1/completions.", "messages")
+        if len(body.messages) > self._limits.max_messages:
+            raise RequestError(f"'messages' may have {self._limits.max_messages} entries at most.", "messages")
+        messages = [to_template(message) for message in body.messages]
+        variables = template_variables(body, self._limits.chat_template_kwargs)
+        size = sum(len(str(message["content"])) for message in messages)
+        ids = await _off_loop(size, lambda: self._tokenizer.encode(template.render(messages, **variables), body.add_special_tokens is True))
+        return _truncated(ids, body, self._engine.info)
+
+    async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return await _off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens))
+
+    async def _generation(
+        self, body: GenerationFields, prompts: Sequence[list[int]], info: EngineInfo, shape: Shape, answer_id: str
+    ) -> Generation:
+        count = body.n if body.n is not None else 1
+        if not 1 <= count <= self._limits.max_n or count * len(prompts) > self._limits.max_n:
+            raise RequestError(f"'n' must be at least 1, and n times the number of prompts at most {self._limits.max_n}.", "n")
+        if not all(prompts):
+            raise RequestError("The prompt is empty.", "prompt")
+        sampling = Sampling(info, self._tokenizer, self._limits)
+        text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+        unique, choices = uuid4().hex, list[Choice]()
+        for prompt_index, prompt in enumerate(prompts):
+            for number in range(count):
+                request = GenerateRequest(
+                    request_id=f"{unique}-{len(choices)}",
+                    prompt_token_ids=tuple(prompt),
+                    sampling=sampling.params(body, len(prompt), number),
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                )
+                choices.append(Choice(len(choices), request, prompt_index, self._tokenizer, text))
+        options = body.stream_options
+        builder = ChunkBuilder(
+            shape,
+            Header(id=answer_id, created=int(time.time()), model=self.model_name, system_fingerprint=self._fingerprint),
+            choices,
+            include_usage=bool(options and options.include_usage),
+            continuous=bool(options and options.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
+        )
+        return Generation(self._engine, choices, builder, self._metrics, self._limits.request_timeout_seconds)
+
+
+_CHAT_FIELDS = {"messages", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """One prompt or several, as several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("'prompt' is empty.", "prompt")
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [part for part in prompt if isinstance(part, (str, list))]
+
+
+def _truncated(prompt: list[int], body: GenerationFields, info: EngineInfo) -> list[int]:
+    """The last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = info.context_length - (body.max_tokens or 1)
+    if not 1 <= keep <= info.context_length:
+        raise RequestError(f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens")
+    return prompt[-keep:]
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """Do short work here and long work in a thread."""
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -1,0 +1,119 @@
+"""What chat and completion requests have in common: OpenAI's sampling fields, our extensions, and the fields we ignore or refuse."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Wire(BaseModel):
+    """JSON from a client: types are not coerced, unknown fields are kept for the processor to report."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(Wire):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """`type` is text, json_object, json_schema, and beyond OpenAI regex, grammar (or ebnf) and choice."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choices: list[str] | None = None
+
+
+class StructuredOutputs(Wire):
+    """Guided decoding beside `response_format`; at most one."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationFields(Wire):
+    """Sampling, stopping and answering, the same for chat and completions. Null means the default everywhere."""
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    n: Int32 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Int64 | None = None
+    presence_penalty: Finite | None = None
+    frequency_penalty: Finite | None = None
+    logit_bias: dict[str, Finite] | None = None
+    response_format: ResponseFormat | None = None
+
+    # Extensions, as vLLM and trtllm-serve spell them.
+    top_k: Int32 | None = None
+    min_p: Finite | None = None
+    repetition_penalty: Finite | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Int32 | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    add_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
+
+    # Accepted and without effect: they ask for nothing that changes the answer here.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    parallel_tool_calls: Any = None
+    spaces_between_special_tokens: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+
+    # Refused by name when they are set (`multimodal/fields.py`).
+    best_of: Any = None
+    use_beam_search: Any = None
+    prompt_embeds: Any = None
+    logits_processors: Any = None
+    lora_request: Any = None
+    disaggregated_params: Any = None
+    kv_transfer_params: Any = None

@@ -1,0 +1,47 @@
+"""POST /v1/completions."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from protocol.common import GenerationFields, Int32, TokenId
+from protocol.usage import Usage
+
+
+class CompletionRequest(GenerationFields):
+    """OpenAI's request, with the extensions of GenerationFields. `prompt` is text or token ids, one or several."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: Int32 | None = None
+
+    suffix: Any = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer when `stream` is false; with it, chunks of the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage

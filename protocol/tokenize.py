@@ -1,0 +1,37 @@
+"""POST /tokenize and /detokenize, in vLLM's shape."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from protocol.chat import ChatMessage
+from protocol.common import TokenId, Wire
+
+
+class TokenizeRequest(Wire):
+    """Either `prompt`, or `messages`, rendered by the chat template first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Wire):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
