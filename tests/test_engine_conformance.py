@@ -1,75 +1,36 @@
 """What `engine/base.py` promises, held against every engine that can run here, in this process and in one of its own."""
 
 import asyncio
-import itertools
-import random
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
+from engine_cases import (
+    BLOCK,
+    CONTEXT,
+    EOS,
+    KINDS,
+    VOCABULARY,
+    Subject,
+    config_of,
+    engine_of,
+    exhaust,
+    generate,
+    idle,
+    prompt_of,
+    request_for,
+    stored_chain,
+    tokens_of,
+)  # fmt: skip
 
-from engine.admission import AdmissionEngine
 from engine.base import Engine
-from engine.client import EngineClient
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, create_engine
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.kv_events import Created, KvEvent, Removed, Stored
-from engine.process import EngineProcess
-from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, Guide, SamplingParams
+from engine.kv_events import Created, Removed, Stored
+from engine.types import Guide
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
-KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
-_ids = itertools.count()
-_rng = random.Random(0)
-
-
-def config_of(kind: str, tiny_model: Path) -> EngineConfig:
-    if kind.startswith("embedded"):
-        return EmbeddedConfig(
-            model=str(tiny_model), dtype="float32", device="cpu", threads=1, max_batch_size=16, kv_block_size=BLOCK, num_blocks=1024
-        )
-    return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
-
-
-@asynccontextmanager
-async def engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
-    """An engine that has not started yet, closed at the end."""
-    if not kind.endswith("-host"):
-        engine: Engine = create_engine(config)
-        if kind.endswith("-admission"):
-            engine = AdmissionEngine(engine, max_queue_size=100, queue_timeout=30.0)
-        try:
-            yield engine
-        finally:
-            await engine.close()
-        return
-    process = EngineProcess(config)
-    await process.start()
-    client = EngineClient(process.address, process.wait_failed)
-    try:
-        yield client
-    finally:
-        await client.close()
-        await process.close()
-
-
-@dataclass
-class Subject:
-    """A running engine and the KV events it has sent so far."""
-
-    engine: Engine
-    events: list[KvEvent] = field(default_factory=list)
-
-    async def collect_events(self) -> None:
-        async for batch in self.engine.kv_events():
-            self.events += batch
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -91,38 +52,6 @@ def engine(subject: Subject) -> Engine:
 @pytest.fixture(params=KINDS)
 def fresh(request: pytest.FixtureRequest, tiny_model: Path) -> AbstractAsyncContextManager[Engine]:
     return engine_of(request.param, config_of(request.param, tiny_model))
-
-
-def prompt_of(length: int) -> tuple[int, ...]:
-    """A prompt that no other test has used, without special ids."""
-    return tuple(_rng.randrange(3, VOCABULARY) for _ in range(length))
-
-
-def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
-    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return GenerateRequest(request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt)
-
-
-async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:
-    return [delta async for delta in engine.generate(request)]
-
-
-def tokens_of(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
-async def idle(engine: Engine, since: IterationStats | None = None, timeout: float = 30.0) -> IterationStats:
-    """Statistics with nothing running, waiting or held, and with some request over since `since`; fails if they do not come in time."""
-    async with asyncio.timeout(timeout):
-        async for stats in engine.stats():
-            nothing = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
-            if nothing and (since is None or _over(stats) > _over(since)):
-                return stats
-    raise AssertionError("the statistics have ended")
-
-
-def _over(stats: IterationStats) -> int:
-    return stats.num_completed_requests + stats.num_aborted_requests
 
 
 async def test_deltas_begin_with_the_prompt_report_and_end_with_the_finish(engine: Engine) -> None:
@@ -316,7 +245,7 @@ async def test_kv_events_are_gapless_and_chained(subject: Subject) -> None:
     prompt = prompt_of(3 * BLOCK + 1)
     await generate(subject.engine, request_for(prompt, max_tokens=BLOCK))
     for _ in range(100):
-        if chain := _stored_chain(subject.events, prompt):
+        if chain := stored_chain(subject.events, prompt):
             break
         await asyncio.sleep(0.05)
     assert len(chain) == 3
@@ -333,24 +262,6 @@ async def test_kv_events_are_gapless_and_chained(subject: Subject) -> None:
             known -= set(event.data.block_hashes)
 
 
-def _stored_chain(events: list[KvEvent], prompt: tuple[int, ...]) -> list[int]:
-    """Hashes under which the complete blocks of `prompt` were stored, each below the one before; empty until all are."""
-    stored: dict[tuple[int | None, tuple[int, ...]], int] = {}
-    for event in events:
-        if isinstance(event.data, Stored):
-            parent = event.data.parent_hash
-            for block in event.data.blocks:
-                stored[parent, tuple(token.token_id for token in block.tokens)] = block.block_hash
-                parent = block.block_hash
-    chain: list[int] = []
-    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
-        block_hash = stored.get((chain[-1] if chain else None, prompt[start : start + BLOCK]))
-        if block_hash is None:
-            return []
-        chain.append(block_hash)
-    return chain
-
-
 async def test_before_start_and_after_close(fresh: AbstractAsyncContextManager[Engine]) -> None:
     async with fresh as engine:
         assert not engine.healthy
@@ -362,7 +273,7 @@ async def test_before_start_and_after_close(fresh: AbstractAsyncContextManager[E
         assert engine.healthy and engine.info.vocab_size == VOCABULARY and EOS in engine.info.eos_token_ids
         streams = [engine.generate(request_for(prompt_of(20), max_tokens=400)) for _ in range(20)]
         await anext(streams[0])
-        watching = asyncio.create_task(_exhaust(engine.stats()))
+        watching = asyncio.create_task(exhaust(engine.stats()))
         await engine.close()
         for stream in streams:
             with pytest.raises(EngineUnavailable):
@@ -372,11 +283,6 @@ async def test_before_start_and_after_close(fresh: AbstractAsyncContextManager[E
         with pytest.raises(EngineNotReady):
             await generate(engine, request_for(prompt_of(5)))
         await engine.close()
-
-
-async def _exhaust(stats: AsyncIterator[IterationStats]) -> None:
-    async for _ in stats:
-        pass
 
 
 async def test_close_without_start(tiny_model: Path) -> None:

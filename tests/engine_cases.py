@@ -1,0 +1,121 @@
+"""Engines to hold against their promises, requests for them, and what is asked of their answers."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.admission import AdmissionEngine
+from engine.base import Engine
+from engine.client import EngineClient
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, create_engine
+from engine.kv_events import KvEvent, Stored
+from engine.process import EngineProcess
+from engine.stats import IterationStats
+from engine.types import Delta, GenerateRequest, SamplingParams
+
+BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
+KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
+_ids = itertools.count()
+_rng = random.Random(0)
+
+
+def config_of(kind: str, tiny_model: Path) -> EngineConfig:
+    if kind.startswith("embedded"):
+        return EmbeddedConfig(
+            model=str(tiny_model), dtype="float32", device="cpu", threads=1, max_batch_size=16, kv_block_size=BLOCK, num_blocks=1024
+        )
+    return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
+
+
+@asynccontextmanager
+async def engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
+    """An engine that has not started yet, closed at the end."""
+    if not kind.endswith("-host"):
+        engine: Engine = create_engine(config)
+        if kind.endswith("-admission"):
+            engine = AdmissionEngine(engine, max_queue_size=100, queue_timeout=30.0)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+        return
+    process = EngineProcess(config)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await process.close()
+
+
+@dataclass
+class Subject:
+    """A running engine and the KV events it has sent so far."""
+
+    engine: Engine
+    events: list[KvEvent] = field(default_factory=list)
+
+    async def collect_events(self) -> None:
+        async for batch in self.engine.kv_events():
+            self.events += batch
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    """A prompt that no other test has used, without special ids."""
+    return tuple(_rng.randrange(3, VOCABULARY) for _ in range(length))
+
+
+def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return GenerateRequest(request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt)
+
+
+async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in engine.generate(request)]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def idle(engine: Engine, since: IterationStats | None = None, timeout: float = 30.0) -> IterationStats:
+    """Statistics with nothing running, waiting or held, and with some request over since `since`; fails if they do not come in time."""
+    async with asyncio.timeout(timeout):
+        async for stats in engine.stats():
+            nothing = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
+            if nothing and (since is None or _over(stats) > _over(since)):
+                return stats
+    raise AssertionError("the statistics have ended")
+
+
+def _over(stats: IterationStats) -> int:
+    return stats.num_completed_requests + stats.num_aborted_requests
+
+
+def stored_chain(events: list[KvEvent], prompt: tuple[int, ...]) -> list[int]:
+    """Hashes under which the complete blocks of `prompt` were stored, each below the one before; empty until all are."""
+    stored: dict[tuple[int | None, tuple[int, ...]], int] = {}
+    for event in events:
+        if isinstance(event.data, Stored):
+            parent = event.data.parent_hash
+            for block in event.data.blocks:
+                stored[parent, tuple(token.token_id for token in block.tokens)] = block.block_hash
+                parent = block.block_hash
+    chain: list[int] = []
+    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
+        block_hash = stored.get((chain[-1] if chain else None, prompt[start : start + BLOCK]))
+        if block_hash is None:
+            return []
+        chain.append(block_hash)
+    return chain
+
+
+async def exhaust(stats: AsyncIterator[IterationStats]) -> None:
+    async for _ in stats:
+        pass
