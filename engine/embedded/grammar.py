@@ -139,7 +139,12 @@ class GrammarCompiler:
 
     async def _build(self, guide: Guide) -> CompiledGuide:
         async with self._turn:
-            _, reply = await asyncio.gather(asyncio.to_thread(self._load), self._ask(guide))
+            # At once, because both take seconds the first time; what the worker says of a failure comes first.
+            reply, loaded = await asyncio.gather(self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True)
+            if isinstance(reply, BaseException):
+                raise reply
+            if isinstance(loaded, BaseException):
+                raise loaded
             return await asyncio.to_thread(self._compile_here, guide, reply)
 
     async def _ask(self, guide: Guide) -> bytes:

@@ -18,6 +18,7 @@ MAX_WHITESPACE = 16
 
 _FREE_OBJECT = '{"type": "object"}'
 _RULE_CACHE_BYTES = 64 << 20
+_START = "start_of_output"
 _NOISE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Warning: )?", re.MULTILINE)
 
 
@@ -61,7 +62,7 @@ def compile_guide(compiler: xgrammar.GrammarCompiler, guide: Guide) -> xgrammar.
             case "regex":
                 return compiler.compile_regex(guide.spec)
             case "grammar":
-                return compiler.compile_grammar(guide.spec)
+                return _compile_ebnf(compiler, guide.spec)
             case "choice":
                 return compiler.compile_grammar(_choices(guide.spec))
     except UnsupportedSchemaError as error:
@@ -77,6 +78,13 @@ def plain(message: str) -> str:
 
 def _compile_schema(compiler: xgrammar.GrammarCompiler, schema: str) -> xgrammar.CompiledGrammar:
     return compiler.compile_json_schema(prepare(schema, _is_exact), strict_mode=True, max_whitespace_cnt=MAX_WHITESPACE)
+
+
+def _compile_ebnf(compiler: xgrammar.GrammarCompiler, grammar: str) -> xgrammar.CompiledGrammar:
+    """Compile under a start rule of our own: where the start rule refers to itself, xgrammar masks tokens that end an inner one and
+    go on.
+    """
+    return compiler.compile_grammar(f"{grammar}\n{_START} ::= root", root_rule_name=_START)
 
 
 def _is_exact(pattern: str) -> bool:

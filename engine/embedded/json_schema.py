@@ -105,14 +105,14 @@ class _Preparation:
         return kinds[0] if kinds else None
 
     def _reference(self, reference: Any, path: str) -> Schema:
-        """Definitions get names of our own, because xgrammar neither decodes JSON pointers nor keeps digits apart in rule names."""
+        """Every target gets a definition with a name of our own: xgrammar does not decode JSON pointers, and where the root refers to
+        itself, it masks tokens that end an inner one and go on.
+        """
         target = resolve(self._root, reference)
         if target is None:
             raise UnsupportedSchemaError(
                 f"{path}: $ref must point into the schema, as in #/$defs/name, and {str(reference)[:80]!r} does not"
             )
-        if reference == "#":
-            return {"$ref": "#"}
         if reference not in self._names:
             name = self._names[reference] = f"d{len(self._names)}"
             self._definitions[name] = {}
