@@ -38,7 +38,7 @@ class ChatTemplate:
         """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it."""
         try:
             text = self._template.render(messages=messages, **variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
         if not continue_final_message:
             return text
