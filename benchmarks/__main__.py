@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+import psutil
+
 from benchmarks import servers
 from benchmarks.client import Load, fit, run
 from benchmarks.metrics import histogram, percentile_between
@@ -21,7 +23,7 @@ from server.settings import Settings
 CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
 QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
 DTYPES = ("float32", "bfloat16")
-LAG = "trellis_event_loop_lag_seconds"
+LAG = "event_loop_lag_seconds"
 
 
 def main() -> None:
@@ -44,6 +46,9 @@ def parse() -> argparse.Namespace:
     choices = ["ours", *(f"transformers-{dtype}" for dtype in DTYPES), "fake"]
     parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the setting's")
     parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
+    parser.add_argument(
+        "--transformers-options", default="", help="further options of transformers serve, such as '--cb-max-batch-tokens 512'"
+    )
     parser.add_argument("--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64")
     parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
     parser.add_argument("--rounds", type=int, default=2, help="requests of each stream in a cell, at least 3 in all")
@@ -73,7 +78,11 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     settings = Settings()
     folder = str(resolve_model(args.model or settings.model, settings.cache_dir))
     ours = [servers.ours(folder)] if "ours" in args.servers else []
-    return ours + [servers.transformers(folder, dtype) for dtype in DTYPES if f"transformers-{dtype}" in args.servers]
+    return ours + [
+        servers.transformers(folder, dtype, *args.transformers_options.split())
+        for dtype in DTYPES
+        if f"transformers-{dtype}" in args.servers
+    ]
 
 
 def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> None:
@@ -98,17 +107,26 @@ def warm_up(server: Server) -> PromptMaker:
 
 def measure(server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report) -> None:
     load = Load(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
+    others = others_cpu_seconds(server)
     summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
+    others = (others_cpu_seconds(server) - others) / summary.seconds
+    report.others.append(others)
     server.note_memory()
     report.cells.setdefault(str(row), {}).setdefault(server.spec.name, []).append(summary)
     wrong_size = abs(summary.prompt_tokens - row.prompt_tokens) > row.prompt_tokens * 0.1
     print(
         f"[{repeat + 1}/{args.repeats}] {row} {server.spec.name}: {summary.tokens_per_second:.1f} tok/s, "
-        f"TTFT {summary.ttft_p50:.0f} ms, gap {summary.gap_p50:.1f} ms"
+        f"TTFT {summary.ttft_p50:.0f} ms, gap {summary.gap_p50:.1f} ms, others used {others:.2f} cores"
         + (f", prompts of {summary.prompt_tokens:.0f} tokens" if wrong_size else "")
         + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else ""),
         flush=True,
     )
+
+
+def others_cpu_seconds(server: Server) -> float:
+    """CPU time so far of all that is neither this server nor this process."""
+    spent, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return float(spent.user + spent.nice + spent.system - own.user - own.system) - server.cpu_seconds()
 
 
 def http_alone(args: argparse.Namespace, report: Report) -> None:

@@ -36,6 +36,8 @@ class Report:
     cells: dict[str, dict[str, list[Summary]]] = field(default_factory=dict)
     servers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Ready and first-answer seconds, resident MiB."""
+    others: list[float] = field(default_factory=list)
+    """Cores that everything else on the machine used, by measurement: a quiet machine has almost none."""
     http: dict[str, float | int | str] = field(default_factory=dict)
     """The server on FakeEngine."""
     machine: dict[str, object] = field(default_factory=lambda: describe_machine())
@@ -60,7 +62,8 @@ class Report:
             row += [f"{ratio(results[names[0]], results[peer]):.2f}" for peer in peers]
             rows.append(row)
         note = "Medians over the repeats, times in ms. A gap is the time between two chunks of a stream. Ratios: tok/s, paired by repeat."
-        return f"{table(head, rows)}\n\n{note}"
+        noise = f"Everything else on the machine used {median(self.others):.2f} cores (median), {max(self.others):.2f} at worst."
+        return f"{table(head, rows)}\n\n{note} {noise}"
 
     def _servers(self) -> str:
         rows = [[name, *(f"{facts[key]:.1f}" for key in ("ready", "answer", "memory"))] for name, facts in self.servers.items()]

@@ -50,12 +50,12 @@ def fake(delay_ms: float, *, engine_process: bool) -> Spec:
     return Spec("trellis-fake", (sys.executable, "-m", "server", "--port", "{port}", *engine), "/health/ready")
 
 
-def transformers(model: str, dtype: str) -> Spec:
+def transformers(model: str, dtype: str, *more: str) -> Spec:
     """`transformers serve` with continuous batching. It refuses `ignore_eos`, but takes a generation config as a JSON string."""
     if find_spec("accelerate") is None:
         raise RuntimeError("transformers serve needs accelerate: pip install -e '.[bench]'")
     command = str(Path(sys.executable).with_name("transformers"))
-    options = ("--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}")
+    options = ("--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}", *more)
     extra: dict[str, object] = {"generation_config": json.dumps({"eos_token_id": -1, "do_sample": False})}
     env = {"HF_HUB_OFFLINE": "1"}
     return Spec(f"transformers-{dtype}", (command, "serve", model, *options), "/health", model, extra, env)

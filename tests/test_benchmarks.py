@@ -157,7 +157,7 @@ def test_the_report_sets_servers_side_by_side(tmp_path: Path) -> None:
     fast, slow = [summary_of(20.0), summary_of(90.0), summary_of(30.0)], [summary_of(10.0), summary_of(10.0), summary_of(10.0)]
     assert ratio(fast, slow) == 3.0
     assert ratio(fast, [summary_of(0.0)] * 3) == math.inf
-    report = Report("test", {"seed": "1"}, cells={"4:40:128": {"ours": fast, "peer": slow}})
+    report = Report("test", {"seed": "1"}, cells={"4:40:128": {"ours": fast, "peer": slow}}, others=[0.5])
     page = report.write(tmp_path)
     assert "|       4 |     40 |    128 |       30.0 |" in page.read_text()
     assert "3.00" in page.read_text()
