@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -26,7 +26,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-# The digits rule of each pre-tokeniser that llama.cpp knows by name and that is otherwise GPT-2's.
+# Pre-tokenisers that llama.cpp knows by name, GPT-2's and a variant: does it take digits apart?
 _DIGITS = {"smollm": True, "gpt-2": False}
 
 
@@ -92,8 +92,7 @@ def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     pairs = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, right in pairs]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    # llama.cpp splits on \p{N}; `Digits` would leave numbers that are not decimal, such as ½, together.
-    digits = [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")] if _DIGITS[pre] else []
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS[pre] else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
