@@ -143,10 +143,12 @@ async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(setup: S
 
 BAD = [
     ("temperature", 2.1), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("n", 0),
-    ("n", 129), ("max_tokens", 0), ("max_tokens", -1), ("stop", ["x"] * 17), ("stop", ""), ("logit_bias", {"999": 1}), ("logit_bias", {"x": 1}),
+    ("n", 129), ("max_tokens", 0), ("max_tokens", -1), ("stop", ["x"] * 17), ("stop", ""), ("logit_bias", {"999": 1}),
+    ("logit_bias", {"x": 1}),
     ("logit_bias", {"5": 101}), ("top_logprobs", 21), ("min_tokens", 400), ("stop_token_ids", [999]), ("prompt_logprobs", -1),
     ("truncate_prompt_tokens", 0), ("repetition_penalty", 0), ("messages", [{"role": "user", "content": None}]), ("model", "gpt-4"),
-    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]), ("stream_options", {"include_usage": True}),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+    ("stream_options", {"include_usage": True}),
     ("chat_template_kwargs", {"tokenize": True}), ("response_format", {"type": "json_schema"}), ("response_format", {"type": "nonsense"}),
     ("response_format", {"type": "json_object"}),
 ]  # fmt: skip
