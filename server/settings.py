@@ -4,24 +4,41 @@ Flags (`--max-batch-size 16`), environment variables (`MAX_BATCH_SIZE=16`) and a
 precedence. `settings.env.example` lists them in the order of this class; a test holds the two together.
 """
 
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
 
 
 class Settings(BaseSettings):
-    """Settings of one replica."""
+    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
 
-    model_config = SettingsConfigDict(env_file=".env", extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_file=".env",
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        cli_prog_name="python -m server",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
 
     # Model
-    model: str = Field(DEFAULT_MODEL, min_length=1, validation_alias=AliasChoices("model", "model_path"),
-                       description="Hugging Face folder or id, or the built-in smollm2-135m-instruct")
+    model: str = Field(
+        DEFAULT_MODEL,
+        min_length=1,
+        validation_alias=AliasChoices("model", "model_path"),
+        description="Hugging Face folder or id, or the built-in smollm2-135m-instruct",
+    )
     served_model_name: str = Field("", description="Name in /v1/models and in requests; empty takes the model's own")
     chat_template: Path | None = Field(None, description="Jinja file used instead of the model's chat template")
     cache_dir: Path = Field(Path("~/.cache/trellis"), description="Folder for converted models")
@@ -29,11 +46,17 @@ class Settings(BaseSettings):
     # Engine
     engine: Literal["embedded", "fake"] = Field("embedded", description="Backend: embedded (PyTorch) or fake (deterministic, no model)")
     disaggregation_mode: Literal["aggregated"] = Field("aggregated", description="Role of this replica")
-    engine_process: bool = Field(True, description="Run the engine in a process of its own; false runs it in the API process, for debugging")
-    engine_on_death: Literal["restart", "exit"] = Field("restart", description="When the engine process dies: restart it with back-off, or exit non-zero")
+    engine_process: bool = Field(
+        True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
+    )
+    engine_on_death: Literal["restart", "exit"] = Field(
+        "restart", description="When the engine process dies: restart it with back-off, or exit non-zero"
+    )
     engine_address: str = Field("", description="Address of an engine host that runs already (ipc:// or tcp://); empty starts one")
     device: str = Field("auto", description="Torch device; auto takes CUDA when there is one")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32"
+    )
     max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")
     max_batch_size: int = Field(32, ge=1, le=4096, description="Most sequences in one step")
     max_num_tokens: int = Field(2048, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
@@ -51,9 +74,13 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_processes: int = Field(1, ge=1, le=64, description="API processes that share the port and the engine")
     root_path: str = Field("", description="Path prefix that a proxy strips")
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open")
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open"
+    )
     internal_secret: SecretStr | None = Field(None, description="Secret of the internal routes between replicas")
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field((), description="Comma-separated origins that browsers may call from; empty allows none")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Comma-separated origins that browsers may call from; empty allows none"
+    )
     docs: bool = Field(True, description="Serve /docs and /openapi.json")
     keep_alive_seconds: int = Field(75, ge=1, description="How long an idle connection stays open; more than the proxy's own limit")
     sse_ping_seconds: float = Field(15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0 sends none")
@@ -73,8 +100,10 @@ class Settings(BaseSettings):
     max_schema_kb: int = Field(64, ge=1, description="Largest JSON schema, regular expression or grammar in KiB")
     max_schema_depth: int = Field(32, ge=1, description="Deepest nesting of a JSON schema")
     guide_timeout_seconds: float = Field(5.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
-    chat_template_kwargs: Annotated[tuple[str, ...], NoDecode] = Field(("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
-                                                                       description="Comma-separated template variables that requests may set")
+    chat_template_kwargs: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
+        description="Comma-separated template variables that requests may set",
+    )
     strict_fields: bool = Field(False, description="Refuse unknown request fields with 400 instead of ignoring them")
 
     # Logs
@@ -92,7 +121,41 @@ class Settings(BaseSettings):
     def _comma_separated(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("chat_template", "internal_secret", mode="before")
+    @classmethod
+    def _none_if_empty(cls, value: object) -> object:
+        return None if value == "" else value
+
     @field_validator("cache_dir", "chat_template", mode="after")
     @classmethod
     def _expanded(cls, value: Path | None) -> Path | None:
         return value.expanduser() if value is not None else None
+
+
+def read_settings(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError; `--help` exits."""
+    return CliApp.run(Settings, cli_args=list(arguments))
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment for a child process: this one's and `variables`."""
+    return {**os.environ, **variables}
+
+
+def example() -> str:
+    """The text of settings.env.example: every setting with its description and default."""
+    lines = [
+        "# Every setting with its default. Copy to .env, or set in the environment, or pass as flags: MAX_BATCH_SIZE is --max-batch-size.",
+        "",
+    ]
+    for name, info in Settings.model_fields.items():
+        default = info.get_default(call_default_factory=True)
+        value = "" if default is None else ",".join(default) if isinstance(default, tuple) else str(default)
+        if isinstance(default, bool):
+            value = value.lower()
+        lines += [f"# {info.description}", f"# {name.upper()}={value}", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(example())

@@ -1,0 +1,57 @@
+"""The application: what it has, in order."""
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from prometheus_fastapi_instrumentator import Instrumentator
+
+from protocol.errors import ErrorEnvelope
+from routers import chat, completions, health, metrics, models, tokenize, version
+from server import __version__, errors, openapi
+from server.compose import served_name
+from server.lifespan import make_lifespan
+from server.metrics import ServerMetrics
+from server.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
+from server.settings import Settings
+
+ROUTERS = (chat.router, completions.router, models.router, tokenize.router, health.router, metrics.router, version.router)
+
+
+def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
+    """The application of one API process; several share their metrics in `metrics_folder`."""
+    server_metrics = ServerMetrics(served_name(settings), metrics_folder)
+    app = FastAPI(
+        title="Trellis",
+        version=__version__,
+        root_path=settings.root_path,
+        lifespan=make_lifespan(settings, server_metrics),
+        openapi_url="/openapi.json" if settings.docs else None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for router in ROUTERS:
+        app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
+    if settings.docs:
+        openapi.install(app)
+    errors.install(app)
+    _add_middleware(app, settings, server_metrics)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
+    """Innermost first."""
+    app.add_middleware(GateMiddleware)
+    Instrumentator(registry=server_metrics.registry).instrument(app)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys])
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
+        )
+    app.add_middleware(RequestMiddleware, access_log=settings.access_log)

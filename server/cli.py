@@ -1,0 +1,61 @@
+"""`python -m server`: reads the settings, opens the port, and serves by one process or several."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from server import __version__
+from server.settings import Settings, read_settings
+
+_FAILURE = 1
+_WRONG_SETTINGS = 2
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal; returns the exit code."""
+    started = time.monotonic()
+    if "--version" in arguments:
+        sys.stdout.write(f"trellis {__version__}\n")
+        return 0
+    try:
+        settings = read_settings(arguments)
+    except (SettingsError, ValidationError) as error:
+        sys.stderr.writelines(f"error: {line}\n" for line in explain(error))
+        return _WRONG_SETTINGS
+    return run(settings, arguments, started)
+
+
+def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
+    """Serve with `settings`; several API processes are started with the same `arguments`."""
+    from server import launch, logs, serving  # noqa: PLC0415 - a wrong setting need not wait for them
+
+    logs.configure(settings.log_level, settings.log_format)
+    share = settings.api_processes > 1
+    try:
+        listener = serving.listen(settings.host, settings.port, share)
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
+        return _FAILURE
+    with listener:
+        if share:
+            return launch.launch(settings, arguments, listener, started)
+        return serving.serve(settings, listener, started)
+
+
+def explain(error: SettingsError | ValidationError) -> Iterator[str]:
+    """One line for each wrong setting, with its name and without its value, which may be a secret."""
+    if isinstance(error, SettingsError):
+        yield str(error).removeprefix("error parsing CLI: ")
+        return
+    for entry in error.errors(include_url=False, include_input=False):
+        name = str(entry["loc"][0])
+        if entry["type"] == "extra_forbidden":
+            yield f"unknown setting {name.upper()} in .env"
+        else:
+            yield f"--{name.replace('_', '-')} ({name.upper()}): {entry['msg']}"

@@ -1,0 +1,171 @@
+"""The one table from exceptions to answers: status, type, code and headers. Everything that is not a success is rendered here."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from engine.errors import (
+    ContextOverflow,
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+    QueueFull,
+    QueueTimeout,
+)
+from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
+from protocol.errors import ErrorBody, ErrorEnvelope
+
+log = logging.getLogger(__name__)
+
+_MAX_ERRORS = 10
+_MAX_CHARACTERS = 200
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a kind of exception is answered; `message` replaces its own text, `retry` becomes x-should-retry."""
+
+    status: int
+    type: str
+    code: str | None = None
+    retry_after: int | None = None
+    retry: bool | None = None
+    message: str | None = None
+
+
+_INTERNAL = Rule(500, "server_error", "internal_error", retry=False, message="The server failed on this request.")
+_RULES: dict[type[Exception], Rule] = {
+    RequestValidationError: Rule(400, "invalid_request_error"),
+    RequestError: Rule(400, "invalid_request_error"),
+    ModelNotFound: Rule(404, "not_found_error", "model_not_found"),
+    DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded", retry=False),
+    InvalidRequest: Rule(400, "invalid_request_error"),
+    ContextOverflow: Rule(400, "invalid_request_error", "context_length_exceeded"),
+    EngineNotReady: Rule(503, "server_error", "not_ready", retry_after=2, retry=True),
+    EngineDied: Rule(503, "server_error", "engine_died", retry_after=2, retry=True),
+    QueueFull: Rule(429, "rate_limit_error", "queue_full", retry_after=1, retry=True),
+    QueueTimeout: Rule(503, "server_error", "queue_timeout", retry_after=2, retry=True),
+    EngineUnavailable: Rule(503, "server_error", "unavailable", retry_after=2, retry=True),
+    EngineFailure: Rule(500, "server_error", "engine_failure", retry=False),
+    ClientDisconnect: Rule(499, "invalid_request_error", "client_disconnected", message="The client closed the connection."),
+    Exception: _INTERNAL,
+}
+_HTTP_RULES: dict[int, Rule] = {
+    401: Rule(401, "authentication_error", "invalid_api_key"),
+    403: Rule(403, "permission_error", "forbidden"),
+    404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
+    405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
+    408: Rule(408, "invalid_request_error", "request_timeout"),
+    413: Rule(413, "invalid_request_error", "request_too_large"),
+    415: Rule(415, "invalid_request_error", "unsupported_media_type"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rendered exception."""
+
+    status: int
+    body: bytes
+    """An `ErrorEnvelope`."""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def render(error: Exception) -> Answer:
+    """The answer to a request that failed with `error`."""
+    rule = _http_rule(error) if isinstance(error, HTTPException) else next(_RULES[cls] for cls in type(error).__mro__ if cls in _RULES)
+    if rule.status == 500:
+        log.error("a request failed", exc_info=error)
+    message, param = _describe(error)
+    code = getattr(error, "code", None) if isinstance(error, RequestError) else None
+    body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code or rule.code)
+    return Answer(rule.status, ErrorEnvelope(error=body).model_dump_json().encode(), _headers(rule, error))
+
+
+def render_event(error: Exception) -> bytes:
+    """The envelope of an error that came after the headers."""
+    return render(error).body
+
+
+def printable(text: str, limit: int = (_MAX_CHARACTERS + 2) * _MAX_ERRORS) -> str:
+    """`text` on one line, without control characters and no longer than `limit`."""
+    text = _UNPRINTABLE.sub(" ", text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception that a route raises by the table; the rest is `RequestMiddleware`'s."""
+    for cls in (RequestValidationError, RequestError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(cls, _handle)
+
+
+async def _handle(_: Request, error: Exception) -> Response:
+    return render(error).response()
+
+
+def _http_rule(error: HTTPException) -> Rule:
+    default = Rule(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
+    return _HTTP_RULES.get(error.status_code, default)
+
+
+def _headers(rule: Rule, error: Exception) -> dict[str, str]:
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if rule.retry_after is not None:
+        headers["retry-after"] = str(rule.retry_after)
+    if rule.retry is not None:
+        headers["x-should-retry"] = str(rule.retry).lower()
+    return headers
+
+
+def _describe(error: Exception) -> tuple[str, str | None]:
+    """Message and param. What is not made for clients has a message in its rule."""
+    match error:
+        case RequestValidationError():
+            return _describe_validation(error.errors(), error.body)
+        case HTTPException():
+            return error.detail or HTTPStatus(error.status_code).phrase, None
+        case RequestError() | InvalidRequest():
+            return str(error), error.param
+    return str(error) or type(error).__name__, None
+
+
+def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
+    paths = [_path(entry, body) for entry in errors[:_MAX_ERRORS]]
+    lines = [f"{path}: {_message(entry)}" if path else _message(entry) for path, entry in zip(paths, errors, strict=False)]
+    message = "; ".join(printable(line, _MAX_CHARACTERS) for line in lines)
+    return message, printable(paths[0], _MAX_CHARACTERS) if paths and paths[0] else None
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    """Pydantic's own words, unless they repeat the input."""
+    if entry["type"] == "union_tag_invalid":
+        return f"Input should be one of {entry['ctx']['expected_tags']}"
+    return str(entry["msg"]).removeprefix("Value error, ")
+
+
+def _path(entry: Mapping[str, Any], body: Any) -> str:
+    """Dotted path of the value at fault. Pydantic's location also names branches of unions, which are no part of the body."""
+    parts: list[str] = []
+    location = entry["loc"]
+    for position, part in enumerate(location):
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+            body = body[part]
+        elif not (entry["type"] == "missing" and position == len(location) - 1):
+            continue
+        parts.append(str(part))
+    return ".".join(parts)

@@ -1,0 +1,135 @@
+"""Composes the replica: what the application has while it runs, taken up in order and given back in reverse."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+
+from engine.admission import AdmissionEngine
+from engine.base import Engine
+from engine.client import EngineClient
+from engine.config import create_engine
+from engine.errors import EngineFailure
+from engine.process import EngineProcess
+from multimodal.metrics import GenerationMetrics
+from multimodal.processor import Processor
+from routers.state import HttpOptions, Replica, State
+from server import __version__, compose
+from server.errors import render_event
+from server.metrics import ServerMetrics
+from server.settings import Settings
+
+T = TypeVar("T")
+_HEALTH_PAUSE = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def make_lifespan(settings: Settings, metrics: ServerMetrics) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
+    """The lifespan of an application with these settings. The model loads in a task of its own, so that the port answers at once."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[State]:
+        replica = Replica(compose.served_name(settings))
+        options = HttpOptions(
+            max_body_bytes=int(settings.max_body_mb * (1 << 20)),
+            body_timeout=settings.body_timeout_seconds,
+            ping_interval=settings.sse_ping_seconds,
+        )
+        async with background(metrics.watch_loop(replica), "event-loop-lag"), background(live(settings, metrics, replica), "replica"):
+            yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
+
+    return lifespan
+
+
+async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> None:
+    """The replica's life, from loading the model until cancelled. If that ends early, `replica.failure` says why."""
+    try:
+        async with AsyncExitStack() as stack:
+            folder = await in_thread(partial(compose.model_folder, settings))
+            inner, failed = await _open_engine(settings, folder, stack)
+            engine = AdmissionEngine(inner, settings.max_queue_size, settings.queue_timeout_seconds)
+            stack.push_async_callback(engine.close)
+            (tokenizer, template), _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
+            await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
+            generation_metrics = GenerationMetrics(metrics.registry, replica.model_name)
+            limits = compose.limits(settings)
+            replica.processor = Processor(engine, tokenizer, template, limits, replica.model_name, generation_metrics)
+            replica.engine = engine
+            raise EngineFailure(await failed())
+    except Exception as error:  # whatever it was: the server cannot go on, and says why
+        replica.failure = one_line(error)
+        log.debug("the replica failed", exc_info=error)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong: the first line and the last, which of a process' last words is the error itself."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
+
+
+async def _open_engine(settings: Settings, folder: Path | None, stack: AsyncExitStack) -> tuple[Engine, Callable[[], Awaitable[str]]]:
+    """The engine, not yet started, and a call that returns a reason once it has failed for good."""
+    if settings.engine_address:
+        return EngineClient(settings.engine_address), _never
+    config = compose.engine_config(settings, folder)
+    if not settings.engine_process:
+        engine = create_engine(config)
+        return engine, partial(_illness, engine)
+    process = EngineProcess(config, on_death=settings.engine_on_death, log_level=settings.log_level)
+    stack.push_async_callback(process.close)
+    await process.start()
+    return EngineClient(process.address, process.wait_failed), process.wait_failed
+
+
+async def _never() -> str:
+    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    return await never
+
+
+async def _illness(engine: Engine) -> str:
+    """Wait until an engine in this process has stopped working."""
+    while engine.healthy:  # noqa: ASYNC110 - an engine has no event for it
+        await asyncio.sleep(_HEALTH_PAUSE)
+    return "the engine has stopped working"
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `work` meanwhile; at the end it is cancelled, and what it raised before is raised."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread that nobody waits for at exit: a download does not hold up a shutdown."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
+        if not future.cancelled():
+            settle_future(value)
+
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], Any]
+        try:
+            outcome = (future.set_result, work())
+        except Exception as error:  # raised where the future is awaited
+            outcome = (future.set_exception, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future

@@ -1,0 +1,31 @@
+"""The OpenAPI document with the schemas of the bodies that `routers/body.py` parses by itself, and its page."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
+from pydantic.json_schema import models_json_schema
+
+from protocol.chat import ChatCompletionRequest
+from protocol.completions import CompletionRequest
+from protocol.tokenize import DetokenizeRequest, TokenizeRequest
+
+BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def install(app: FastAPI) -> None:
+    """Serve the document with the bodies' schemas, and /docs."""
+    make_document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make_document()
+        _, definitions = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
+        document["components"]["schemas"].update(definitions["$defs"])
+        return document
+
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url=f"{app.root_path}/openapi.json", title=app.title)
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+    app.add_api_route("/docs", docs, include_in_schema=False)

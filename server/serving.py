@@ -1,0 +1,159 @@
+"""One API process on uvicorn: listens at once, says when it is ready, drains on a signal, ends with an exit code."""
+
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from routers.state import Replica
+from server.app import create_app
+from server.errors import printable
+from server.settings import Settings
+
+_MAX_HEAD_BYTES = 64 << 10
+_CLOSE_SECONDS = 3
+"""How long answers may take to get out once the engine has closed."""
+
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, listener: socket.socket, started: float, metrics_folder: Path | None = None) -> int:
+    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start."""
+    config = uvicorn.Config(
+        create_app(settings, metrics_folder),
+        http=LimitedProtocol,
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    server = Server(config, settings.shutdown_grace_seconds, started)
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def listen(host: str, port: int, share: bool = False) -> socket.socket:
+    """A socket bound to the address, not yet listening. With `share` several processes can bind to it. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Keeps the port open while it drains, so that probes and new requests get an answer.
+
+    The first signal lets running requests finish, within the grace period; at its end, or at a second signal, the engine is closed and
+    they end with an error. A third signal ends the process where it stands; the engine process notices and ends too.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._grace_seconds = grace_seconds
+        self._started = started
+        self._signals = 0
+        self._deadline = 0.0
+        self._announced = False
+
+    @property
+    def _replica(self) -> Replica:
+        replica: Replica = self.lifespan.state["replica"]
+        return replica
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._deadline = time.monotonic() + self._grace_seconds
+        elif self._signals == 2:
+            self._deadline = time.monotonic()
+            self.exit_code = 128 + sig
+        else:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    async def on_tick(self, counter: int) -> bool:
+        replica = self._replica
+        if replica.failure is not None:
+            log.error("the server ends: %s", printable(replica.failure, 2000))
+            self.exit_code = 1
+            return True
+        if self._signals:
+            replica.draining = True
+            if replica.running == 0 or time.monotonic() >= self._deadline:
+                return True
+        elif replica.ready and not self._announced:
+            self._announced = True
+            self._announce(replica)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what still runs, by closing the engine under it, and then everything else."""
+        replica = self._replica
+        replica.draining = True
+        if replica.running:
+            log.warning("%d requests are cut off", replica.running)
+        if replica.engine is not None:
+            await replica.engine.close()
+        await super().shutdown(sockets)
+
+    def _announce(self, replica: Replica) -> None:
+        assert replica.engine is not None
+        info = replica.engine.info
+        listener = self.servers[0].sockets[0]
+        log.info(
+            "ready: %s/v1 serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
+            url_of(listener),
+            replica.model_name,
+            info.context_length,
+            info.num_blocks * info.block_size,
+            info.max_num_seqs,
+            time.monotonic() - self._started,
+        )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with a bound on the size of a request's line and headers, which httptools has not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = False
+        self._head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self.transport.write(STATUS_LINE[431] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+                self.transport.close()
