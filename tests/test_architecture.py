@@ -1,0 +1,171 @@
+"""The shape of the code, read from its syntax: which way imports point, where foreign libraries live, how long things may be."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "server": {"server", "routers", "multimodal", "engine", "protocol"},
+    "routers": {"routers", "multimodal", "engine", "protocol"},
+    "multimodal": {"multimodal", "engine", "protocol"},
+    "engine": {"engine", "protocol"},
+    "protocol": {"protocol"},
+}
+# Foreign libraries that may be imported in these files and folders only.
+HOMES = {
+    "fastapi": ("server", "routers"),
+    "starlette": ("server", "routers"),
+    "sse_starlette": ("server", "routers"),
+    "uvicorn": ("server", "routers"),
+    "prometheus_client": ("server", "routers/metrics.py", "multimodal/metrics.py"),
+    "prometheus_fastapi_instrumentator": ("server",),
+    "pydantic_settings": ("server/settings.py", "server/cli.py"),
+    "zmq": ("engine",),
+    "tensorrt_llm": ("engine/trtllm",),
+    "torch": ("engine/embedded",),
+    "xgrammar": ("engine/embedded",),
+    "transformers": ("engine/embedded", "multimodal"),
+}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
+READS_ENVIRONMENT = {"server/settings.py"}
+BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 300, 50, 7
+# What may be longer, by name and with the reason: "file" or "file:function".
+LONGER_FILES = {
+    "tests/test_grammar.py": "one feature, many grammars",
+    "tests/test_multimodal_requests.py": "one case for every request field",
+}
+LONGER_FUNCTIONS: dict[str, str] = {}
+MORE_PARAMETERS: dict[str, str] = {}
+
+PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+ALL = [*PRODUCT, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all imports, also of those inside functions; `from a import b` is a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def within(file: str, homes: tuple[str, ...]) -> bool:
+    return any(file == home or file.startswith((home + "/", home + ".")) for home in homes)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{name(path)} imports {module}"
+        for path in PRODUCT
+        for module in imports(parsed(path))
+        if module.split(".")[0] in {*MAY_IMPORT, "benchmarks", "tests"} - MAY_IMPORT[name(path).split("/")[0]]
+    ]
+    assert wrong == []
+
+
+def test_libraries_stay_at_home() -> None:
+    wrong = [
+        f"{name(path)} imports {module}"
+        for path in PRODUCT
+        for module in imports(parsed(path))
+        if (homes := HOMES.get(module.split(".")[0])) and not within(name(path), homes)
+    ]
+    assert wrong == []
+
+
+def test_backends_do_not_know_each_other() -> None:
+    wrong = [
+        f"{name(path)} imports {module}"
+        for path in PRODUCT
+        for own in BACKENDS
+        if within(name(path), (own,))
+        for module in imports(parsed(path))
+        if within(module.replace(".", "/"), tuple(other for other in BACKENDS if other != own))
+    ]
+    assert wrong == []
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    wrong = []
+    for path in PRODUCT:
+        tree = parsed(path)
+        wrong += [f"{name(path)} imports {module}" for module in imports(tree) if module.split(".")[0] in FORBIDDEN_IMPORTS]
+        calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+        wrong += [f"{name(path)} calls {call}" for call in calls if call in FORBIDDEN_CALLS]
+    assert wrong == []
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = {
+        name(path)
+        for path in PRODUCT
+        for node in ast.walk(parsed(path))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"})
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "environb", "getenv"})
+    }
+    assert readers <= READS_ENVIRONMENT
+
+
+def test_files_are_short() -> None:
+    long = {name(path) for path in ALL if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES}
+    assert long == LONGER_FILES.keys()
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{name(path)}:{node.name}"
+        for path in ALL
+        for node in functions(parsed(path))
+        if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    }
+    assert long == LONGER_FUNCTIONS.keys()
+
+
+def test_functions_take_few_parameters() -> None:
+    many = {
+        f"{name(path)}:{node.name}"
+        for path in ALL
+        for node in functions(parsed(path))
+        if len([a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in {"self", "cls"}])
+        > MAX_PARAMETERS
+    }
+    assert many == MORE_PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("module", ["server.app", "server.cli", "engine.fake", "engine.host"])
+def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'xgrammar', 'gguf', 'tensorrt_llm'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_no_file_speaks_of_one_machine() -> None:
+    """Paths outside the repository and of a person's machine are no business of the product's."""
+    needles = [f"..{'/'}shared", f"/{'work'}/", f"/{'tmp'}/w/", f"/{'root'}/"]
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\0")
+    if not any(files):
+        pytest.skip("not a git checkout")
+    texts = {file: (ROOT / file).read_text(encoding="utf-8", errors="replace") for file in files if (ROOT / file).is_file()}
+    assert [(file, needle) for file, text in texts.items() for needle in needles if needle in text] == []
