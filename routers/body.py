@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from routers.state import HttpOptions, get_state
+from routers.state import HttpOptions, state_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -22,7 +22,7 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
     async def parse(request: Request) -> M:
         _check_headers(request)
-        raw = await _read(request, get_state(request)["http"])
+        raw = await _read(request, state_of(request)["http"])
         _refuse_non_finite(raw)
         try:
             return model.model_validate_json(raw)

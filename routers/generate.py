@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from multimodal.generation import Generation
 from routers.sse import EventStream
-from routers.state import get_state
+from routers.state import state_of
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 async def answer(request: Request, begin: Coroutine[Any, Any, Generation], stream: bool | None) -> Response:
     """The answer of the generation that `begin` returns: a stream of events, or one JSON object."""
     if stream:
-        state = get_state(request)
+        state = state_of(request)
         generation = await while_connected(request, begin)
         return EventStream(generation.stream(), state["http"].ping_interval, state["render_error"])
     return Response(await while_connected(request, _complete(begin)), media_type="application/json")

@@ -63,25 +63,32 @@ class State(TypedDict):
     render_metrics: Callable[[], bytes]
 
 
-def get_state(request: Request) -> State:
+def state_of(request: Request) -> State:
     return cast(State, request.scope["state"])
 
 
-def get_replica(request: Request) -> Replica:
-    return get_state(request)["replica"]
+# Dependencies are coroutines, since FastAPI calls a plain function in a thread.
 
 
-def get_processor(request: Request) -> Processor:
-    processor = get_replica(request).processor
+async def _state(request: Request) -> State:
+    return state_of(request)
+
+
+async def _replica(request: Request) -> Replica:
+    return state_of(request)["replica"]
+
+
+async def _processor(request: Request) -> Processor:
+    processor = state_of(request)["replica"].processor
     assert processor is not None, "the gate lets no request in before the processor is there"
     return processor
 
 
-def get_request_id(request: Request) -> str:
+async def _request_id(request: Request) -> str:
     return cast(str, request.scope["state"]["request_id"])
 
 
-ReplicaDep = Annotated[Replica, Depends(get_replica)]
-ProcessorDep = Annotated[Processor, Depends(get_processor)]
-StateDep = Annotated[State, Depends(get_state)]
-RequestId = Annotated[str, Depends(get_request_id)]
+StateDep = Annotated[State, Depends(_state)]
+ReplicaDep = Annotated[Replica, Depends(_replica)]
+ProcessorDep = Annotated[Processor, Depends(_processor)]
+RequestId = Annotated[str, Depends(_request_id)]
