@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.embedded.grammar import apply_bitmask, new_bitmask
+from engine.embedded.truncation import put, take
 
 if TYPE_CHECKING:
     from engine.embedded.sampler import SamplerState
@@ -58,9 +59,11 @@ def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     repetition = column([params.repetition_penalty for params in sampling])
     frequency = column([params.frequency_penalty for params in sampling])
     presence = column([params.presence_penalty for params in sampling])
-    part = logits[rows]
-    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-    logits[rows] = part - frequency * counts - presence * (counts > 0)
+    part = take(logits, rows)
+    # Both ways of the repetition penalty are a division, of positive logits by it and of others by its inverse.
+    divisor = torch.where(part > 0, repetition, 1 / repetition)
+    part.div_(divisor.masked_fill_(~seen, 1)).sub_(frequency * counts).sub_(presence * (counts > 0))
+    put(logits, rows, part)
 
 
 def _mask(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None) -> None:
@@ -69,7 +72,7 @@ def _mask(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[i
     narrow = [row for row in rows if states[row].forbidden is not None]
     if narrow:
         forbidden = torch.stack([mask for row in narrow if (mask := states[row].forbidden) is not None])
-        logits[narrow] = logits[narrow].masked_fill(forbidden, _MASKED)
+        put(logits, narrow, take(logits, narrow).masked_fill_(forbidden, _MASKED))
     banned = [(row, token) for row in rows for token in states[row].banned()]
     if banned:
         index = torch.tensor(banned, device=logits.device)

@@ -15,7 +15,7 @@ import torch
 
 from engine.embedded.grammar import Matcher
 from engine.embedded.penalties import edit
-from engine.embedded.truncation import Truncation, draw
+from engine.embedded.truncation import Truncation, draw, put, take
 from engine.logits import create
 from engine.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -133,14 +133,13 @@ class Sampler:
         raw = logits[reported].float() if reported else None
         logits = logits.float().contiguous()
         if edited:
-            part = logits[edited] if len(edited) < len(states) else logits
+            part = take(logits, edited)
             edit(part, [states[row] for row in edited])
-            if part is not logits:
-                logits[edited] = part
+            put(logits, edited, part)
         tokens: list[int] = logits.argmax(dim=1).tolist() if len(random) < len(states) else [0] * len(states)
         if random:
-            part = logits[random] if len(random) < len(states) else logits
-            for row, token in zip(random, _draw(part, [states[row] for row in random]), strict=True):
+            drawn = _draw(take(logits, random), [states[row] for row in random])
+            for row, token in zip(random, drawn, strict=True):
                 tokens[row] = token
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
