@@ -51,7 +51,7 @@ class Upstream:
             return
         left = int(headers.get("content-length", 0))
         while left:
-            left -= len(await reader.read(min(left, 1 << 16)))
+            left -= len(await reader.readexactly(min(left, 1000)))
             self.body_started.set()
         body = json.dumps({"request": request, "headers": headers}).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
