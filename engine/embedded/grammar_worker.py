@@ -132,7 +132,9 @@ class _Worker:
 
 
 def _limit_memory() -> None:
-    """Let the address space grow by `_MEMORY` from here."""
+    """Let the address space grow by `_MEMORY` from here. Only Linux says how large it is."""
+    if sys.platform != "linux":
+        return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -124,7 +124,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """One token for each state. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
-        assert logits.shape == (len(states), self._vocab_size)
+        assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
