@@ -6,6 +6,8 @@ The servers are all up at once and take turns, cell by cell, so that a noisy mac
 import argparse
 import contextlib
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -23,11 +25,14 @@ from server.settings import Settings
 CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
 QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
 DTYPES = ("float32", "bfloat16")
+FAKE_RAMP_SECONDS = 2.0
+"""So that the streams do not go in step: the arrival of all at once is not what is measured there."""
 LAG = "event_loop_lag_seconds"
 
 
 def main() -> None:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the servers are stopped
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "label")}
     report = Report(args.label, settings | {"cells": " ".join(map(str, args.cells))})
     for key, value in {**report.machine, **report.settings}.items():
@@ -54,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="requests of each stream in a cell, at least 3 in all")
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
     parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
+    parser.add_argument("--fake-rounds", type=int, default=6, help="requests of each of these streams")
     parser.add_argument("--fake-delay-ms", type=float, default=20.0, help="time between the tokens of FakeEngine")
     parser.add_argument("--fake-engine-process", action="store_true", help="FakeEngine in a process of its own, as engines are by default")
     parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
@@ -137,7 +143,8 @@ def http_alone(args: argparse.Namespace, report: Report) -> None:
         prompts = fit(server.target)
         run(server.target, Load(32, 64, 40, 64), prompts, "warm-up")
         lag, cpu = histogram(server.get("/metrics"), LAG), server.cpu_seconds()
-        summary = run(server.target, Load(args.fake_streams, args.fake_streams * 4, 40, 256), prompts, args.seed)
+        load = Load(args.fake_streams, args.fake_streams * args.fake_rounds, 40, 256, ramp=FAKE_RAMP_SECONDS)
+        summary = run(server.target, load, prompts, args.seed)
         cpu = server.cpu_seconds() - cpu
         lag_p99 = percentile_between(lag, histogram(server.get("/metrics"), LAG), 99)
         server.note_memory()

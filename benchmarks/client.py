@@ -62,6 +62,8 @@ class Load:
     max_tokens: int
     timeout: float = 900.0
     """Seconds a request may take."""
+    ramp: float = 0.0
+    """Seconds over which the streams begin; 0 starts them all at once."""
 
 
 @dataclass(slots=True)
@@ -196,8 +198,9 @@ async def _connect(base_url: str) -> _Connection:
     return connection
 
 
-async def _worker(target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample]) -> None:
+async def _worker(target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0) -> None:
     connection: _Connection | None = None
+    await asyncio.sleep(delay)
     for request in requests:
         try:
             if connection is None or not connection.alive:
@@ -232,7 +235,8 @@ async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -
     samples: list[Sample] = []
     queue = iter(requests)
     started = time.perf_counter()
-    await asyncio.gather(*(_worker(target, load, queue, samples) for _ in range(load.concurrency)))
+    delays = (load.ramp * i / load.concurrency for i in range(load.concurrency))
+    await asyncio.gather(*(_worker(target, load, queue, samples, delay) for delay in delays))
     return summarise(samples, time.perf_counter() - started)
 
 

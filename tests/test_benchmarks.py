@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -201,7 +202,20 @@ def test_the_real_server_refuses(server: Server) -> None:
 
 
 def test_bench_measures_http_alone(tmp_path: Path) -> None:
-    options = ["--servers", "fake", "--fake-streams", "16", "--fake-delay-ms", "1", "--label", "test", "--output", str(tmp_path)]
+    options = [
+        "--servers",
+        "fake",
+        "--fake-streams",
+        "16",
+        "--fake-rounds",
+        "2",
+        "--fake-delay-ms",
+        "1",
+        "--label",
+        "test",
+        "--output",
+        str(tmp_path),
+    ]
     run_ = subprocess.run([sys.executable, "-m", "benchmarks", *options], capture_output=True, text=True, check=False, env=os.environ)
     assert run_.returncode == 0, run_.stderr
     (path,) = tmp_path.glob("*-test.json")
@@ -209,3 +223,16 @@ def test_bench_measures_http_alone(tmp_path: Path) -> None:
     assert found["errors"] == "0"
     assert found["chunks/s"] > 100
     assert 0 < found["event-loop lag p99, ms (bucket's upper bound)"] < math.inf
+
+
+def test_bench_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
+    options = ["--servers", "fake", "--fake-streams", "4", "--fake-delay-ms", "1000", "--output", str(tmp_path)]
+    bench = subprocess.Popen([sys.executable, "-m", "benchmarks", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    watched = psutil.Process(bench.pid)
+    while not (children := [child for child in watched.children(recursive=True) if time.time() - child.create_time() > 1]):
+        assert bench.poll() is None
+        time.sleep(0.1)
+    bench.terminate()
+    assert bench.wait(60) == 143
+    _, left = psutil.wait_procs(children, timeout=5)
+    assert not left
