@@ -20,7 +20,7 @@ from benchmarks.prompts import PromptMaker
 from benchmarks.report import Cell, Report
 from benchmarks.servers import Server, Spec, pinned, serving
 from engine.embedded.model_store import resolve_model
-from server.settings import Settings
+from server.settings import read_settings
 
 CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
 QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
@@ -81,8 +81,8 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     """The servers to compare, ours first, all on one model folder."""
     if set(args.servers) <= {"fake"}:
         return []
-    settings = Settings()
-    folder = str(resolve_model(args.model or settings.model, settings.cache_dir))
+    settings = read_settings(["--model", args.model] if args.model else [])
+    folder = str(resolve_model(settings.model, settings.cache_dir))
     ours = [servers.ours(folder)] if "ours" in args.servers else []
     return ours + [
         servers.transformers(folder, dtype, *args.transformers_options.split())

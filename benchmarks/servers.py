@@ -21,6 +21,7 @@ import psutil
 
 from benchmarks.client import Load, Target, run
 from benchmarks.prompts import PromptMaker
+from server.settings import child_environment
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 300.0
@@ -53,7 +54,7 @@ def fake(delay_ms: float, *, engine_process: bool) -> Spec:
 def transformers(model: str, dtype: str, *more: str) -> Spec:
     """`transformers serve` with continuous batching. It refuses `ignore_eos`, but takes a generation config as a JSON string."""
     if find_spec("accelerate") is None:
-        raise RuntimeError("transformers serve needs accelerate: pip install -e '.[bench]'")
+        raise RuntimeError("transformers serve needs accelerate: pip install accelerate")
     command = str(Path(sys.executable).with_name("transformers"))
     options = ("--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}", *more)
     extra: dict[str, object] = {"generation_config": json.dumps({"eos_token_id": -1, "do_sample": False})}
@@ -134,7 +135,7 @@ def serving(spec: Spec, core: int | None = None) -> Iterator[Server]:
     with pinned(core), log.open("wb") as output:
         started = time.perf_counter()
         process = subprocess.Popen(
-            argv, cwd=ROOT, env={**os.environ, **spec.env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            argv, cwd=ROOT, env=child_environment(**spec.env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     server = Server(spec, process, port, log)
     try:
