@@ -42,7 +42,7 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     enable_chunked_prefill: bool = True
     attention: str = "sdpa"
     threads: int = 0
-    guide_timeout_seconds: float = 5.0
+    guide_timeout_seconds: float = 15.0
 
 
 EngineConfig = FakeConfig | EmbeddedConfig

@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     max_top_logprobs: int = Field(20, ge=0, le=1000, description="Most alternatives reported for a token")
     max_schema_kb: int = Field(64, ge=1, description="Largest JSON schema, regular expression or grammar in KiB")
     max_schema_depth: int = Field(32, ge=1, description="Deepest nesting of a JSON schema")
-    guide_timeout_seconds: float = Field(5.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
+    guide_timeout_seconds: float = Field(15.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
     chat_template_kwargs: Annotated[tuple[str, ...], NoDecode] = Field(
         ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
         description="Comma-separated template variables that requests may set",

@@ -19,6 +19,15 @@ OUTPUT = 24
 COUNT = 32
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from two threads, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Every third begins with the same 50 tokens; the lengths sit on and around block boundaries."""

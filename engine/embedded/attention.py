@@ -5,6 +5,8 @@ them to the `AttentionBackend` of the step, which writes keys and values into th
 reference, for any device.
 """
 
+import math
+import mmap
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,13 +30,23 @@ class KvCache:
     def __init__(
         self, num_blocks: int, layers: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Zeros, not empty: attention multiplies what lies behind a sequence's end by zero, and NaN survives that.
-        self.data = torch.zeros(num_blocks, layers, 2, block_size, heads, head_dim, dtype=dtype, device=device)
+        self.data = _zeros((num_blocks, layers, 2, block_size, heads, head_dim), dtype, device)
         self.layers, self.block_size, self.heads, self.head_dim = layers, block_size, heads, head_dim
         self.token_rows = self.data.view(-1, heads * head_dim)
         """[blocks * layers * 2 * block_size, heads * head_dim]"""
         self.block_rows = self.data.view(-1, block_size * heads * head_dim)
         """[blocks * layers * 2, block_size * heads * head_dim]"""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
+
+    On a CPU they are anonymous pages, which take memory only once a block is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class AttentionBackend(Protocol):

@@ -134,19 +134,22 @@ class EngineCore:
             states = [chunk.sequence.sampler for chunk in chunks if chunk.samples]
             return self._sampler.sample(logits[first:], states) if states else []
 
-    def _postprocess(self, chunks: Sequence_[Chunk], sampled: Sequence_[Sampled]) -> Iterator[tuple[str, Delta]]:
+    def _postprocess(self, chunks: Sequence_[Chunk], sampled: Sequence_[Sampled]) -> Iterator[tuple[str, Delta | EngineFailure]]:
         results = iter(sampled)
         for chunk in chunks:
             self.scheduler.computed(chunk)
             if chunk.samples:
                 yield chunk.sequence.request.request_id, self._append(chunk.sequence, next(results))
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> Delta:
+    def _append(self, sequence: Sequence, sampled: Sampled) -> Delta | EngineFailure:
         """Take a sampled token into a sequence, unless it asked for none, and the sequence out of the engine if that ended it."""
         wanted = sequence.request.sampling.max_tokens > 0
         if wanted:
             sequence.tokens.append(sampled.token_id)
             sequence.sampler.accept(sampled.token_id)
+            if sequence.sampler.error:
+                self.abort(sequence.request.request_id)
+                return EngineFailure(sequence.sampler.error)
         finish, stop = self._finish(sequence, sampled.token_id)
         if finish:
             del self._sequences[sequence.request.request_id]
@@ -165,7 +168,8 @@ class EngineCore:
         if sequence.num_output > sampling.min_tokens:
             if token in sampling.stop_token_ids:
                 return "stop", token
-            if token in self.model.eos_token_ids and not sampling.ignore_eos:
+            # A grammar lets the end of sequence through only when the output is complete: nothing could follow it.
+            if token in self.model.eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
                 return "stop", None
         if sequence.num_output >= sampling.max_tokens or len(sequence.tokens) >= self.model.context_length:
             return "length", None

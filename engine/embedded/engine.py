@@ -63,16 +63,16 @@ class EmbeddedEngine:
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
+        stream = DeltaStream(lambda: self._abort(request.request_id))
         try:
             self._check(request)
+            if request.sampling.guide is None:
+                self._submit(request, None)
         except EngineError as error:
             return DeltaStream.failed(error)
-        stream = DeltaStream(lambda: self._abort(request.request_id))
-        stream.when_done(lambda: self._streams.pop(request.request_id))
         self._streams[request.request_id] = stream
-        if request.sampling.guide is None:
-            self._submit(request, None)
-        else:
+        stream.when_done(lambda: self._streams.pop(request.request_id))
+        if request.sampling.guide is not None:
             task = asyncio.create_task(self._compile(request, request.sampling.guide, stream))
             self._compiling.add(task)
             task.add_done_callback(self._compiling.discard)
@@ -115,10 +115,9 @@ class EmbeddedEngine:
     async def _compile(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
         try:
             compiled = await self._compiler.compile(guide)
+            self._submit(request, compiled.matcher())
         except EngineError as error:
             stream.fail(error)
-        else:
-            self._submit(request, compiled.matcher())
 
     def _submit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
         sequence = self._sequence(request, matcher)

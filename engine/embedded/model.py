@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention
@@ -25,6 +26,7 @@ class Model:
         self.dtype = _dtype(config.dtype, self.device)
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
         _check_attention(self.hf_config)
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=self.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
         )
