@@ -33,12 +33,14 @@ HOMES = {
 }
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
-READS_ENVIRONMENT = {"server/settings.py"}
+READS_ENVIRONMENT = {
+    "server/settings.py": "the settings",
+    "engine/process.py": "hands it on to the engine's process, with thread settings that must be there before it starts",
+}
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 300, 50, 7
 # What may be longer, by name and with the reason: "file" or "file:function".
 LONGER_FILES = {
-    "tests/test_grammar.py": "one feature, many grammars",
     "tests/test_multimodal_requests.py": "one case for every request field",
 }
 LONGER_FUNCTIONS: dict[str, str] = {}
@@ -125,7 +127,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         if (isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"})
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "environb", "getenv"})
     }
-    assert readers <= READS_ENVIRONMENT
+    assert readers == READS_ENVIRONMENT.keys()
 
 
 def test_files_are_short() -> None:
