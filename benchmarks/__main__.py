@@ -33,11 +33,11 @@ LAG = "event_loop_lag_seconds"
 def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the servers are stopped
+    compared = specs(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "label")}
     report = Report(args.label, settings | {"cells": " ".join(map(str, args.cells))})
     for key, value in {**report.machine, **report.settings}.items():
         print(f"{key}: {value}")
-    compared = specs(args)
     if compared:
         compare(compared, args, report)
     if "fake" in args.servers:
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64")
     parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
-    parser.add_argument("--rounds", type=int, default=2, help="requests of each stream in a cell, at least 3 in all")
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each stream in a cell, at least 3 in all")
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
     parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
     parser.add_argument("--fake-rounds", type=int, default=6, help="requests of each of these streams")
@@ -83,6 +83,7 @@ def specs(args: argparse.Namespace) -> list[Spec]:
         return []
     settings = read_settings(["--model", args.model] if args.model else [])
     folder = str(resolve_model(settings.model, settings.cache_dir))
+    args.model = Path(folder).name
     ours = [servers.ours(folder)] if "ours" in args.servers else []
     return ours + [
         servers.transformers(folder, dtype, *args.transformers_options.split())
@@ -99,6 +100,7 @@ def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> N
             for row in args.cells:
                 for server in running:
                     measure(server, row, prompts[server.spec.name], args, repeat, report)
+            report.write(args.output)  # what there is, should a later round fail
         for server in running:
             report.servers[server.spec.name] = {"ready": server.ready_seconds, "answer": server.answer_seconds, "memory": server.memory_mb}
 
