@@ -1,8 +1,8 @@
 """From logits to tokens, for a batch of sequences: one home of temperature, truncation, randomness and log-probabilities.
 
 Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then greedy, or
-temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output), so the batch a sequence
-happens to be in and preemption change nothing.
+temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output). Requests that name a seed are
+drawn by a race, which shrugs off the rounding errors by which logits differ from batch to batch; the others by the cheaper quantile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from engine.embedded.grammar import Matcher
 from engine.embedded.penalties import edit
-from engine.embedded.truncation import Truncation, draw, put, take
+from engine.embedded.truncation import Truncation, put, quantile, race, take, weigh
 from engine.logits import create
 from engine.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -164,8 +164,18 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
-    truncations = [Truncation.of(state.sampling) for state in states]
-    return draw(logits, truncations, [uniform(state.seed, state.position) for state in states])
+    weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
+    tokens = [0] * len(states)
+    seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
+    free = [row for row, state in enumerate(states) if state.sampling.seed is None]
+    if seeded:
+        for row, token in zip(seeded, race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded]), strict=True):
+            tokens[row] = token
+    if free:
+        quantiles = [uniform(states[row].seed, states[row].position) for row in free]
+        for row, token in zip(free, quantile(take(weights, free), quantiles), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def _report(logits: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -17,6 +17,7 @@ from engine.types import SamplingParams
 
 _CHUNK = 256
 """Ids summed at a time: the draw finds the chunk first, because a running sum over a whole vocabulary is slow."""
+_PHILOX_KEY = (1 << 128) - 1
 _FIRST_LOOK = 128
 """Largest logits looked at before the whole row is sorted; nearly every top-p is covered by them."""
 
@@ -34,14 +35,30 @@ class Truncation(NamedTuple):
         return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def draw(logits: torch.Tensor, truncations: Sequence[Truncation], uniforms: Sequence[float]) -> list[int]:
-    """One token id for each row of `logits`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1)."""
-    weights = weigh(logits, truncations)
+def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
+    """One token id for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1), ids in order.
+
+    In a flat distribution the least change of the weights moves every later id, and so the choice.
+    """
     chunks = pad(weights, (0, -weights.shape[1] % _CHUNK)).view(len(weights), -1, _CHUNK)
-    chunk, rest = _invert(chunks.sum(dim=2).double(), _column(uniforms, logits, torch.float64))
+    chunk, rest = _invert(chunks.sum(dim=2).double(), _column(uniforms, weights, torch.float64))
     inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1)
     offset, _ = _invert(inside.double(), rest)
     ids: list[int] = (chunk * _CHUNK + offset).squeeze(1).tolist()
+    return ids
+
+
+def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[int]:
+    """One token id for each of `rows` of `weights`, drawn by the exponential race: the id with the largest weight / noise wins.
+
+    Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the choice only if the
+    two best were about to swap. Costs one exponential per id.
+    """
+    ids = []
+    for row, (seed, position) in zip(rows, keys, strict=True):
+        noise = np.random.Generator(np.random.Philox(key=seed & _PHILOX_KEY, counter=position << 128))
+        exponentials = torch.from_numpy(noise.standard_exponential(weights.shape[1], dtype=np.float32)).to(weights.device)
+        ids.append(int((weights[row] / exponentials.clamp_(min=1e-30)).argmax()))
     return ids
 
 
