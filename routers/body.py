@@ -39,7 +39,7 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _check_headers(request: Request) -> None:
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not (content_type.startswith("application/") and content_type.endswith("+json")):
         raise HTTPException(415, "The body must be application/json.", {"accept": "application/json"})
     if request.headers.get("content-encoding", "identity").lower() != "identity":

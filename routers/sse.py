@@ -8,6 +8,7 @@ sent without a lock, a timer or a log line for each; keep-alive comments are sen
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import anyio
 from sse_starlette import EventSourceResponse
@@ -34,28 +35,32 @@ class EventStream(EventSourceResponse):
         """By the loop's clock; infinite until the headers are sent."""
 
     async def _stream_response(self, send: Send) -> None:
+        """In a task of its own, since anyio cancels again and again, and would not let `payloads` finish closing."""
+        task = asyncio.create_task(self._send_events(send))
         try:
-            end = await self._send_events(send)
+            await asyncio.wait([task])
         finally:
+            task.cancel()
             with anyio.CancelScope(shield=True):
-                await self._payloads.aclose()
+                await asyncio.wait([task])
         async with self._send_lock:
             self.active = False
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+            await send({"type": "http.response.body", "body": task.result(), "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
         """Send all but the last event, which is returned."""
         clock = asyncio.get_running_loop().time
-        payload = await anext(self._payloads)
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
-            self._last_sent = clock()
-            async for payload in self._payloads:
+        async with aclosing(self._payloads) as payloads:
+            payload = await anext(payloads)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
                 await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
                 self._last_sent = clock()
-        except Exception as error:  # whatever it was: the client must not take the stream for complete
-            return b"data: " + self._render_error(error) + b"\n\n"
+                async for payload in payloads:
+                    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+                    self._last_sent = clock()
+            except Exception as error:  # whatever it was: the client must not take the stream for complete
+                return b"data: " + self._render_error(error) + b"\n\n"
         return _DONE
 
     async def _ping(self, send: Send) -> None:

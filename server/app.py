@@ -24,7 +24,6 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     app = FastAPI(
         title="Trellis",
         version=__version__,
-        root_path=settings.root_path,
         lifespan=make_lifespan(settings, server_metrics),
         openapi_url="/openapi.json" if settings.docs else None,
         docs_url=None,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from pydantic.json_schema import models_json_schema
@@ -24,8 +24,8 @@ def install(app: FastAPI) -> None:
         document["components"]["schemas"].update(definitions["$defs"])
         return document
 
-    async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(openapi_url=f"{app.root_path}/openapi.json", title=app.title)
+    async def docs(request: Request) -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url=f"{request.scope.get('root_path', '')}/openapi.json", title=app.title)
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
     app.add_api_route("/docs", docs, include_in_schema=False)

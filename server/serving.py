@@ -34,6 +34,7 @@ def serve(settings: Settings, listener: socket.socket, started: float, metrics_f
         log_config=None,
         access_log=False,
         server_header=False,
+        root_path=settings.root_path,
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
