@@ -11,7 +11,6 @@ from pydantic_settings import SettingsError
 from server import __version__
 from server.settings import Settings, read_settings
 
-_FAILURE = 1
 _WRONG_SETTINGS = 2
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         listener = serving.listen(settings.host, settings.port, share)
     except OSError as error:
         log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
-        return _FAILURE
+        return serving.FAILURE
     with listener:
         if share:
             return launch.launch(settings, arguments, listener, started)

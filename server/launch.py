@@ -25,7 +25,7 @@ from engine.process import EngineProcess
 from server import compose
 from server.errors import printable
 from server.lifespan import background, in_thread, one_line
-from server.serving import listen, url_of
+from server.serving import FAILURE, listen, url_of
 from server.settings import Settings, child_environment
 
 _FIRST_PAUSE = 0.5
@@ -73,7 +73,7 @@ class Launcher:
                 group.create_task(self._keep_alive())
         if self._failure is not None:
             log.error("the server ends: %s", printable(self._failure, 2000))
-        return 0 if self._failure is None else 1
+        return 0 if self._failure is None else FAILURE
 
     async def _engine(self) -> None:
         """Keep the engine that the children share."""
@@ -88,8 +88,7 @@ class Launcher:
                 await process.start()
                 raise EngineFailure(await process.wait_failed())
         except Exception as error:  # whatever it was: nothing can be served, and the reason is said
-            self._failure = one_line(error)
-            self._stop(signal.SIGTERM)
+            self._fail(one_line(error))
 
     async def _keep_alive(self) -> None:
         """Run one child, again and again until the launcher stops."""
@@ -101,6 +100,9 @@ class Launcher:
             self._children.discard(child)
             mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
             if self._stopping.is_set():
+                return
+            if code == FAILURE:
+                self._fail("an API process cannot serve")
                 return
             pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY_SECONDS else pause
             log.error("an API process ended with exit code %d; the next starts in %.2g s", code, pause)
@@ -116,6 +118,8 @@ class Launcher:
                 *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
             )
         self._children.add(child)
+        if self._stopping.is_set():  # while it was being spawned
+            child.terminate()
         return child
 
     async def _sleep(self, seconds: float) -> None:
@@ -123,6 +127,10 @@ class Launcher:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:
             return
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._stop(signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
         """Pass a signal on: the first lets the children drain, a further one ends them."""

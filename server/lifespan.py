@@ -52,11 +52,17 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> 
     """The replica's life, from loading the model until cancelled. If that ends early, `replica.failure` says why."""
     try:
         async with AsyncExitStack() as stack:
-            folder = await in_thread(partial(compose.model_folder, settings))
+            # Whoever started an engine at an address has the model ready when it answers.
+            folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
             inner, failed = await _open_engine(settings, folder, stack)
             engine = AdmissionEngine(inner, settings.max_queue_size, settings.queue_timeout_seconds)
             stack.push_async_callback(engine.close)
-            (tokenizer, template), _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
+            if settings.engine_address:
+                await engine.start()
+                folder = await in_thread(partial(compose.model_folder, settings))
+                tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
+            else:
+                (tokenizer, template), _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
             await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
             generation_metrics = GenerationMetrics(metrics.registry, replica.model_name)
             limits = compose.limits(settings)

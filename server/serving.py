@@ -17,6 +17,8 @@ from server.errors import printable
 from server.settings import Settings
 
 _MAX_HEAD_BYTES = 64 << 10
+FAILURE = 1
+"""Exit code of a server that could not go on, and has said why."""
 _CLOSE_SECONDS = 3
 """How long answers may take to get out once the engine has closed."""
 
@@ -99,7 +101,7 @@ class Server(uvicorn.Server):
         replica = self._replica
         if replica.failure is not None:
             log.error("the server ends: %s", printable(replica.failure, 2000))
-            self.exit_code = 1
+            self.exit_code = FAILURE
             return True
         if self._signals:
             replica.draining = True

@@ -70,7 +70,11 @@ class ServerProcess:
 
     def wait(self, timeout: float = 20) -> int:
         """The exit code, once the log is read to its end."""
-        code = self.process.wait(timeout)
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         self._reader.join(5)
         assert self.process.stderr is not None
         self.process.stderr.close()
