@@ -28,9 +28,9 @@ _LAST_LINES, _LAST_CHARACTERS = 20, 16384
 _LONGEST_PATH = 100
 """Bytes in the path of a Unix socket; the system's own limit is 107."""
 
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Defaults for the host. Compute threads that spin at barriers take the cores from HTTP, and from each other when something else runs:
-steps were 15 times as long on two busy cores (docs/log.md)."""
+_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+"""Defaults for the host. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
+runs; those that never spin are slow to wake (docs/log.md has the figures)."""
 
 log = logging.getLogger(__name__)
 

@@ -24,4 +24,4 @@ async def get_model(model_id: str, replica: ReplicaDep) -> Model:
 def _model(replica: Replica) -> Model:
     assert replica.engine is not None, "the gate lets no request in before the engine is there"
     info = replica.engine.info
-    return Model(id=replica.model_name, created=replica.created, root=info.model, max_model_len=info.context_length)
+    return Model(id=replica.model_name, created=replica.created, root=replica.model_name, max_model_len=info.context_length)
