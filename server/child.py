@@ -12,12 +12,12 @@ import threading
 import time
 from pathlib import Path
 
-from server import logs, serving
-from server.settings import read_settings
-
 
 def main() -> int:
     started = time.monotonic()
+    from server import logs, serving  # noqa: PLC0415 - their loading counts as time to get ready
+    from server.settings import read_settings  # noqa: PLC0415
+
     descriptor, folder, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)

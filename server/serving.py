@@ -1,5 +1,6 @@
 """One API process on uvicorn: listens at once, says when it is ready, drains on a signal, ends with an exit code."""
 
+import gc
 import logging
 import signal
 import socket
@@ -109,6 +110,7 @@ class Server(uvicorn.Server):
                 return True
         elif replica.ready and not self._announced:
             self._announced = True
+            gc.freeze()  # what is loaded now stays, and need not be walked by every collection
             self._announce(replica)
         return await super().on_tick(counter)
 
