@@ -112,8 +112,10 @@ def serving(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
         children = server.children()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGKILL)
+        for signum in (signal.SIGTERM, signal.SIGINT):  # the second ends what still runs
+            if server.process.poll() is None:
+                server.process.send_signal(signum)
+                time.sleep(0.2)
         server.wait()
         _, left = psutil.wait_procs(children, timeout=8)
         for child in left:

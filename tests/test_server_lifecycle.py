@@ -123,8 +123,8 @@ def test_second_signal_ends_at_once() -> None:
             thread.join()
 
 
-def test_killed_server_leaves_no_engine() -> None:
-    with serving(*SLOW) as server:
+def test_killed_server_leaves_no_engine(tmp_path: Path) -> None:
+    with serving(*SLOW, environment={"TMPDIR": str(tmp_path)}) as server:
         children = server.children()
         assert len(children) == 1
         server.process.kill()
