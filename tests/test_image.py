@@ -1,0 +1,55 @@
+"""Container image, compose file, proxy and settings agree with one another."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from server.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
+
+
+def test_compose_image_proxy_and_settings_agree() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    server, nginx = compose["services"]["server"], compose["services"]["nginx"]
+    image = (ROOT / "Dockerfile").read_text()
+    variables = [dict(re.findall(r"([A-Z_]+)=(\S+)", line)) for line in re.findall(r"^ENV (.*)", image, re.MULTILINE) if "PORT=" in line]
+    assert len(variables) == 2
+    for of_target in variables:
+        named = {name.lower() for name in of_target} - {"pythonunbuffered", "path"}
+        assert named | {name.lower() for name in server["environment"]} <= Settings.model_fields.keys()
+        assert f"server:{of_target['PORT']} " in CONFIGURATION
+        assert f":{of_target['PORT']}/health/live" in server["healthcheck"]["test"][-1]
+        assert server["volumes"] == [f"model-cache:{of_target['CACHE_DIR']}"]
+    gpu = compose["services"]["tensorrt-llm"]
+    assert {server["build"]["target"], gpu["build"]["target"]} <= set(re.findall(r" AS (\w+)", image))
+    assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert nginx["depends_on"]["server"]["condition"] == "service_healthy"
+    assert nginx["volumes"][0].startswith("./deploy/nginx/trellis.conf:")
+    assert nginx["ports"] == ["{0}:{0}".format(*re.findall(r"listen (\d+);", CONFIGURATION))]
+    default = Settings(_env_file=None)
+    for service in compose["services"].values():
+        assert int(service["stop_grace_period"].removesuffix("s")) > default.shutdown_grace_seconds
+    assert f"client_max_body_size {default.max_body_mb:.0f}m;" in CONFIGURATION
+    (kept,) = re.findall(r"keepalive_timeout (\d+)s;  # less", CONFIGURATION)
+    assert int(kept) < default.keep_alive_seconds
+
+
+def test_the_image_is_pinned_and_not_roots() -> None:
+    """Both targets name their base's version, end as a user by number, and ask for liveness, which needs no API key."""
+    image = (ROOT / "Dockerfile").read_text()
+    stages = [stage for stage in re.split(r"^(?=FROM )", image, flags=re.MULTILINE) if " AS build\n" not in stage][1:]
+    assert len(stages) == 2
+    assert all(re.match(r"FROM \S+:(?!latest)\S*\d\S* AS (cpu|trtllm)\n", stage) for stage in stages)
+    assert all(re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["10001"] for stage in stages)
+    assert all("/health/live" in stage.partition("HEALTHCHECK")[2] for stage in stages)
+
+
+def test_the_image_has_every_package() -> None:
+    copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"})
+    assert sorted(copied) == sorted(packages * 2)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{package}" for package in packages} <= set(ignored)
