@@ -34,7 +34,7 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     max_batch_size: int = 32
     max_num_tokens: int = 2048
     kv_block_size: int = 32
-    kv_cache_memory_mb: int = 1024
+    kv_cache_memory_mb: int = 384
     num_blocks: int = 0
     """KV blocks; 0 sizes them from the memory."""
     free_gpu_memory_fraction: float = 0.9
