@@ -227,6 +227,13 @@ def test_a_folder_is_taken_as_it_is_or_says_what_it_lacks(tmp_path: Path, missin
     assert said == {name: name == missing for name in names}
 
 
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"no \*\.safetensors; PyTorch's \.bin files .* convert"):
+        resolve_model(str(tmp_path), tmp_path / "cache")
+
+
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "a/b/c", "what is this"])
 def test_neither_folder_nor_hub_id(tmp_path: Path, model: str) -> None:
     with pytest.raises(ModelError, match="no folder"):

@@ -51,7 +51,9 @@ def _checked(folder: Path) -> Path:
     if not any(folder.glob("*.safetensors")):
         missing.insert(1 if "config.json" in missing else 0, "*.safetensors")
     if missing:
-        raise ModelError(f"the model folder {folder} has no {', no '.join(missing)}; name a folder in Hugging Face format")
+        binary = "*.safetensors" in missing and any(folder.glob("*.bin"))
+        cure = "PyTorch's .bin files can run code and are not read: convert them" if binary else "name a folder in Hugging Face format"
+        raise ModelError(f"the model folder {folder} has no {', no '.join(missing)}; {cure}")
     return folder
 
 
