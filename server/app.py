@@ -43,8 +43,8 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
     """Innermost first."""
     app.add_middleware(GateMiddleware)
     Instrumentator(registry=server_metrics.registry).instrument(app)
-    if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys])
+    secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
+    app.add_middleware(ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

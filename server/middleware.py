@@ -18,6 +18,8 @@ from server import logs
 from server.errors import printable, render
 
 LIVENESS = "/health/live"
+INTERNAL = frozenset({"/prefill", "/encode"})
+"""Routes between replicas, never for outside clients. No role of this version mounts them."""
 OPEN_WHILE_NOT_READY = frozenset(
     {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/version", "/docs", "/openapi.json"}
 )
@@ -68,25 +70,29 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets in who has one of the keys; liveness is open to all. Keys are compared as digests, in constant time, each with all."""
+    """Lets in who has one of the keys; liveness is open to all, and everything is when there are no keys.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    Internal routes take the internal secret and nothing else: without one set nobody can use them. Keys are compared as digests, in
+    constant time, each with all.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = [_digest(key.encode()) for key in keys]
+        self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and route_path(scope) != LIVENESS and not self._authorized(scope):
+        if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"})
             await render(error).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _authorized(self, scope: Scope) -> bool:
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+    def _admitted(self, scope: Scope) -> bool:
+        path = route_path(scope)
+        if path in INTERNAL:
+            return _has_one_of(self._secrets, scope)
+        return path == LIVENESS or not self._keys or _has_one_of(self._keys, scope)
 
 
 class GateMiddleware:
@@ -116,6 +122,14 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    given = _digest(key.strip())
+    matches = [hmac.compare_digest(given, digest) for digest in digests]
+    return scheme.lower() == b"bearer" and any(matches)
 
 
 def _digest(key: bytes) -> bytes:
