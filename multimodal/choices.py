@@ -20,7 +20,8 @@ class TextOptions:
 
 @dataclass(slots=True)
 class Piece:
-    """What one delta means for a client. `token_ids` and `logprobs` are those of visible tokens: the one that ended the sequence is not."""
+    """What one delta means for a client. The token that ended the sequence is the last of `token_ids`, but hidden from `text` and
+    `logprobs`, unless the request wants it."""
 
     index: int
     text: str
@@ -68,7 +69,7 @@ class Choice:
             text += ready
             if matched is not None:
                 self.completion_tokens += count
-                return self._piece(delta, count, text, "stop", matched)
+                return self._piece(delta, count, text, "stop", matched, count)
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is None:
             return self._piece(delta, visible, text, None, None)
@@ -78,5 +79,7 @@ class Choice:
             return self._piece(delta, visible, text, "stop", matched)
         return self._piece(delta, visible, text + stops.flush(), delta.finish_reason, delta.stop_reason)
 
-    def _piece(self, delta: Delta, visible: int, text: str, finish: FinishReason | None, stop: int | str | None) -> Piece:
-        return Piece(self.index, text, delta.token_ids[:visible], delta.logprobs[:visible], finish, stop, delta.prompt)
+    def _piece(
+        self, delta: Delta, visible: int, text: str, finish: FinishReason | None, stop: int | str | None, count: int | None = None
+    ) -> Piece:
+        return Piece(self.index, text, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)

@@ -85,7 +85,7 @@ class ChunkBuilder:
         whole.texts.append(piece.text)
         whole.token_ids += piece.token_ids
         if piece.logprobs:
-            whole.logprobs.append(self._shape.logprobs(piece.index, piece.token_ids, piece.logprobs))
+            whole.logprobs.append(self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs))
         whole.last = piece
 
     def whole(self) -> bytes:
@@ -122,7 +122,7 @@ class ChunkBuilder:
         return [] if opening is None else [self._chunk([opening | choice_fields], **answer_fields)]
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        return self._shape.logprobs(piece.index, piece.token_ids, piece.logprobs) if piece.logprobs else None
+        return self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs) if piece.logprobs else None
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, **fields: Any) -> bytes:
         chunk = {**self._header, "object": self._shape.chunk_object, "choices": choices, **fields}

@@ -10,7 +10,10 @@ class Detokenizer:
     """Text of one sequence. What `feed` and a last `flush` return, joined, is the text of all the ids.
 
     A token's bytes go through an incremental UTF-8 decoder: an unfinished character is held back until its last byte, and bytes that
-    can never become one turn into U+FFFD, as in `Tokenizer.decode`.
+    can never become one turn into U+FFFD.
+
+    It is what `Tokenizer.decode` gives for the prompt and these ids, less the prompt's text: a space that decoders strip from the start
+    of a text is no start here, and stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

@@ -5,28 +5,8 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
 
@@ -42,6 +22,7 @@ class GenerationMetrics:
 
         self.first_token = histogram("time_to_first_token_seconds", "From the request's arrival to its first token")
         self.inter_token = histogram("inter_token_latency_seconds", "Between a token and the next")
+        self.per_token = histogram("time_per_output_token_seconds", "Mean time between the tokens of a choice")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
         self.queue = histogram("request_queue_time_seconds", "From the request's arrival until the engine began with it")
         self.prompt_tokens = counter("prompt_tokens", "Tokens in prompts")
@@ -60,12 +41,13 @@ class GenerationMetrics:
 class ChoiceTimer:
     """The clock of one choice, until `finish`, `fail`, or `stop` without either: then its client went away."""
 
-    __slots__ = ("_ended", "_last", "_metrics", "_start")
+    __slots__ = ("_count", "_ended", "_first", "_last", "_metrics", "_start")
 
     def __init__(self, metrics: GenerationMetrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()
-        self._last = 0.0
+        self._first = self._last = 0.0
+        self._count = 0
         self._ended = False
 
     def prompt(self, tokens: int, cached: int, queue_seconds: float) -> None:
@@ -79,14 +61,18 @@ class ChoiceTimer:
         now = time.perf_counter()
         if not self._last:
             self._metrics.first_token.observe(now - self._start)
+            self._first = now
         elif count:
             self._metrics.inter_token.observe((now - self._last) / count)
         self._last = now
+        self._count += count
         self._metrics.generation_tokens.inc(count)
 
     def finish(self, reason: str) -> None:
         """The choice has ended well."""
         self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+        if self._count > 1:
+            self._metrics.per_token.observe((self._last - self._first) / (self._count - 1))
         self._metrics.finished[reason].inc()
         self._ended = True
 

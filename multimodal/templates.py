@@ -1,7 +1,7 @@
 """Chat templates: messages to prompt text, as transformers' `apply_chat_template` renders them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -12,6 +12,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multimodal.errors import RequestError
+
+MAX_CHARACTERS = 1 << 24
+"""Longest prompt text that a template may make."""
+
+_CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GenerationBlocks(Extension):
@@ -26,27 +31,54 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is sandboxed: a template can neither reach Python nor change its inputs."""
+    """A compiled template. Rendering is sandboxed: a template can neither reach Python nor change its inputs.
+
+    Raises ValueError if `source` is no template. `special_tokens` are variables by name, `bos_token` and the like.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form), **special_tokens)
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
+        self._knows_developer = "developer" in source
 
     def render(self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any) -> str:
-        """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it."""
-        try:
-            text = self._template.render(messages=messages, **variables)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
+        """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it.
+
+        OpenAI's developer messages are system messages to a template that does not know them. Raises RequestError.
+        """
+        if not self._knows_developer:
+            messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         if not continue_final_message:
-            return text
-        final = str(messages[-1]["content"]).strip()
-        at = text.rfind(final)
-        if not final or at < 0:
-            raise RequestError("The last message has no text to continue.", "continue_final_message")
-        return text[: at + len(final)]
+            return self._text(messages, variables)
+        final = messages[-1]["content"]
+        text = self._text([*messages[:-1], messages[-1] | {"content": final + _CONTINUE_HERE}], variables)
+        at = text.rfind(_CONTINUE_HERE.strip())
+        if at < 0 or final.strip() not in text[:at]:
+            raise RequestError(
+                "The chat template does not show the last message, so that it cannot be continued.", "continue_final_message"
+            )
+        return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
+
+    def _text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        try:
+            pieces = self._template.generate(messages=messages, **{"tools": None, "documents": None, **variables})
+            return "".join(_bounded(pieces))
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise RequestError(f"The chat template makes more than {MAX_CHARACTERS} characters of these messages.", "messages")
+        yield piece
 
 
 def _to_json(

@@ -1,13 +1,15 @@
-"""Text to token ids and back, by the `tokenizers` library alone: nothing here imports transformers."""
+"""Text to token ids and back, by the `tokenizers` library; transformers is imported only to convert a tokenizer of another kind."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+_LONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -24,17 +26,21 @@ class Tokenizer:
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
         """The model's own template, if it has one."""
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.token_bytes: list[bytes] = _token_bytes(backend, {token_id: token.content for token_id, token in added.items()})
+        self.special_ids = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.token_bytes: list[bytes] = _token_bytes(backend)
         """For each id what it adds to the text; several may make one character."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a model folder."""
+        """Read the tokenizer and the chat template of a model folder. Raises ValueError if it cannot use them."""
         config = _read_json(folder / "tokenizer_config.json")
-        special = {name: _text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
-        return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), special, _chat_template(folder, config))
+        names = _read_json(folder / "special_tokens_map.json") | config
+        special = {name: _text(names[name]) for name in SPECIAL_NAMES if names.get(name)}
+        path = folder / "tokenizer.json"
+        backend = tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(folder)
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, special, _chat_template(folder, config))
 
     @property
     def vocab_size(self) -> int:
@@ -75,22 +81,48 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def _token_bytes(backend: tokenizers.Tokenizer, added: dict[int, str]) -> list[bytes]:
-    """By the decoder: byte-level alphabets spell bytes; the others spell text, with `▁` for a space and `<0x0A>` for a lone byte."""
-    byte_level = "ByteLevel" in repr(backend.decoder)
+def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """By the decoder, which is asked for each token alone: what it does to the text's beginning and end is left out."""
+    convert = _converter(_steps(backend))
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        table[token_id] = convert(token)
+    return table
+
+
+def _steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's steps, each with its `type`."""
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    """From a token as the vocabulary spells it to its bytes."""
+    kinds = {step["type"] for step in steps}
+    if unknown := kinds - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
+        raise ValueError(f"the tokenizer's decoder ({', '.join(sorted(unknown))}) is not one whose tokens have bytes of their own")
     alphabet = _byte_of_character()
+    spellings = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
+    spellings += [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
 
     def convert(token: str) -> bytes:
-        if byte_level:
-            return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+        if "ByteFallback" in kinds and (match := _LONE_BYTE.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for spelling, text in spellings:
+            token = token.replace(spelling, text)
+        if "ByteLevel" in kinds and all(c in alphabet for c in token):
+            return bytes(alphabet[c] for c in token)
+        return token.encode()
 
-    table = [b""] * (max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
-    for token, token_id in backend.get_vocab(with_added_tokens=True).items():
-        table[token_id] = added[token_id].encode() if token_id in added else convert(token)
-    return table
+    return convert
+
+
+def _converted(folder: Path) -> tokenizers.Tokenizer:
+    """A tokenizer of another kind, as `tokenizers` does its work."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, and rarely needed
+
+    return tokenizers.Tokenizer.from_str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

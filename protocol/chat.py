@@ -13,6 +13,7 @@ class ContentPart(Wire):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(Wire):
@@ -25,6 +26,7 @@ class ChatMessage(Wire):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatCompletionRequest(GenerationFields):

@@ -271,6 +271,23 @@ async def test_stop_token_ids_are_hidden_unless_asked_for(setup: Setup) -> None:
     assert (await setup.complete({**body, "include_stop_str_in_output": True}))["choices"][0]["text"] == "hello w"
 
 
+async def test_logprobs_leave_out_the_token_that_ended_the_sequence() -> None:
+    """Also when it comes in one delta with others."""
+    engine = FakeEngine(FakeConfig(vocab_size=259))
+    await engine.start()
+    generation = await Setup(engine).prepare(
+        {"prompt": "abc", "logprobs": 1, "stop_token_ids": byte_tokenizer().encode("c"), "stream": True}
+    )
+    async with aclosing(generation.stream()) as stream:
+        chunks = [json.loads(await anext(stream))]
+        await asyncio.sleep(0.05)
+        chunks += [json.loads(chunk) async for chunk in stream]
+    shown = [part for chunk in chunks if (part := chunk["choices"][0]["logprobs"])]
+    assert [token for part in shown for token in part["tokens"]] == ["a", "b"]
+    assert all(len(part["tokens"]) == len(part["token_logprobs"]) for part in shown)
+    await engine.close()
+
+
 async def test_cached_tokens_are_reported(setup: Setup) -> None:
     body = {"prompt": "x" * 100, "max_tokens": 1}
     first, second = await setup.complete(body), await setup.complete(body)
