@@ -32,7 +32,7 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     dtype: str = "auto"
     max_seq_len: int = 0
     max_batch_size: int = 32
-    max_num_tokens: int = 2048
+    max_num_tokens: int = 1024
     kv_block_size: int = 32
     kv_cache_memory_mb: int = 384
     num_blocks: int = 0

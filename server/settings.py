@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     )
     max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")
     max_batch_size: int = Field(32, ge=1, le=4096, description="Most sequences in one step")
-    max_num_tokens: int = Field(2048, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
+    max_num_tokens: int = Field(1024, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
     kv_block_size: int = Field(32, ge=1, le=1024, description="Tokens in a KV block")
     kv_cache_memory_mb: int = Field(384, ge=1, description="Memory for KV blocks in MiB, on a CPU")
     free_gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Part of the free device memory taken for KV blocks, on a GPU")
