@@ -113,7 +113,7 @@ class Sampling:
 
     def _logit_bias(self, bias: dict[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
-        if not all(key.isascii() and key.isdigit() and int(key) < self.info.vocab_size for key in bias):
+        if not all(key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < self.info.vocab_size for key in bias):
             raise RequestError(f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias")
         return {int(key): _within("logit_bias", value, 0.0, -100.0, 100.0) for key, value in bias.items()}
 

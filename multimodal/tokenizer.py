@@ -49,7 +49,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets go of the GIL, which `encode` holds; a long text in a thread would stop the event loop.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

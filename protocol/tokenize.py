@@ -1,8 +1,8 @@
 """POST /tokenize and /detokenize, in vLLM's shape."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from protocol.chat import ChatMessage
 from protocol.common import TokenId, Wire
@@ -13,7 +13,7 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
