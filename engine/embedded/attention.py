@@ -77,34 +77,38 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences that decode together: their rows in the step, block tables padded to one width, and the mask of the padding."""
+    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
 
     rows: slice
-    tables: torch.Tensor
-    """Flat [count * width] indices of key block rows of layer 0."""
-    mask: torch.Tensor
-    """[count, 1, 1, width * block_size], True where there is a token."""
+    gathered: Sequence_[torch.Tensor]
+    """For each layer the flat [2 * count * width] indices of key, then value block rows."""
+    length: int
+    """Tokens of the longest."""
+    mask: torch.Tensor | None
+    """[count, 1, 1, length], 0 where there is a token and -inf behind the end; None if all are of one length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One sequence's chunk: its rows in the step, its block table, and the mask, or None for plain causal attention to itself."""
+    """One sequence's chunk: its rows in the step, the gathered block rows of every layer, and the mask; both None for plain causal
+    attention to itself."""
 
     rows: slice
-    table: torch.Tensor
     length: int
+    gathered: Sequence_[torch.Tensor] | None
     mask: torch.Tensor | None
 
 
 class SdpaAttention:
     """torch's scaled dot product attention over gathered blocks: decodes in padded batches, prompts one by one.
 
-    `chunks` must be sorted so that decodes (length 1) come first, in order of length: `sort_chunks`.
+    `chunks` must be sorted so that decodes (length 1) come first, in order of length: `sort_chunks`. What the layers share is computed
+    once, for all of them: a step of one token is bound by the number of operations.
     """
 
     def __init__(self, cache: KvCache, chunks: Sequence_[Chunk]) -> None:
         self._cache = cache
-        self._write = self._write_rows(chunks)
+        self._written = self._of_layers(self._write_rows(chunks), cache.block_size)
         decodes = [chunk for chunk in chunks if chunk.length == 1]
         self._decodes = [self._decode_batch(first, decodes[first:last]) for first, last in pairwise(_cuts(decodes, cache.block_size))]
         self._prefills: list[_Prefill] = []
@@ -114,41 +118,50 @@ class SdpaAttention:
             row += chunk.length
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        cache, width = self._cache, self._cache.heads * self._cache.head_dim
-        offset = layer * 2 * cache.block_size
-        cache.token_rows.index_copy_(0, self._write + offset, key.transpose(0, 1).reshape(-1, width))
-        cache.token_rows.index_copy_(0, self._write + (offset + cache.block_size), value.transpose(0, 1).reshape(-1, width))
-        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        for batch in self._decodes:
-            keys, values = self._gather(layer, batch.tables, len(batch.mask))
-            queries = query[:, batch.rows].transpose(0, 1).unsqueeze(2)
-            attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=batch.mask, scale=scale, enable_gqa=True)
-            out[batch.rows] = attended.squeeze(2)
-        for chunk in self._prefills:
-            if chunk.mask is None:
-                keys, values = key[:, chunk.rows].unsqueeze(0), value[:, chunk.rows].unsqueeze(0)
-            else:
-                keys, values = (part[:, :, : chunk.length] for part in self._gather(layer, chunk.table, 1))
-            attended = functional.scaled_dot_product_attention(
-                query[:, chunk.rows].unsqueeze(0),
-                keys,
-                values,
-                attn_mask=chunk.mask,
-                is_causal=chunk.mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-            out[chunk.rows] = attended[0].transpose(0, 1)
-        return out
+        rows = torch.cat((key.transpose(0, 1), value.transpose(0, 1))).flatten(1)
+        self._cache.token_rows.index_copy_(0, self._written[layer], rows)
+        outputs = [self._attend_decodes(batch, layer, query[:, batch.rows], scale) for batch in self._decodes]
+        outputs += [self._attend_prefill(chunk, layer, query, key, value, scale) for chunk in self._prefills]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _gather(self, layer: int, table: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `count` sequences, whole blocks at a time: each [count, kv_heads, tokens, head_dim]."""
-        cache = self._cache
-        rows = table + 2 * layer
-        keys, values = (
-            cache.block_rows.index_select(0, rows + part).view(count, -1, cache.heads, cache.head_dim).transpose(1, 2) for part in (0, 1)
+    def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
+        heads, count, head_dim = query.shape
+        keys, values = self._gather(batch.gathered[layer], count, batch.length)
+        grouped = query.transpose(0, 1).reshape(count, self._cache.heads, -1, head_dim)
+        attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=scale)
+        return attended.reshape(count, heads, head_dim)
+
+    def _attend_prefill(
+        self, chunk: _Prefill, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if chunk.gathered is None:
+            keys, values = key[:, chunk.rows].unsqueeze(0), value[:, chunk.rows].unsqueeze(0)
+        else:
+            keys, values = self._gather(chunk.gathered[layer], 1, chunk.length)
+        attended = functional.scaled_dot_product_attention(
+            query[:, chunk.rows].unsqueeze(0),
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=scale,
+            enable_gqa=True,
         )
+        return attended[0].transpose(0, 1)
+
+    def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
+        cache = self._cache
+        blocks = cache.block_rows.index_select(0, rows).view(2, count, -1, cache.heads, cache.head_dim)
+        keys, values = blocks[:, :, :length].transpose(2, 3).unbind(0)
         return keys, values
+
+    def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence_[torch.Tensor]:
+        """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is the step between."""
+        both = torch.cat((rows, rows + values))
+        layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
+        return (both + layers * (2 * values)).unbind(0)
 
     def _write_rows(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
         """The token row of layer 0's keys for every token of the step: [tokens]."""
@@ -165,21 +178,24 @@ class SdpaAttention:
         return [block * stride for block in blocks[:width]] + [0] * (width - len(blocks))
 
     def _decode_batch(self, first: int, batch: Sequence_[Chunk]) -> _Decodes:
-        size, device = self._cache.block_size, self._cache.data.device
+        cache = self._cache
         lengths = [chunk.start + 1 for chunk in batch]
-        width = -(-lengths[-1] // size)
-        tables = torch.tensor([row for chunk in batch for row in self._table(chunk.sequence.blocks, width)], device=device)
-        mask = torch.arange(width * size, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
-        return _Decodes(slice(first, first + len(batch)), tables, mask[:, None, None])
+        width = -(-lengths[-1] // cache.block_size)
+        tables = torch.tensor([row for chunk in batch for row in self._table(chunk.sequence.blocks, width)], device=cache.data.device)
+        mask = None
+        if lengths[0] != lengths[-1]:
+            behind = torch.arange(lengths[-1]) >= torch.tensor(lengths).unsqueeze(1)
+            mask = torch.zeros(behind.shape, dtype=cache.data.dtype).masked_fill_(behind, -math.inf)[:, None, None].to(cache.data.device)
+        return _Decodes(slice(first, first + len(batch)), self._of_layers(tables, 1), lengths[-1], mask)
 
     def _prefill(self, row: int, chunk: Chunk) -> _Prefill:
         size, device = self._cache.block_size, self._cache.data.device
-        end = chunk.start + chunk.length
+        rows, end = slice(row, row + chunk.length), chunk.start + chunk.length
+        if not chunk.start:
+            return _Prefill(rows, end, None, None)
         table = torch.tensor(self._table(chunk.sequence.blocks, -(-end // size)), device=device)
-        mask = None
-        if chunk.start:
-            mask = torch.arange(end, device=device) <= torch.arange(chunk.start, end, device=device).unsqueeze(1)
-        return _Prefill(slice(row, row + chunk.length), table, end, mask)
+        mask = torch.arange(end, device=device) <= torch.arange(chunk.start, end, device=device).unsqueeze(1)
+        return _Prefill(rows, end, self._of_layers(table, 1), mask)
 
 
 def sort_chunks(chunks: Sequence_[Chunk]) -> list[Chunk]:
