@@ -53,6 +53,7 @@ class EngineClient:
         return self._ready.is_set() and self._engine_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._link = _Link(self._address, self._greet, self._receive, self._lose)
         ready = asyncio.ensure_future(self._ready.wait())
         failed = asyncio.ensure_future(self._failed()) if self._failed is not None else None
@@ -113,7 +114,7 @@ class EngineClient:
     def _send(self, command: wire.Command) -> None:
         """Send with all else of this turn of the loop."""
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._outbox.append(command)
 
     def _flush(self) -> None:

@@ -1,7 +1,8 @@
 """The engine's own process, `python -m engine.host`: serves one engine to any number of `engine/client`s over a local ZMQ socket.
 
 Standard input starts with one line of JSON, a `wire.HostOptions`. It then stays open for as long as the host shall live: at its end the
-parent is gone, or wants the host to stop, and the host exits. One line `ready` on standard output says that clients are served; all
+parent is gone, or wants the host to stop, and the host exits. SIGTERM and SIGINT do nothing: service managers send them to all processes
+of a service at once, while the parent still lets running requests finish. One line `ready` on standard output says that clients are served; all
 else that is printed goes to standard error.
 """
 
@@ -111,6 +112,7 @@ class _Client:
     def __init__(self, host: EngineHost, identity: bytes, generation: int) -> None:
         self.identity = identity
         self.generation = generation
+        self._loop = asyncio.get_running_loop()
         self._host = host
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._subscriptions: dict[wire.Topic, asyncio.Task[None]] = {}
@@ -134,7 +136,7 @@ class _Client:
     def report(self, report: wire.Report) -> None:
         """Send with all else that is reported in this turn of the loop."""
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._outbox.append(report)
 
     def beat(self, healthy: bool) -> None:
@@ -244,8 +246,6 @@ def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, 
 
 async def _main(options: wire.HostOptions, control: TextIO) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
     threading.Thread(target=_stop_at_end_of_input, args=(loop, stop, options.address), daemon=True).start()
     await run(options, stop, control)
 
@@ -258,6 +258,8 @@ def _take_stdout() -> TextIO:
 
 
 def main() -> int:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # the grammar worker inherits that
     control = _take_stdout()
     line = b""
     while not line.endswith(b"\n"):

@@ -23,7 +23,7 @@ _LONGEST_PAUSE = 30.0
 _HEALTHY_SECONDS = 60.0
 """How long a host must have served for its death to count as the first."""
 _STOP_SECONDS = 5.0
-"""How long a host may take to stop once its input has ended, and again after SIGTERM."""
+"""How long a host may take to stop once its input has ended."""
 _LAST_LINES, _LAST_CHARACTERS = 20, 16384
 _LONGEST_PATH = 100
 """Bytes in the path of a Unix socket; the system's own limit is 107."""
@@ -155,17 +155,15 @@ class _Host:
         return "\n".join([f"the engine process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
     async def stop(self) -> None:
-        """End the process: by the end of its input, else by SIGTERM, else by SIGKILL."""
+        """End the process: by the end of its input, else by SIGKILL."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        for escalate in (self.process.terminate, self.process.kill):
-            try:
-                await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
-                break
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    escalate()
-        await self.process.wait()
+        try:
+            await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:

@@ -20,9 +20,10 @@ class DeltaStream:
     once if the consumer closes the stream, or is cancelled while it waits, before the request has finished.
     """
 
-    __slots__ = ("_deltas", "_error", "_finished", "_on_abort", "_on_done", "_waiter")
+    __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_waiter")
 
     def __init__(self, on_abort: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()  # kept, since asking for it costs a system call each time in Python 3.11
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._finished = False
@@ -57,7 +58,7 @@ class DeltaStream:
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` from the loop once the stream has ended."""
         if self._finished:
-            asyncio.get_running_loop().call_soon(callback)
+            self._loop.call_soon(callback)
         else:
             self._on_done.append(callback)
 
@@ -70,7 +71,7 @@ class DeltaStream:
                 error, self._error = self._error, None
                 raise StopAsyncIteration if error is None else error
             assert self._waiter is None, "a stream has one consumer"
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             except asyncio.CancelledError:
@@ -97,7 +98,7 @@ class DeltaStream:
         """Have the callbacks run, before a consumer that waits gets to know."""
         self._finished = True
         for callback in self._on_done:
-            asyncio.get_running_loop().call_soon(callback)
+            self._loop.call_soon(callback)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,14 +1,11 @@
 """One of several API processes, `python -m server.child FD FOLDER FLAGS…`: serves on the socket that `server/launch.py` bound for it.
 
-FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. Standard input ends with the launcher, and the
-child with it.
+FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. When standard input ends, the launcher stops or has
+gone, and the child drains.
 """
 
-import os
-import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,16 +18,8 @@ def main() -> int:
     descriptor, folder, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
     with socket.socket(fileno=int(descriptor)) as listener:
-        return serving.serve(settings, listener, started, Path(folder))
-
-
-def _end_with_launcher() -> None:
-    """Wait for the end of standard input, and drain."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
+        return serving.serve(settings, listener, started, Path(folder), parent=sys.stdin.fileno())
 
 
 if __name__ == "__main__":

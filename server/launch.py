@@ -119,7 +119,7 @@ class Launcher:
             )
         self._children.add(child)
         if self._stopping.is_set():  # while it was being spawned
-            child.terminate()
+            _drain(child)
         return child
 
     async def _sleep(self, seconds: float) -> None:
@@ -133,7 +133,16 @@ class Launcher:
         self._stop(signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
-        """Pass a signal on: the first lets the children drain, a further one ends them."""
+        """The first signal lets the children drain, which one from elsewhere may have told them too; a further one ends them."""
+        again = self._stopping.is_set()
         self._stopping.set()
         for child in self._children:
-            child.send_signal(signum)
+            if again:
+                child.send_signal(signum)
+            else:
+                _drain(child)
+
+
+def _drain(child: Process) -> None:
+    assert child.stdin is not None
+    child.stdin.close()

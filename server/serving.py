@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -26,8 +28,13 @@ _CLOSE_SECONDS = 3
 log = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, listener: socket.socket, started: float, metrics_folder: Path | None = None) -> int:
-    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start."""
+def serve(
+    settings: Settings, listener: socket.socket, started: float, metrics_folder: Path | None = None, parent: int | None = None
+) -> int:
+    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start.
+
+    The end of the descriptor `parent` means what a first signal means.
+    """
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
         http=LimitedProtocol,
@@ -42,6 +49,8 @@ def serve(settings: Settings, listener: socket.socket, started: float, metrics_f
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     server = Server(config, settings.shutdown_grace_seconds, started)
+    if parent is not None:
+        threading.Thread(target=server.drain_at_end_of, args=(parent,), daemon=True).start()
     server.run(sockets=[listener])
     return server.exit_code
 
@@ -97,6 +106,13 @@ class Server(uvicorn.Server):
         else:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+
+    def drain_at_end_of(self, descriptor: int) -> None:
+        """Block until there is nothing more to read, then drain, unless a signal has said so already."""
+        while os.read(descriptor, 4096):
+            pass
+        if not self._signals:
+            self.handle_exit(signal.SIGTERM, None)
 
     async def on_tick(self, counter: int) -> bool:
         replica = self._replica

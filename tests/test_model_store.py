@@ -246,12 +246,13 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.gguf"), tmp_path)
 
 
-def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_an_unreachable_hub_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
     code = (
         "from pathlib import Path; from engine.embedded.model_store import *\n"
         "try: resolve_model('trellis-tests/absent', Path('.'))\nexcept ModelError as error: print(error)"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+    environment = {**variables, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert "cannot get trellis-tests/absent" in result.stdout
     assert "HF_TOKEN" in result.stdout

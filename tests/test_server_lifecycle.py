@@ -65,6 +65,19 @@ def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals
     assert "Traceback" not in server.log
 
 
+def test_signal_to_every_process_lets_running_streams_finish() -> None:
+    """As systemd and supervisors do by default."""
+    with serving(*SLOW) as server:
+        threads = stream_all(server, 5)
+        for process in (server.process, *server.children()):
+            process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+            assert isinstance(thread, StreamThread)
+            assert thread.last[1] == "[DONE]"
+        assert server.wait() == 0
+
+
 def test_new_requests_do_not_hold_up_the_drain() -> None:
     """Clients that try again and again get 503 and nothing else; the server ends all the same."""
     with serving(*SLOW) as server:

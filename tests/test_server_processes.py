@@ -72,7 +72,8 @@ def test_dead_child_is_replaced(server: ServerProcess) -> None:
     assert server.wait() == 0
 
 
-def test_drain_and_no_child_left(server: ServerProcess) -> None:
+@pytest.mark.parametrize("everyone", [False, True])
+def test_drain_and_no_child_left(server: ServerProcess, everyone: bool) -> None:
     children = server.children()
     assert len(children) == 3
     with httpx.stream(
@@ -80,7 +81,8 @@ def test_drain_and_no_child_left(server: ServerProcess) -> None:
     ) as answer:
         lines = answer.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        for process in (server.process, *(children if everyone else [])):
+            process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.wait() == 0
     assert not [child for child in children if child.is_running()]

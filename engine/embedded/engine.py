@@ -148,7 +148,7 @@ class EmbeddedEngine:
         except Exception as error:  # whatever loading raised, the start must raise, or it would wait for ever
             failure = error if isinstance(error, EngineFailure) else EngineFailure(f"cannot load {self._config.model}: {error}")
             failure.__cause__ = error.__cause__ or error
-            self._call(loaded.set_exception, failure)
+            self._call(_settle, loaded, failure)
             return
         try:
             with torch.inference_mode():
@@ -192,7 +192,7 @@ class EmbeddedEngine:
             load_seconds=time.monotonic() - started,
             guides=GUIDES,
         )
-        self._call(loaded.set_result, info)
+        self._call(_settle, loaded, info)
         return core
 
     def _publish(self, event: KvEvent) -> None:
@@ -220,3 +220,13 @@ class EmbeddedEngine:
     def _fail_all(self, error: EngineUnavailable) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+
+
+def _settle(loaded: "asyncio.Future[EngineInfo]", outcome: EngineInfo | EngineFailure) -> None:
+    """Tell the start, unless it was cancelled meanwhile."""
+    if loaded.done():
+        return
+    if isinstance(outcome, EngineInfo):
+        loaded.set_result(outcome)
+    else:
+        loaded.set_exception(outcome)

@@ -59,11 +59,12 @@ def _checked(folder: Path) -> Path:
 
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
             f"check the id, HF_TOKEN and the network, or name a local folder or {BUILTIN}"
