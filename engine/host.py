@@ -2,8 +2,8 @@
 
 Standard input starts with one line of JSON, a `wire.HostOptions`. It then stays open for as long as the host shall live: at its end the
 parent is gone, or wants the host to stop, and the host exits. SIGTERM and SIGINT do nothing: service managers send them to all processes
-of a service at once, while the parent still lets running requests finish. One line `ready` on standard output says that clients are served; all
-else that is printed goes to standard error.
+of a service at once, while the parent still lets running requests finish. One line `ready` on standard output says that clients are
+served; all else that is printed goes to standard error.
 """
 
 import asyncio
