@@ -40,9 +40,13 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """What the chosen backend is told. The embedded engine's fields have the settings' names."""
     if settings.engine == "fake":
-        token_delay = settings.fake_token_delay_ms / 1e3
-        context_length = settings.max_seq_len or FakeConfig().context_length
-        return FakeConfig(model=str(folder or served_name(settings)), token_delay=token_delay, context_length=context_length)
+        default = FakeConfig()
+        return FakeConfig(
+            model=str(folder or served_name(settings)),
+            token_delay=settings.fake_token_delay_ms / 1e3,
+            context_length=settings.max_seq_len or default.context_length,
+            max_num_seqs=settings.max_batch_size if "max_batch_size" in settings.model_fields_set else default.max_num_seqs,
+        )
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     return EmbeddedConfig(model=str(folder), **{name: getattr(settings, name) for name in names})
 

@@ -70,6 +70,7 @@ _HTTP_RULES: dict[int, Rule] = {
     408: Rule(408, "invalid_request_error", "request_timeout"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
+    431: Rule(431, "invalid_request_error", "headers_too_large"),
 }
 
 

@@ -7,19 +7,18 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from routers.state import Replica
 from server.app import create_app
+from server.connection import Connection
 from server.errors import printable
 from server.settings import Settings
 
-_MAX_HEAD_BYTES = 64 << 10
 FAILURE = 1
 """Exit code of a server that could not go on, and has said why."""
 _CLOSE_SECONDS = 3
@@ -37,7 +36,7 @@ def serve(
     """
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
-        http=LimitedProtocol,
+        http=partial(Connection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -153,28 +152,3 @@ class Server(uvicorn.Server):
             info.max_num_seqs,
             time.monotonic() - self._started,
         )
-
-
-class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with a bound on the size of a request's line and headers, which httptools has not."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._in_head = False
-        self._head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self.transport.write(STATUS_LINE[431] + b"content-length: 0\r\nconnection: close\r\n\r\n")
-                self.transport.close()

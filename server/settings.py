@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -88,7 +88,7 @@ class Settings(BaseSettings):
 
     # Limits
     max_body_mb: float = Field(64.0, gt=0, description="Largest request body in MiB")
-    body_timeout_seconds: float = Field(60.0, gt=0, description="How long a client may take to send its body")
+    body_timeout_seconds: float = Field(60.0, gt=0, description="How long a client may take to send its headers, and then its body")
     request_timeout_seconds: float = Field(600.0, gt=0, description="Deadline of a whole request")
     max_queue_size: int = Field(1024, ge=0, description="Sequences that may wait for the engine before requests are refused with 429")
     queue_timeout_seconds: float = Field(60.0, gt=0, description="Longest wait for the engine before a request is refused with 503")
@@ -119,7 +119,19 @@ class Settings(BaseSettings):
     @field_validator("api_keys", "cors_origins", "chat_template_kwargs", mode="before")
     @classmethod
     def _comma_separated(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        parts = tuple(part.strip() for part in value.split(",") if part.strip())
+        if value and not parts:  # API_KEYS="," was meant to close the server
+            raise ValueError("names nothing; leave it empty or out for none")
+        return parts
+
+    @field_validator("api_processes", mode="after")
+    @classmethod
+    def _one_engine(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not info.data.get("engine_process", True):
+            raise ValueError("several API processes share an engine of its own process: engine_process must be true")
+        return value
 
     @field_validator("chat_template", "internal_secret", mode="before")
     @classmethod

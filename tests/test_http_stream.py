@@ -27,7 +27,16 @@ def server() -> Iterator[ServerProcess]:
 def slow() -> Iterator[ServerProcess]:
     """A token every half second."""
     with serving(
-        "--fake-token-delay-ms", "500", "--sse-ping-seconds", "0.1", "--body-timeout-seconds", "0.3", "--max-queue-size", "0"
+        "--fake-token-delay-ms",
+        "500",
+        "--sse-ping-seconds",
+        "0.1",
+        "--body-timeout-seconds",
+        "0.3",
+        "--max-queue-size",
+        "0",
+        "--keep-alive-seconds",
+        "1",
     ) as server:
         yield server
 
@@ -175,6 +184,37 @@ def test_headers_too_large(slow: ServerProcess) -> None:
                 assert until(connection, b"431").startswith(b"HTTP/1.1 431 ")
             sender.join()
     assert httpx.get(f"{slow.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout"),
+        (b"PO", 408, "request_timeout"),
+        (b"nonsense\r\n\r\n", 400, None),
+        (b"GET /\xff HTTP/1.1\r\n\r\n", 400, None),
+        (b"GET / HTTP/1.1\r\na: " + b"x" * 70_000, 431, "headers_too_large"),
+    ],
+)
+def test_what_is_no_request_gets_the_envelope(slow: ServerProcess, sent: bytes, status: int, code: str | None) -> None:
+    with connected(slow) as connection:
+        connection.sendall(sent)
+        head, _, body = until(connection, b"never").partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"x-request-id: " in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_silent_connections_are_closed(slow: ServerProcess, sent: bytes) -> None:
+    with connected(slow) as connection:
+        connection.sendall(sent)
+        until(connection, b"never")
+
+
+def connected(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5)
 
 
 def _send_ignoring_reset(connection: socket.socket, data: bytes) -> None:

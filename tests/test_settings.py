@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from engine.config import FakeConfig
 from server.cli import explain, main
+from server.compose import engine_config
 from server.settings import Settings, example, read_settings
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +59,8 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (["--max-batch-sizes", "3"], "--max-batch-sizes"),
         (["--max-batch-size", "0"], "--max-batch-size (MAX_BATCH_SIZE)"),
+        (["--api-keys", " , "], "--api-keys (API_KEYS)"),
+        (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
         (["--port", "x"], "--port (PORT)"),
         (["--engine", "tensorflow"], "--engine"),
         (["--docs", "perhaps"], "--docs (DOCS)"),
@@ -97,6 +101,11 @@ def test_lists_roles_and_empty_values() -> None:
     assert settings.chat_template is None
     assert settings.internal_secret is None
     assert "a" not in str(settings.api_keys)
+
+
+def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
+    sizes = [engine_config(read_settings(["--engine", "fake", *flags]), None) for flags in ([], ["--max-batch-size", "5"])]
+    assert [config.max_num_seqs for config in sizes if isinstance(config, FakeConfig)] == [FakeConfig().max_num_seqs, 5]
 
 
 def test_settings_are_frozen() -> None:
