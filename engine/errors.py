@@ -19,7 +19,7 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """The engine refuses this request and always will; `param` names the OpenAI field at fault, where one is."""
+    """The engine refuses this request and always will; `param` names the part of `engine/types` at fault, where one is."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -137,7 +137,7 @@ class FakeEngine:
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {config.vocab_size}", "prompt")
         if sampling.guide is not None:
-            raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "response_format")
+            raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
         total = len(prompt) + sampling.max_tokens
         capacity = min(config.context_length, config.num_blocks * config.block_size)
         if total > capacity:

@@ -1,15 +1,17 @@
 """Request fields that are refused by name, and those that nobody knows."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from multimodal.errors import RequestError
-from protocol.common import GenerationFields
+from protocol.common import GenerationFields, Wire
 
 log = logging.getLogger(__name__)
 
 _REFUSED: dict[str, tuple[object, ...]] = {
     "best_of": (),
+    "structural_tag": (),
     "use_beam_search": (False,),
     "prompt_embeds": (),
     "logits_processors": ([],),
@@ -38,10 +40,28 @@ def check_fields(body: GenerationFields, *, strict: bool) -> None:
     for name, harmless in _REFUSED.items():
         value = getattr(body, name, None) if name != "echo" or "messages" in type(body).model_fields else None
         if value is not None and value not in harmless and not (name == "best_of" and value == (body.n or 1)):
-            raise RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+            raise _unsupported(name)
+    if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
+        raise _unsupported("structured_outputs.structural_tag")
     _check_tools(body)
-    for name in body.model_extra or {}:
+    for name in _unknown_fields(body):
         _unknown(name, strict=strict)
+
+
+def _unsupported(name: str) -> RequestError:
+    return RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+
+
+def _unknown_fields(value: object) -> Iterator[str]:
+    """Dotted names of the fields that no model knows, nested ones included; lists leave no trace in them."""
+    if isinstance(value, Wire):
+        yield from value.model_extra or ()
+        for field, child in value:
+            if isinstance(child, Wire | list):
+                yield from (f"{field}.{name}" for name in _unknown_fields(child))
+    elif isinstance(value, list) and value and isinstance(value[0], Wire):
+        for child in value:
+            yield from _unknown_fields(child)
 
 
 def _check_tools(body: GenerationFields) -> None:

@@ -1,11 +1,11 @@
 """A request on its way through the engine: starts its choices, follows them, and closes every one of them whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 from engine.base import DeltaIterator, Engine
-from engine.errors import EngineFailure
+from engine.errors import EngineFailure, InvalidRequest
 from multimodal.choices import Choice, Piece
 from multimodal.chunks import ChunkBuilder
 from multimodal.errors import DeadlineExceeded
@@ -15,17 +15,25 @@ from multimodal.metrics import GenerationMetrics
 class Generation:
     """A prepared request. Nothing has reached the engine yet; use `stream` or `complete`, once.
 
-    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled.
+    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. `fields` names what the
+    engine calls `prompt` and `guide` as the request does, for its errors.
     """
 
     def __init__(
-        self, engine: Engine, choices: Sequence[Choice], builder: ChunkBuilder, metrics: GenerationMetrics, timeout: float
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        builder: ChunkBuilder,
+        metrics: GenerationMetrics,
+        timeout: float,
+        fields: Mapping[str, str | None],
     ) -> None:
         self._engine = engine
         self._choices = choices
         self._builder = builder
         self._metrics = metrics
         self._timeout = timeout
+        self._fields = fields
         self._expired = False
         self._closing: list[asyncio.Future[None]] = []
 
@@ -80,8 +88,10 @@ class Generation:
             if self._expired:
                 raise DeadlineExceeded(f"The request took longer than the {self._timeout:g} seconds that it may.")
             raise EngineFailure("the engine ended the request without a reason")
-        except Exception:
+        except Exception as error:
             timer.fail()
+            if isinstance(error, InvalidRequest) and error.param is not None:
+                error.param = self._fields.get(error.param, error.param)
             raise
         finally:
             timer.stop()

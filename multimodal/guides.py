@@ -12,32 +12,50 @@ Asked = tuple[str, GuideKind, Any]
 """The field, the kind, and the schema, expression, grammar or choices."""
 
 
+def guide_field(body: GenerationFields) -> str | None:
+    """The field by which the request constrains its output, if it does."""
+    return next((name for name, _, _ in _asked(body)), None)
+
+
 def guide_of(body: GenerationFields, kinds: tuple[GuideKind, ...], max_bytes: int, max_depth: int) -> Guide | None:
     """The one guide that the request asks for, checked for size; None if it asks for none."""
-    asked = [*_response_format(body.response_format), *_extensions(body)]
+    asked = list(_asked(body))
     if not asked:
         return None
+    name, kind, value = asked[0]
     if len(asked) > 1:
         names = " and ".join(repr(name) for name, _, _ in asked)
         raise RequestError(f"A request may constrain its output in one way only; this one has {names}.", asked[1][0])
-    name, kind, value = asked[0]
+    if body.allowed_token_ids:
+        raise RequestError(f"'allowed_token_ids' and {name!r} exclude each other.", "allowed_token_ids")
     if kind not in kinds:
         raise RequestError(f"The engine cannot constrain output by {kind}.", name, "unsupported_parameter")
     if kind == "choice" and (not value or not all(value)):
         raise RequestError(f"{name!r} needs at least one choice, and none may be empty.", name)
     spec = _spec(name, kind, value, max_depth)
-    if len(spec.encode()) > max_bytes:
+    try:
+        size = len(spec.encode())
+    except UnicodeEncodeError as error:  # JSON text inside the JSON can spell half a surrogate pair
+        raise RequestError(f"{name!r} is not valid Unicode.", name) from error
+    if size > max_bytes:
         raise RequestError(f"{name!r} may have {max_bytes // 1024} KiB at most.", name)
     return Guide(kind, spec)
+
+
+def _asked(body: GenerationFields) -> Iterator[Asked]:
+    yield from _response_format(body.response_format)
+    yield from _extensions(body)
 
 
 def _response_format(form: ResponseFormat | None) -> Iterator[Asked]:
     if form is None or form.type == "text":
         return
-    if form.type == "json_object":
+    if form.type == "json_object" and form.schema_ is not None:
+        yield "response_format", "json_schema", form.schema_
+    elif form.type == "json_object":
         yield "response_format", "json_object", None
     elif form.type == "json_schema":
-        schema = form.json_schema.schema_ if form.json_schema else None
+        schema = form.json_schema.schema_ if form.json_schema else form.schema_
         if schema is None:
             raise RequestError("'response_format.json_schema.schema' is missing.", "response_format")
         yield "response_format", "json_schema", schema

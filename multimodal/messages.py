@@ -10,6 +10,9 @@ from protocol.chat import ChatCompletionRequest, ChatMessage
 
 def to_template(message: ChatMessage) -> dict[str, Any]:
     """A message as templates expect it, with its content as one text."""
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise RequestError(f"This server does not support {name!r} in a message.", "messages", "unsupported_content")
     shown: dict[str, Any] = {"role": message.role, "content": _text(message)}
     if message.name is not None:
         shown["name"] = message.name

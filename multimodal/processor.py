@@ -13,9 +13,10 @@ from multimodal.chunks import ChunkBuilder, Header
 from multimodal.errors import ModelNotFound, RequestError
 from multimodal.fields import check_fields
 from multimodal.generation import Generation
+from multimodal.guides import guide_field
 from multimodal.messages import template_variables, to_template
 from multimodal.metrics import GenerationMetrics
-from multimodal.sampling import Limits, Sampling
+from multimodal.sampling import COMPLETION_MAX_TOKENS, Limits, Sampling, tokens_asked_for
 from multimodal.shapes import ChatShape, CompletionShape, Shape
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import Tokenizer
@@ -27,7 +28,9 @@ from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeReq
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: tokenizers releases the GIL, so the event loop goes on."""
+"""Longer texts are tokenised in a thread: `Tokenizer.encode` lets go of the GIL, so the event loop goes on."""
+_OWN_TOKENS = 64
+"""Tokens that a tokenizer may add to a text."""
 
 
 class Processor:
@@ -55,15 +58,14 @@ class Processor:
         info = self._check(body)
         prompt = await self._chat_prompt(body)
         shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
-        return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}")
+        return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages")
 
     async def completion(self, body: CompletionRequest, request_id: str) -> Generation:
         """Prepare completions of one or several prompts; raises RequestError and EngineNotReady, and has started nothing."""
         info = self._check(body)
-        prompts = [await self._prompt(part, body.add_special_tokens is not False) for part in _prompts(body.prompt)]
-        if any(token >= info.vocab_size for prompt in prompts for token in prompt):
-            raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
-        prompts = [_truncated(prompt, body, info) for prompt in prompts]
+        parts = _prompts(body.prompt)
+        self._count(body, len(parts))
+        prompts = [await self._prompt(part, body, info) for part in parts]
         shape = CompletionShape(
             self._tokenizer,
             return_token_ids=bool(body.return_token_ids),
@@ -71,7 +73,7 @@ class Processor:
             logprobs=body.logprobs is not None,
             echo=[self._tokenizer.decode(prompt) for prompt in prompts] if body.echo else None,
         )
-        return await self._generation(body, prompts, info, shape, f"cmpl-{body.request_id or request_id}")
+        return await self._generation(body, prompts, info, shape, f"cmpl-{body.request_id or request_id}", "prompt")
 
     async def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         """Token ids of a prompt, or of messages as the chat template renders them."""
@@ -79,11 +81,11 @@ class Processor:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
-            ids = await self._prompt(body.prompt, body.add_special_tokens is not False)
+            ids = await self._encoded(body.prompt, body.add_special_tokens is not False)
         else:
             chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
             ids = await self._chat_prompt(chat)
-        strings = [self._tokenizer.bytes_of(token).decode(errors="replace") for token in ids] if body.return_token_strs else None
+        strings = await _off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
 
     async def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
@@ -113,35 +115,59 @@ class Processor:
         messages = [to_template(message) for message in body.messages]
         variables = template_variables(body, self._limits.chat_template_kwargs)
         size = sum(len(str(message["content"])) for message in messages)
-        ids = await _off_loop(size, lambda: self._tokenizer.encode(template.render(messages, **variables), body.add_special_tokens is True))
-        return _truncated(ids, body, self._engine.info)
+        text = await _off_loop(size, lambda: template.render(messages, **variables))
+        self._check_length(text, body, "messages")
+        return _truncated(await self._encoded(text, body.add_special_tokens is True), body, self._engine.info)
 
-    async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return await _off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens))
+    async def _prompt(self, prompt: str | list[int], body: CompletionRequest, info: EngineInfo) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_length(prompt, body, "prompt")
+            return _truncated(await self._encoded(prompt, body.add_special_tokens is not False), body, info)
+        ids = _truncated(prompt, body, info)
+        if max(ids, default=0) >= info.vocab_size:
+            raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
+        return ids
+
+    def _check_length(self, text: str, body: GenerationFields, param: str) -> None:
+        """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
+        context = self._engine.info.context_length
+        if body.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self._tokenizer.longest_token:
+            message = f"This model's context is {context} tokens; the prompt's {len(text)} characters are more than that at any rate."
+            raise RequestError(message, param, "context_length_exceeded")
+
+    async def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await _off_loop(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+
+    def _strings(self, ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.bytes_of(token).decode(errors="replace") for token in ids]
+
+    def _count(self, body: GenerationFields, prompts: int) -> int:
+        """Choices for each prompt."""
+        count = body.n if body.n is not None else 1
+        if not 1 <= count <= self._limits.max_n or count * prompts > self._limits.max_n:
+            raise RequestError(f"'n' must be at least 1, and n times the number of prompts at most {self._limits.max_n}.", "n")
+        return count
 
     async def _generation(
-        self, body: GenerationFields, prompts: Sequence[list[int]], info: EngineInfo, shape: Shape, answer_id: str
+        self, body: GenerationFields, prompts: Sequence[list[int]], info: EngineInfo, shape: Shape, answer_id: str, param: str
     ) -> Generation:
-        count = body.n if body.n is not None else 1
-        if not 1 <= count <= self._limits.max_n or count * len(prompts) > self._limits.max_n:
-            raise RequestError(f"'n' must be at least 1, and n times the number of prompts at most {self._limits.max_n}.", "n")
+        count = self._count(body, len(prompts))
         if not all(prompts):
-            raise RequestError("The prompt is empty.", "prompt")
+            raise RequestError("The prompt is empty.", param)
         sampling = Sampling(info, self._tokenizer, self._limits)
+        lengths = [len(prompt) for prompt in prompts]
+        params = await _off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
         text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
         unique, choices = uuid4().hex, list[Choice]()
-        for prompt_index, prompt in enumerate(prompts):
-            for number in range(count):
-                request = GenerateRequest(
-                    request_id=f"{unique}-{len(choices)}",
-                    prompt_token_ids=tuple(prompt),
-                    sampling=sampling.params(body, len(prompt), number),
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                )
-                choices.append(Choice(len(choices), request, prompt_index, self._tokenizer, text))
+        for index, sampled in enumerate(params):
+            request = GenerateRequest(
+                request_id=f"{unique}-{index}",
+                prompt_token_ids=tuple(prompts[index // count]),
+                sampling=sampled,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+            )
+            choices.append(Choice(index, request, index // count, self._tokenizer, text))
         options = body.stream_options
         builder = ChunkBuilder(
             shape,
@@ -151,7 +177,8 @@ class Processor:
             continuous=bool(options and options.continuous_usage_stats),
             token_ids=bool(body.return_token_ids),
         )
-        return Generation(self._engine, choices, builder, self._metrics, self._limits.request_timeout_seconds)
+        fields = {"prompt": param, "guide": guide_field(body)}
+        return Generation(self._engine, choices, builder, self._metrics, self._limits.request_timeout_seconds, fields)
 
 
 _CHAT_FIELDS = {"messages", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -169,12 +196,13 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 
 
 def _truncated(prompt: list[int], body: GenerationFields, info: EngineInfo) -> list[int]:
-    """The last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output."""
+    """The last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output. The others are not looked at."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
     if keep == -1:
-        keep = info.context_length - (body.max_tokens or 1)
+        _, asked = tokens_asked_for(body)
+        keep = info.context_length - (asked or (COMPLETION_MAX_TOKENS if isinstance(body, CompletionRequest) else 1))
     if not 1 <= keep <= info.context_length:
         raise RequestError(f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens")
     return prompt[-keep:]

@@ -1,8 +1,11 @@
 """Request fields to the engine's sampling parameters, with every limit on the way. Errors name the field."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from engine.types import EngineInfo, SamplingParams
 from multimodal.errors import ContextLengthExceeded, RequestError
@@ -16,6 +19,10 @@ Number = TypeVar("Number", int, float)
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+_MAX_STRING = 1024
+"""Characters of a stop string or bad word."""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+"""One spelling for each id, so that no key of `logit_bias` overrides another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +49,20 @@ class Sampling:
     tokenizer: Tokenizer
     limits: Limits
 
-    def params(self, body: GenerationFields, prompt_tokens: int, choice: int) -> SamplingParams:
-        """Parameters of one choice of a request whose prompt has this many tokens."""
-        max_tokens = self._max_tokens(body, prompt_tokens)
-        min_tokens = _within("min_tokens", body.min_tokens, 0, 0, max_tokens)
+    def params(self, body: GenerationFields, prompt_tokens: Sequence[int], n: int) -> list[SamplingParams]:
+        """Parameters of every choice of a request: `n` for each of its prompts, which have so many tokens."""
+        max_tokens = [self._max_tokens(body, length) for length in prompt_tokens]
+        common = self._common(body, min(max_tokens))
+        return [
+            replace(common, max_tokens=most, seed=None if body.seed is None else (body.seed + choice) % (1 << 63))
+            for most in max_tokens
+            for choice in range(n)
+        ]
+
+    def _common(self, body: GenerationFields, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=min_tokens,
+            min_tokens=_within("min_tokens", body.min_tokens, 0, 0, max_tokens),
             temperature=_within("temperature", body.temperature, 1.0, 0.0, 2.0),
             top_p=_top_p(body.top_p),
             top_k=max(0, _within("top_k", body.top_k, 0, -1, 1 << 30)),
@@ -59,7 +73,6 @@ class Sampling:
             logit_bias=self._logit_bias(body.logit_bias or {}),
             allowed_token_ids=self._ids("allowed_token_ids", body.allowed_token_ids, self.info.vocab_size),
             bad_words=self._bad_words(body.bad_words or []),
-            seed=None if body.seed is None else (body.seed + choice) % (1 << 63),
             ignore_eos=bool(body.ignore_eos),
             stop_token_ids=self._ids("stop_token_ids", body.stop_token_ids, self.limits.max_logit_bias),
             logprobs=self._logprobs(body),
@@ -73,16 +86,12 @@ class Sampling:
         _at_most("stop", stops, self.limits.max_stop)
         if not all(stops):
             raise RequestError("'stop' must not contain an empty string.", "stop")
-        if any(len(stop) > 1024 for stop in stops):
-            raise RequestError("A stop string may have 1024 characters at most.", "stop")
+        _short("stop", stops)
         return tuple(stops)
 
     def _max_tokens(self, body: GenerationFields, prompt: int) -> int:
         chat = isinstance(body, ChatCompletionRequest)
-        asked = body.max_tokens
-        name = "max_tokens"
-        if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
-            asked, name = body.max_completion_tokens, "max_completion_tokens"
+        name, asked = tokens_asked_for(body)
         room = self.info.context_length - prompt
         reports_prompt = isinstance(body, CompletionRequest) and bool(body.echo)
         if asked is not None:
@@ -113,13 +122,14 @@ class Sampling:
 
     def _logit_bias(self, bias: dict[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < self.info.vocab_size for key in bias):
+        if not all(_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size for key in bias):
             raise RequestError(f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias")
         return {int(key): _within("logit_bias", value, 0.0, -100.0, 100.0) for key, value in bias.items()}
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word at the start of a line and after a space."""
         _at_most("bad_words", words, self.limits.max_logit_bias)
+        _short("bad_words", words)
         spelled = {tuple(self.tokenizer.encode(form)) for word in words for form in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 
@@ -129,6 +139,13 @@ class Sampling:
         if any(token >= self.info.vocab_size for token in found):
             raise RequestError(f"{name!r} must be token ids from 0 to {self.info.vocab_size - 1}.", name)
         return found
+
+
+def tokens_asked_for(body: GenerationFields) -> tuple[str, int | None]:
+    """How many tokens the request asks for, and the field that says so."""
+    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
 
 
 def _within(name: str, value: Number | None, default: Number, low: Number, high: Number) -> Number:
@@ -148,3 +165,8 @@ def _top_p(value: float | None) -> float:
 def _at_most(name: str, items: Sequence[object] | dict[str, float], most: int) -> None:
     if len(items) > most:
         raise RequestError(f"{name!r} may have {most} entries at most.", name)
+
+
+def _short(name: str, strings: Sequence[str]) -> None:
+    if any(len(string) > _MAX_STRING for string in strings):
+        raise RequestError(f"A string of {name!r} may have {_MAX_STRING} characters at most.", name)

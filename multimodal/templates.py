@@ -67,7 +67,9 @@ class ChatTemplate:
     def _text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
             pieces = self._template.generate(messages=messages, **{"tools": None, "documents": None, **variables})
-            return "".join(_bounded(pieces))
+            text = "".join(_bounded(pieces))
+            text.encode()  # half a surrogate pair, from JSON text inside the JSON, is no text
+            return text
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
 

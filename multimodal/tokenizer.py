@@ -29,6 +29,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """For each id what it adds to the text; several may make one character."""
+        self.longest_token = max(map(len, self.token_bytes), default=0)
+        """Bytes of the longest token: so many characters of a text make one token at least."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -1,10 +1,10 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import GenerationFields, Int32, Wire
+from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Wire
 from protocol.usage import Usage
 
 
@@ -20,7 +20,7 @@ class ChatMessage(Wire):
     """A message as clients send it; `content` may be null for an assistant's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -28,11 +28,16 @@ class ChatMessage(Wire):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    # What OpenAI's answers carry, and clients send back.
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
 
 class ChatCompletionRequest(GenerationFields):
     """OpenAI's request, with the extensions of GenerationFields."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None

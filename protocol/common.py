@@ -9,6 +9,12 @@ Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
+# Bounds far above what any use needs, checked before the values: a long list costs one error, not one for each of its values.
+MAX_MESSAGES = 1 << 14
+MAX_PROMPTS = 1 << 11
+TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
+Strings = Annotated[list[str], Field(max_length=1 << 16, fail_fast=True)]
+
 
 class Wire(BaseModel):
     """JSON from a client: types are not coerced, unknown fields are kept for the processor to report."""
@@ -30,13 +36,14 @@ class JsonSchemaFormat(Wire):
 
 
 class ResponseFormat(Wire):
-    """`type` is text, json_object, json_schema, and beyond OpenAI regex, grammar (or ebnf) and choice."""
+    """`type` is text, json_object (beyond OpenAI with a `schema`), json_schema, and beyond OpenAI regex, grammar (or ebnf) and choice."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     regex: str | None = None
     grammar: str | None = None
-    choices: list[str] | None = None
+    choices: Strings | None = None
 
 
 class StructuredOutputs(Wire):
@@ -44,9 +51,12 @@ class StructuredOutputs(Wire):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    # Refused by name when it is set (`multimodal/fields.py`).
+    structural_tag: Any = None
 
 
 class GenerationFields(Wire):
@@ -59,11 +69,11 @@ class GenerationFields(Wire):
     n: Int32 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     seed: Int64 | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
-    logit_bias: dict[str, Finite] | None = None
+    logit_bias: Annotated[dict[str, Finite], Field(max_length=1 << 16, fail_fast=True)] | None = None
     response_format: ResponseFormat | None = None
 
     # Extensions, as vLLM and trtllm-serve spell them.
@@ -72,11 +82,11 @@ class GenerationFields(Wire):
     repetition_penalty: Finite | None = None
     min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
@@ -84,11 +94,11 @@ class GenerationFields(Wire):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
@@ -111,6 +121,7 @@ class GenerationFields(Wire):
 
     # Refused by name when they are set (`multimodal/fields.py`).
     best_of: Any = None
+    structural_tag: Any = None
     use_beam_search: Any = None
     prompt_embeds: Any = None
     logits_processors: Any = None

@@ -1,17 +1,22 @@
 """POST /v1/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from protocol.common import GenerationFields, Int32, TokenId
+from protocol.common import MAX_PROMPTS, GenerationFields, Int32, TokenIds
 from protocol.usage import Usage
 
 
 class CompletionRequest(GenerationFields):
     """OpenAI's request, with the extensions of GenerationFields. `prompt` is text or token ids, one or several."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     echo: bool | None = None
     logprobs: Int32 | None = None
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from protocol.chat import ChatMessage
-from protocol.common import TokenId, Wire
+from protocol.common import MAX_MESSAGES, TokenIds, Wire
 
 
 class TokenizeRequest(Wire):
@@ -13,7 +13,7 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -30,7 +30,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(Wire):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class DetokenizeResponse(BaseModel):

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
+from protocol.common import MAX_MESSAGES
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
 
@@ -93,7 +95,7 @@ class Settings(BaseSettings):
     max_queue_size: int = Field(1024, ge=0, description="Sequences that may wait for the engine before requests are refused with 429")
     queue_timeout_seconds: float = Field(60.0, gt=0, description="Longest wait for the engine before a request is refused with 503")
     max_n: int = Field(128, ge=1, description="Most choices of one request, prompts times n")
-    max_messages: int = Field(4096, ge=1, description="Most messages in a chat")
+    max_messages: int = Field(4096, ge=1, le=MAX_MESSAGES, description="Most messages in a chat")
     max_stop: int = Field(16, ge=0, description="Most stop strings")
     max_logit_bias: int = Field(1024, ge=0, description="Most entries of logit_bias, bad_words and the like")
     max_top_logprobs: int = Field(20, ge=0, le=1000, description="Most alternatives reported for a token")

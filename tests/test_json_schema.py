@@ -118,7 +118,7 @@ REFUSED: list[tuple[GuideKind, Any, str]] = [
 async def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, kind: GuideKind, spec: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         await compiler.compile(Guide(kind, spec if isinstance(spec, str) else json.dumps(spec)))
-    assert caught.value.param == "response_format"
+    assert caught.value.param == "guide"
     assert len(str(caught.value)) < 450
     assert "/project/" not in str(caught.value)
 

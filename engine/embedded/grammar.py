@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 _MAX_MESSAGE = 400
-_PARAM = "response_format"
+_PARAM = "guide"
 # A grammar that passed its trial may still be slow on some path: so much processor time at once, and then so much for each token.
 _PATIENCE_SECONDS = 2.0
 _TOKEN_SECONDS = 0.02
