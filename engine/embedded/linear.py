@@ -17,6 +17,7 @@ LAYOUT_ROWS = 512
 """The number of rows that oneDNN chooses the layout for."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that take the same input, as transformers' decoders spell them."""
+_multiply_half = torch.ops.quantized.linear_dynamic_fp16.default  # the overload itself: looking it up takes as long as a small product
 _TINIEST_STEP = 6e-8
 """Spacing of float16 below its smallest normal number; so little is lost in float32's sums."""
 
@@ -35,9 +36,9 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor
         if self._many is None or (self._few is not None and x.shape[-2] <= FEW_ROWS):
-            out = torch.ops.quantized.linear_dynamic_fp16(x, self._few)
+            out = _multiply_half(x, self._few)
         else:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._many, self._bias, "none", [], "")
+            out = torch.ops.mkldnn._linear_pointwise.default(x, self._many, self._bias, "none", [], "")
         return out
 
 
@@ -54,7 +55,7 @@ class _Joined:
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """What linear `index` makes of `x`; nothing is kept once the last of them was asked."""
         if self._input is not x:
-            self._input, self._outputs = x, self._linear(x).split(self._sizes, -1)
+            self._input, self._outputs = x, torch.split_with_sizes(self._linear(x), self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
