@@ -30,6 +30,9 @@ STOP_SECONDS = 2.0
 _HIGH_WATER_MARK = 4096
 """Batches that may wait for a client before it counts as stuck."""
 
+_STATS_SECONDS = 0.1
+"""Least time between two reports of statistics: each wakes five threads of two processes, which a step on a few cores feels."""
+
 log = logging.getLogger(__name__)
 
 
@@ -175,7 +178,7 @@ class _Client:
     async def _report_stats(self) -> None:
         async for stats in self._host.engine.stats():
             self.report(wire.Stats(stats))
-            await asyncio.sleep(0.02)  # a reader of statistics has no use for each of a thousand steps a second
+            await asyncio.sleep(_STATS_SECONDS)
 
     async def _report_kv_events(self) -> None:
         async for events in self._host.engine.kv_events():

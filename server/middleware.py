@@ -16,6 +16,7 @@ from engine.errors import EngineNotReady
 from routers.state import Replica
 from server import logs
 from server.errors import printable, render
+from server.turnstile import Turnstile
 
 LIVENESS = "/health/live"
 INTERNAL = frozenset({"/prefill", "/encode"})
@@ -24,6 +25,9 @@ OPEN_WHILE_NOT_READY = frozenset(
     {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/version", "/docs", "/openapi.json"}
 )
 """Routes that need no engine, or say themselves that it is not there."""
+
+STARTS_PER_TURN = 4
+"""Requests that begin in one turn of the event loop, each about a millisecond of work."""
 
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -96,10 +100,12 @@ class ApiKeyMiddleware:
 
 
 class GateMiddleware:
-    """Refuses requests with 503 while the replica starts or drains, and counts those that run, which a shutdown waits for."""
+    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts those that run,
+    which a shutdown waits for."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
@@ -112,6 +118,7 @@ class GateMiddleware:
             await render(error).response()(scope, receive, send)
             return
         try:
+            await self._turnstile.enter()
             await self._app(scope, receive, send)
         finally:
             replica.leave()

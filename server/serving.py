@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
                 return True
         elif replica.ready and not self._announced:
             self._announced = True
-            gc.freeze()  # what is loaded now stays, and need not be walked by every collection
+            _calm_collector()
             self._announce(replica)
         return await super().on_tick(counter)
 
@@ -152,3 +152,9 @@ class Server(uvicorn.Server):
             info.max_num_seqs,
             time.monotonic() - self._started,
         )
+
+
+def _calm_collector() -> None:
+    """Have garbage collections pause the event loop seldom and briefly; figures are in docs/log.md."""
+    gc.freeze()  # what is loaded now stays, and need not be walked
+    gc.set_threshold(50_000, 20, 100)

@@ -1,11 +1,14 @@
 """What replaces a model's linears and norms on a CPU computes what they do."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from engine.embedded.linear import FEW_ROWS, PackedLinear, pack_linears
 from engine.embedded.norm import RmsNorm, replace_norms
+from engine.embedded.rotary import replace_rotary, rotate
 
 pytestmark = pytest.mark.skipif(
     not torch._C._has_mkldnn or "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch without oneDNN or FBGEMM"
@@ -75,3 +78,27 @@ def test_norms_are_replaced_if_they_are_rms_norm_and_only_then() -> None:
         assert [type(norm) for norm in (model[0], model[1], model[2][0])] == [RmsNorm, LlamaNorm, RmsNorm]
         torch.testing.assert_close(model[:2](x), expected)
         torch.testing.assert_close(model[2](y), small)
+
+
+def test_rotary_is_replaced_where_it_is_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        pass
+
+    def usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+        return turned(q), turned(k)
+
+    def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return usual(q.roll(1, -1), k, cos, sin)
+
+    code = sys.modules[__name__]
+    for function, expected in ((usual, rotate), (interleaved, interleaved)):
+        monkeypatch.setattr(code, "apply_rotary_pos_emb", function, raising=False)
+        replace_rotary(Model())
+        assert vars(code)["apply_rotary_pos_emb"] is expected
+    q, k, angles = torch.randn(1, 9, 7, 64), torch.randn(1, 3, 7, 64), torch.randn(1, 7, 32).repeat(1, 1, 2)
+    for mine, its in zip(rotate(q, k, angles.cos(), angles.sin()), usual(q, k, angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(mine, its)

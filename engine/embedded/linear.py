@@ -55,7 +55,7 @@ class _Joined:
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """What linear `index` makes of `x`; nothing is kept once the last of them was asked."""
         if self._input is not x:
-            self._input, self._outputs = x, torch.split_with_sizes(self._linear(x), self._sizes, -1)
+            self._input, self._outputs = x, torch.split_with_sizes(self._linear.forward(x), self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()

@@ -14,6 +14,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention
 from engine.embedded.linear import pack_linears
 from engine.embedded.norm import replace_norms
+from engine.embedded.rotary import replace_rotary
 from engine.embedded.scheduler import Chunk
 from engine.errors import EngineFailure
 
@@ -35,6 +36,7 @@ class Model:
         self._module = module.to(self.device).eval()
         if self.device.type == "cpu":
             replace_norms(self._module)
+            replace_rotary(self._module)
             pack_linears(self._module, module.get_output_embeddings())
             _give_back_memory()
         self.vocab_size: int = self.hf_config.vocab_size
