@@ -53,7 +53,7 @@ class AttentionBackend(Protocol):
     """One step's attention. Built once per step from its chunks, then called once per layer."""
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """`query` [heads, tokens, head_dim], `key` and `value` [kv_heads, tokens, head_dim]; returns [tokens, heads, head_dim]."""
+        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim]."""
         ...
 
 
@@ -69,7 +69,8 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
-    return paged(module.layer_idx, query[0], key[0], value[0], scaling).unsqueeze(0), None
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    return paged(module.layer_idx, query, key, value, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -118,29 +119,26 @@ class SdpaAttention:
             row += chunk.length
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        rows = torch.cat((key.transpose(0, 1), value.transpose(0, 1))).flatten(1)
-        self._cache.token_rows.index_copy_(0, self._written[layer], rows)
-        outputs = [self._attend_decodes(batch, layer, query[:, batch.rows], scale) for batch in self._decodes]
+        self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
+        outputs = [self._attend_decodes(batch, layer, query[batch.rows], scale) for batch in self._decodes]
         outputs += [self._attend_prefill(chunk, layer, query, key, value, scale) for chunk in self._prefills]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
-        heads, count, head_dim = query.shape
-        keys, values = self._gather(batch.gathered[layer], count, batch.length)
-        grouped = query.transpose(0, 1).reshape(count, self._cache.heads, -1, head_dim)
-        attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=scale)
-        return attended.reshape(count, heads, head_dim)
+        keys, values = self._gather(batch.gathered[layer], len(query), batch.length)
+        grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
+        return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=scale).reshape(query.shape)
 
     def _attend_prefill(
         self, chunk: _Prefill, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         if chunk.gathered is None:
-            keys, values = key[:, chunk.rows].unsqueeze(0), value[:, chunk.rows].unsqueeze(0)
+            keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in (key, value))
         else:
             keys, values = self._gather(chunk.gathered[layer], 1, chunk.length)
         attended = functional.scaled_dot_product_attention(
-            query[:, chunk.rows].unsqueeze(0),
+            query[chunk.rows].transpose(0, 1).unsqueeze(0),
             keys,
             values,
             attn_mask=chunk.mask,

@@ -6,7 +6,6 @@ layout, as torch's own compiler freezes a model. Linears of one input become one
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -15,8 +14,6 @@ from torch import nn
 FEW_ROWS = 16
 LAYOUT_ROWS = 512
 """The number of rows that oneDNN chooses the layout for."""
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linears that take the same input, as transformers' decoders spell them."""
 _multiply_half = torch.ops.quantized.linear_dynamic_fp16.default  # the overload itself: looking it up takes as long as a small product
 _TINIEST_STEP = 6e-8
 """Spacing of float16 below its smallest normal number; so little is lost in float32's sums."""
@@ -42,75 +39,33 @@ class PackedLinear(nn.Module):
         return out
 
 
-class _Joined:
-    """Linears of one input as one product, computed when the first of them is called."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        bias = torch.cat([linear.bias for linear in linears]) if linears[0].bias is not None else None
-        self._linear = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
-        self._sizes = [linear.out_features for linear in linears]
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What linear `index` makes of `x`; nothing is kept once the last of them was asked."""
-        if self._input is not x:
-            self._input, self._outputs = x, torch.split_with_sizes(self._linear.forward(x), self._sizes, -1)
-        output = self._outputs[index]
-        if index == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
-        return output
+def pack_joined(linears: Sequence[nn.Linear]) -> PackedLinear:
+    """Linears of the same input as one; their outputs lie side by side."""
+    bias = torch.cat([linear.bias for linear in linears]).detach() if linears[0].bias is not None else None
+    return PackedLinear(torch.cat([linear.weight for linear in linears]).detach(), bias)
 
 
-class _JoinedPart(nn.Module):
-    """One linear of a `_Joined`, where the model looks for it."""
-
-    def __init__(self, joined: _Joined, index: int) -> None:
-        super().__init__()
-        self._joined, self._index = joined, index
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._joined.output(self._index, x)
+def replacements(model: nn.Module, head: nn.Module) -> Iterator[Callable[[], None]]:
+    """What to call to replace every float32 `nn.Linear` below `model`: each lays out one. `head` makes the logits, of few rows."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if is_float32_linear(child):
+                yield partial(_replace, parent, name, child is head)
 
 
-def pack_linears(module: nn.Module, head: nn.Module) -> None:
-    """Replace every float32 `nn.Linear` below `module`, where torch has the libraries for it; `head` makes the logits, of few rows."""
-    if not torch._C._has_mkldnn or "fbgemm" not in torch.backends.quantized.supported_engines:
-        return
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing itself is done by one thread
-        list(pool.map(_replace, list(_replacements(module, head))))
-
-
-def _replace(replacement: Callable[[], None]) -> None:
-    with torch.inference_mode():
-        replacement()
-
-
-def _replacements(module: nn.Module, head: nn.Module) -> Iterator[Callable[[], None]]:
-    for parent in module.modules():
-        names = {name for name, child in parent.named_children() if _is_float32_linear(child)}
-        for group in _JOINED:
-            if names.issuperset(group) and len({getattr(parent, name).bias is None for name in group}) == 1:
-                yield partial(_join, parent, group)
-                names.difference_update(group)
-        for name in names:
-            yield partial(_pack, parent, name, getattr(parent, name) is head)
-
-
-def _join(parent: nn.Module, names: Sequence[str]) -> None:
-    joined = _Joined([getattr(parent, name) for name in names])
-    for index, name in enumerate(names):
-        setattr(parent, name, _JoinedPart(joined, index))
-
-
-def _pack(parent: nn.Module, name: str, few_only: bool) -> None:
+def _replace(parent: nn.Module, name: str, few_only: bool) -> None:
     linear = getattr(parent, name)
     bias = None if linear.bias is None else linear.bias.detach()
     setattr(parent, name, PackedLinear(linear.weight.detach(), bias, few_only))
 
 
-def _is_float32_linear(module: nn.Module) -> bool:
+def is_float32_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.weight.dtype == torch.float32
+
+
+def can_pack() -> bool:
+    """Whether this torch has the libraries."""
+    return bool(torch._C._has_mkldnn) and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def _fits_half(weight: torch.Tensor) -> bool:

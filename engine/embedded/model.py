@@ -1,7 +1,9 @@
 """Loading a transformers model and running it on flat tokens over our KV blocks."""
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
+from engine.embedded import decoder, linear
 from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention
-from engine.embedded.linear import pack_linears
+from engine.embedded.linear import can_pack
 from engine.embedded.norm import replace_norms
-from engine.embedded.rotary import replace_rotary
 from engine.embedded.scheduler import Chunk
 from engine.errors import EngineFailure
 
@@ -35,9 +37,7 @@ class Model:
         )
         self._module = module.to(self.device).eval()
         if self.device.type == "cpu":
-            replace_norms(self._module)
-            replace_rotary(self._module)
-            pack_linears(self._module, module.get_output_embeddings())
+            _replace_for_cpu(self._module)
             _give_back_memory()
         self.vocab_size: int = self.hf_config.vocab_size
         self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.max_position_embeddings)
@@ -86,6 +86,20 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if fast else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _replace_for_cpu(model: Any) -> None:
+    """Replace what has a faster equivalent here: norms, then whole layers, then the linears that are left."""
+    replace_norms(model)
+    if can_pack():
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # laying weights out is work for one thread each
+            list(pool.map(_do, list(decoder.replacements(model))))
+            list(pool.map(_do, list(linear.replacements(model, model.get_output_embeddings()))))
+
+
+def _do(replacement: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        replacement()
 
 
 def _give_back_memory() -> None:
