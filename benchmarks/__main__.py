@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
     parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
     parser.add_argument("--fake-rounds", type=int, default=6, help="requests of each of these streams")
-    parser.add_argument("--fake-delay-ms", type=float, default=20.0, help="time between the tokens of FakeEngine")
+    parser.add_argument("--fake-delay-ms", type=float, default=24.0, help="time between the tokens of FakeEngine")
     parser.add_argument("--fake-engine-process", action="store_true", help="FakeEngine in a process of its own, as engines are by default")
     parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
     parser.add_argument("--label", default="", help="name of the result files (full or quick)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -45,7 +45,16 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     guide_timeout_seconds: float = 15.0
 
 
-EngineConfig = FakeConfig | EmbeddedConfig
+class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
+    """TensorRT-LLM. `arguments` are those of its `LLM`, effective and checked (`engine/trtllm/arguments.py`)."""
+
+    model: str
+    """Folder with config.json, weights and tokenizer."""
+    backend: Literal["pytorch", "_autodeploy"] = "pytorch"
+    arguments: dict[str, Any] = {}
+
+
+EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
 
 
 def create_engine(config: EngineConfig) -> Engine:
@@ -54,6 +63,10 @@ def create_engine(config: EngineConfig) -> Engine:
         from engine.fake import FakeEngine  # noqa: PLC0415
 
         return FakeEngine(config)
+    if isinstance(config, TrtllmConfig):
+        from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
+
+        return TrtllmEngine(config)
     from engine.embedded.engine import EmbeddedEngine  # noqa: PLC0415
 
     return EmbeddedEngine(config)

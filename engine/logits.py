@@ -35,8 +35,13 @@ def unregister(name: str) -> None:
     del _factories[name]
 
 
+def factory(name: str) -> Factory:
+    """What makes the processors of a name. Raises InvalidRequest if nothing is registered under it."""
+    if name not in _factories:
+        raise InvalidRequest(f"no logits processor is named {name[:64]!r}", "processors")
+    return _factories[name]
+
+
 def create(name: str) -> LogitsProcessor:
     """A fresh processor for one request. Raises InvalidRequest if nothing is registered under the name."""
-    if name not in _factories:
-        raise InvalidRequest(f"no logits processor is named {name[:64]!r}", "logits_processors")
-    return _factories[name]()
+    return factory(name)()

@@ -27,7 +27,7 @@ HOMES = {
     "pydantic_settings": ("server/settings.py", "server/cli.py"),
     "zmq": ("engine",),
     "tensorrt_llm": ("engine/trtllm",),
-    "torch": ("engine/embedded",),
+    "torch": ("engine/embedded", "engine/trtllm"),
     "xgrammar": ("engine/embedded",),
     "transformers": ("engine/embedded", "multimodal"),
 }

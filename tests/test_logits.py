@@ -70,7 +70,7 @@ def test_a_name_belongs_to_one_factory() -> None:
 def test_an_unknown_name_is_the_users_mistake() -> None:
     with pytest.raises(InvalidRequest, match="no logits processor is named 'nothing'") as caught:
         create("nothing")
-    assert caught.value.param == "logits_processors"
+    assert caught.value.param == "processors"
 
 
 def test_each_request_has_its_own_instance_and_sees_prompt_and_output() -> None:

@@ -1,0 +1,158 @@
+"""The arguments of `LLM`: layers of them merged, checked against TensorRT-LLM 1.2.1, and cut down to what AutoDeploy takes.
+
+All of it is pure: it needs neither a GPU nor the package, so that a wrong key is named at the start and not after minutes of loading.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from engine.trtllm.llm_args import AutoDeployLlmArgs, TorchLlmArgs
+
+Backend = Literal["pytorch", "_autodeploy"]
+Role = Literal["aggregated", "prefill", "decode", "encode"]
+
+EVENT_BUFFER_SIZE = 100_000
+"""KV-cache events that the engine keeps for the publisher, unless something else is set."""
+AUTODEPLOY_REFUSES = (
+    "build_config", "scheduler_config", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
+    "moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp", "cp_config",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments from one place; a later layer overrides an earlier one, key by nested key."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Effective:
+    """What all layers come to. `origins` names for each dotted key the layer that set it last."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
+    """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time."""
+    return {
+        "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
+        "scheduler_config": {
+            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+            "dynamic_batch_config": {
+                "enable_batch_size_tuning": True,
+                "enable_max_num_tokens_tuning": False,
+                "dynamic_batch_moving_average_window": 128,
+            },
+        },
+        "guided_decoding_backend": "xgrammar",
+        "enable_iter_perf_stats": True,
+    }
+
+
+def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) -> Iterator[Layer]:
+    """What the role and the publisher need whatever is set. `arguments` are those of all layers before."""
+    if publish_kv_events:
+        events = {} if _get(arguments, "kv_cache_config", "event_buffer_max_size") else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
+        yield Layer("publishing", {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})})
+    if role in ("prefill", "decode") and not _get(arguments, "cache_transceiver_config", "backend"):
+        yield Layer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
+    if role == "prefill":
+        yield Layer("role", {"disable_overlap_scheduler": True})
+
+
+def merge(layers: Sequence[Layer]) -> Effective:
+    """All layers in order, deep-merged. Nothing of them is changed."""
+    effective = Effective()
+    for layer in layers:
+        _update(effective.arguments, layer.values, layer.name, effective.origins, "")
+    return effective
+
+
+def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
+    """One line for each argument that 1.2.1 would refuse, with its dotted name; empty if all is well."""
+    model = AutoDeployLlmArgs if backend == "_autodeploy" else TorchLlmArgs
+    try:
+        model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, entry['loc']))}: {_message(entry)}" for entry in error.errors(include_url=False, include_input=False)]
+    return list(_contradictions(arguments))
+
+
+def pruned(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What AutoDeploy takes of the arguments, with one warning for each that it does not."""
+    for name in AUTODEPLOY_REFUSES:
+        if name in arguments:
+            log.warning("the argument %s is ignored: AutoDeploy does not take it", name)
+    return {name: value for name, value in arguments.items() if name not in AUTODEPLOY_REFUSES}
+
+
+def gpus_per_replica(arguments: Mapping[str, Any]) -> int:
+    """Ranks of the engine: tensor times pipeline times context parallel."""
+    sizes = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "context"))
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def attention_dp_size(arguments: Mapping[str, Any]) -> int:
+    """Ranks that each hold a KV cache of their own."""
+    return int(arguments.get("tensor_parallel_size") or 1) if arguments.get("enable_attention_dp") else 1
+
+
+def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What the types allow and the engine refuses later."""
+    graphs = arguments.get("cuda_graph_config") or {}
+    sizes, most = graphs.get("batch_sizes"), graphs.get("max_batch_size")
+    if sizes and most and most != max(sizes):
+        yield "cuda_graph_config.max_batch_size: must be 0 or the largest of batch_sizes"
+    speculative = arguments.get("speculative_config") or {}
+    if speculative.get("decoding_type") == "Eagle" and not speculative.get("max_draft_len"):
+        yield "speculative_config.max_draft_len: Eagle needs it"
+    if speculative.get("decoding_type") == "NGram" and not speculative.get("max_matching_ngram_size"):
+        yield "speculative_config.max_matching_ngram_size: NGram needs it, since 1.2.1 has 0 as its default"
+    per_node = arguments.get("gpus_per_node")
+    if per_node is not None and per_node < 1:
+        yield "gpus_per_node: must be at least 1"
+    if _get(arguments, "kv_cache_config", "event_buffer_max_size") and _get(arguments, "kv_cache_config", "enable_block_reuse") is False:
+        yield "kv_cache_config.event_buffer_max_size: KV-cache events need enable_block_reuse"
+
+
+def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:
+    for name, value in values.items():
+        dotted = f"{path}{name}"
+        if isinstance(value, Mapping) and value:
+            if not isinstance(target.get(name), dict):
+                _forget(origins, dotted)
+                target[name] = {}
+            _update(target[name], value, layer, origins, f"{dotted}.")
+        else:
+            _forget(origins, dotted)
+            target[name] = copy.deepcopy(value)
+            origins[dotted] = layer
+
+
+def _forget(origins: dict[str, str], dotted: str) -> None:
+    for key in [key for key in origins if key == dotted or key.startswith(f"{dotted}.")]:
+        del origins[key]
+
+
+def _get(arguments: Mapping[str, Any], *path: str) -> Any:
+    value: Any = arguments
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    return "TensorRT-LLM 1.2.1 has no such argument" if entry["type"] == "extra_forbidden" else str(entry["msg"])

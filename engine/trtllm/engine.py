@@ -1,0 +1,204 @@
+"""TensorRT-LLM as an `Engine`: one `LLM`, its results followed as deltas, its events and statistics polled, its health watched."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.config import TrtllmConfig
+from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.kv_events import KvEvent
+from engine.stats import IterationStats
+from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.trtllm import library
+from engine.trtllm.events import iteration_stats
+from engine.trtllm.model_facts import ModelFacts, read_model_facts
+from engine.trtllm.outputs import Outputs
+from engine.trtllm.polling import poll_kv_events, poll_stats
+from engine.types import EngineInfo, GenerateRequest, GuideKind
+
+HEALTH_SECONDS = 1.0
+GUIDES: tuple[GuideKind, ...] = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+log = logging.getLogger(__name__)
+
+
+class TrtllmEngine:
+    """TensorRT-LLM on the GPUs of this machine, behind the Engine protocol."""
+
+    def __init__(self, config: TrtllmConfig) -> None:
+        self._config = config
+        self._llm: Any = None
+        self._info: EngineInfo | None = None
+        self._dead = False
+        self._facts: ModelFacts
+        self._streams: dict[str, DeltaStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stats: Latest[IterationStats] = Latest()
+        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._aborted = 0
+        self._stop_watching = threading.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineNotReady("the engine has not started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return self._info is not None and not self._dead
+
+    async def start(self) -> None:
+        """Blocks the event loop while the model loads: `LLM` starts its worker processes from the main thread, as NVIDIA's server does."""
+        self._loop = asyncio.get_running_loop()
+        self._facts = read_model_facts(Path(self._config.model))
+        started = time.monotonic()
+        self._llm = library.load(self._config)
+        try:
+            stats = await self._first_stats()
+            self._info = self._describe(stats, time.monotonic() - started)
+        except BaseException:
+            await self.close()
+            raise
+        if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
+            self._spawn(poll_kv_events(self._llm, self._events.put))
+        self._publish(stats)
+        self._spawn(poll_stats(self._llm, self._publish))
+        threading.Thread(target=self._watch, name="trtllm-health", daemon=True).start()
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        try:
+            self._check(request)
+            result = library.submit(self._llm, request, self._facts)
+        except EngineError as error:
+            if isinstance(error, EngineDied):
+                self._die(error)
+            return DeltaStream.failed(error)
+        stream = DeltaStream(lambda: self._abort(result))
+        self._streams[request.request_id] = stream
+        stream.when_done(lambda: self._streams.pop(request.request_id))
+        self._spawn(self._follow(request, result, stream))
+        return stream
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        return self._events.batches()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self._stats.values()
+
+    async def close(self) -> None:
+        self._info = None
+        self._stop_watching.set()
+        self._fail_all(EngineNotReady("the engine is closing"))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(library.shutdown, llm)
+        self._stats.close()
+        self._events.close()
+
+    def _check(self, request: GenerateRequest) -> None:
+        if not self.healthy:
+            raise EngineNotReady("the engine is not running")
+        info, prompt = self.info, request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if len(prompt) + request.sampling.max_tokens > info.context_length:
+            raise ContextOverflow(
+                f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {info.context_length} that fit"
+            )
+        if request.request_id in self._streams:
+            raise InvalidRequest("a running request has the same request_id", "request_id")
+        if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
+            raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
+        if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
+            raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
+
+    async def _follow(self, request: GenerateRequest, result: Any, stream: DeltaStream) -> None:
+        """The request to its end, an aborted one too: the engine has finished with it only then."""
+        outputs = Outputs(request, self._facts.eos_token_ids)
+        started = False
+        try:
+            async for response in result:
+                if (delta := outputs.feed(response)) is not None:
+                    started = True
+                    stream.put(delta)
+            stream.fail(EngineFailure("the engine ended the request without a reason"))
+        except EngineError as error:
+            stream.fail(error)
+        except Exception as error:  # of TensorRT-LLM's making: one kind is about this request, all others are the engine's end
+            failure = library.translate(error, started=started)
+            stream.fail(failure)
+            if isinstance(failure, EngineDied):
+                self._die(failure, error)
+
+    def _abort(self, result: Any) -> None:
+        self._aborted += 1
+        result.abort()
+
+    def _publish(self, stats: IterationStats) -> None:
+        self._stats.publish(replace(stats, num_aborted_requests=self._aborted))
+
+    async def _first_stats(self) -> IterationStats:
+        """Run one token: events and statistics exist from the first request on, and the statistics know the size of the KV cache."""
+        prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
+        try:
+            await library.warm_up(self._llm, prompt, self._facts)
+            found = [raw async for raw in self._llm.get_stats_async(timeout=2)]
+        except Exception as error:
+            raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
+        if not found or not found[-1].get("kvCacheStats"):
+            log.warning("the engine reports no statistics, so that the size of its KV cache is not known")
+        return iteration_stats(found[-1] if found else {})
+
+    def _describe(self, stats: IterationStats, seconds: float) -> EngineInfo:
+        arguments, facts = self._llm.args, self._facts
+        cache = stats.kv_cache_stats
+        return EngineInfo(
+            backend="trtllm",
+            model=self._config.model,
+            dtype=str(arguments.dtype),
+            device="cuda",
+            context_length=arguments.max_seq_len or facts.max_position_embeddings,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            block_size=cache.tokens_per_block or arguments.kv_cache_config.tokens_per_block,
+            num_blocks=cache.max_num_blocks,
+            max_num_seqs=arguments.max_batch_size or 2048,
+            max_num_tokens=arguments.max_num_tokens or 8192,
+            load_seconds=seconds,
+            guides=GUIDES if arguments.guided_decoding_backend else (),
+        )
+
+    def _watch(self) -> None:
+        """In a thread of its own, so that a loop that is stuck inside the engine is no obstacle."""
+        while not self._stop_watching.wait(HEALTH_SECONDS):
+            if not library.is_alive(self._llm):
+                with contextlib.suppress(RuntimeError):  # the loop has gone
+                    self._loop.call_soon_threadsafe(self._die, EngineDied("the engine has shut itself down"))
+                return
+
+    def _die(self, failure: EngineDied, cause: Exception | None = None) -> None:
+        if not self._dead and self._info is not None:
+            self._dead = True
+            log.critical("%s", failure, exc_info=cause)
+            self._fail_all(failure)
+
+    def _fail_all(self, error: EngineUnavailable) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

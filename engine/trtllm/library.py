@@ -1,0 +1,120 @@
+"""Every call into `tensorrt_llm`, imported when it is needed. A test holds each name and keyword here against the contract."""
+
+import copy
+import logging
+import time
+from typing import Any
+
+from engine.config import TrtllmConfig
+from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
+from engine.logits import factory
+from engine.trtllm.arguments import pruned
+from engine.trtllm.model_facts import ModelFacts
+from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.types import GenerateRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+def load(config: TrtllmConfig) -> Any:
+    """The `LLM`, loaded: minutes, for a large model. Raises EngineFailure."""
+    arguments = copy.deepcopy(config.arguments)  # some of what it is handed is changed there
+    if config.backend == "_autodeploy":
+        arguments = pruned(arguments)
+    try:
+        from tensorrt_llm import LLM  # noqa: PLC0415 - takes seconds, and is there on GPU machines only
+        from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict  # noqa: PLC0415
+    except ImportError as error:
+        raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from error
+    try:
+        classes = update_llm_args_with_extra_dict({}, arguments)
+        return LLM(**{**classes, "model": config.model, "backend": config.backend})
+    except Exception as error:
+        raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
+
+
+def shutdown(llm: Any) -> None:
+    """Never raises: there is nobody to whom a failure would be of use."""
+    try:
+        llm.shutdown()
+    except Exception as error:
+        log.warning("TensorRT-LLM did not shut down cleanly: %s", error)
+
+
+def is_alive(llm: Any) -> bool:
+    """Whether the executor runs. It shuts itself down after any error that is not one request's."""
+    return bool(llm._check_health())
+
+
+def submit(llm: Any, request: GenerateRequest, facts: ModelFacts) -> Any:
+    """Start a request; the result is an async iterator of itself. Raises InvalidRequest and EngineDied."""
+    try:
+        return llm.generate_async(
+            inputs=list(request.prompt_token_ids),
+            sampling_params=sampling_params(request.sampling, facts),
+            streaming=True,
+            cache_salt=request.cache_salt or None,
+        )
+    except EngineError:
+        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise InvalidRequest(str(error)) from error
+    except Exception as error:
+        raise translate(error, started=False) from error
+
+
+async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
+    """Generate one token from inside the running loop: what is polled later is bound to the loop of the first request."""
+    started = time.monotonic()
+    await llm.generate_async(
+        inputs=list(prompt), sampling_params=sampling_params(SamplingParams(max_tokens=1, ignore_eos=True), facts), streaming=False
+    )
+    log.info("the first token took %.1f s", time.monotonic() - started)
+
+
+def sampling_params(sampling: SamplingParams, facts: ModelFacts) -> Any:
+    """A fresh object for each request, since the engine changes it. Raises InvalidRequest."""
+    from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
+    from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
+
+    keywords = sampling_keywords(sampling, facts.eos_token_ids)
+    if (bias := bias_of(sampling)) is not None:
+        keywords["embedding_bias"] = _bias_tensor(bias, facts.vocab_size)
+    if sampling.guide is not None:
+        keywords["guided_decoding"] = GuidedDecodingParams(**guide_keywords(sampling.guide))
+    if (processor := _processor(sampling)) is not None:
+        keywords["logits_processor"] = processor
+    return Parameters(**keywords)
+
+
+def translate(error: Exception, *, started: bool) -> EngineError:
+    """Ours for theirs. A RequestError is about one request: before its first token something was wrong with it, later the engine failed on
+    it. Everything else means that the executor is gone or going.
+    """
+    from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
+
+    if isinstance(error, RequestError):
+        return EngineFailure(f"the engine failed on this request: {error}") if started else InvalidRequest(str(error))
+    return EngineDied(f"the engine died: {type(error).__name__}: {error}")
+
+
+def _bias_tensor(bias: Any, vocab_size: int) -> Any:
+    import torch  # noqa: PLC0415
+
+    tensor = torch.full((vocab_size,), bias.get(-1, 0.0), dtype=torch.float32)
+    for token, value in bias.items():
+        if token >= 0:
+            tensor[token] = value
+    return tensor
+
+
+def _processor(sampling: SamplingParams) -> Any:
+    sequences = bad_sequences(sampling)
+    if not sampling.processors and not sequences:
+        return None
+    from functools import partial  # noqa: PLC0415
+
+    from engine.trtllm.processors import BadSequences, ProcessorAdapter  # noqa: PLC0415 - needs torch
+
+    factories = [factory(name) for name in sampling.processors]
+    return ProcessorAdapter([*factories, partial(BadSequences, sequences)] if sequences else factories)

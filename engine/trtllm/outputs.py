@@ -1,0 +1,85 @@
+"""What TensorRT-LLM yields, one mutated object with cumulative outputs, as deltas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import EngineFailure
+from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
+
+FLOOR = -9999.0
+"""The log-probability of a token that the engine does not report."""
+
+
+class Outputs:
+    """The state of one request: how much of its output has been passed on."""
+
+    def __init__(self, request: GenerateRequest, eos_token_ids: Sequence[int]) -> None:
+        self._request = request
+        self._eos = frozenset(eos_token_ids)
+        self._end_id = eos_token_ids[0] if eos_token_ids else None
+        self._tokens = 0
+        self._logprobs = 0
+        self._reported = False
+
+    def feed(self, result: Any) -> Delta | None:
+        """The delta of a response, or None if there is nothing to pass on yet. Raises EngineFailure where the engine gave up."""
+        output = result.outputs[0]
+        if output.finish_reason in ("cancelled", "timeout"):
+            raise EngineFailure(f"the engine ended the request: {output.finish_reason}")
+        sampling = self._request.sampling
+        scored = sampling.prompt_logprobs is None or self._reported or bool(output.prompt_logprobs)
+        finish: FinishReason | None = None if output.finish_reason is None else "stop" if output.finish_reason == "stop" else "length"
+        if not scored and finish is None:
+            return None  # the prompt's log-probabilities belong to the first delta, and come when they come
+        if sampling.max_tokens == 0:
+            return None if finish is None else Delta((), finish_reason="length", prompt=self._report(result, output))
+        tokens = tuple(output.token_ids[self._tokens :])
+        if not tokens and finish is None:
+            return None
+        self._tokens += len(tokens)
+        logprobs = self._new_logprobs(output, tokens)
+        stop_reason = output.stop_reason if isinstance(output.stop_reason, int) and output.stop_reason in sampling.stop_token_ids else None
+        if finish == "stop":
+            tokens, logprobs = self._with_end(output, tokens, logprobs, stop_reason)
+        return Delta(tokens, logprobs, finish, stop_reason, None if self._reported else self._report(result, output))
+
+    def _with_end(
+        self, output: Any, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], stop_reason: int | None
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """The token that ended the sequence is the last of a delta's; the engine may have cut it off."""
+        end = stop_reason if stop_reason is not None else output.stop_reason if isinstance(output.stop_reason, int) else self._end_id
+        last = output.token_ids[-1] if output.token_ids else None
+        if end is None or last == end or (stop_reason is None and last in self._eos):
+            return tokens, logprobs
+        return (*tokens, end), (*logprobs, (Logprob(end, FLOOR, 1),)) if self._request.sampling.logprobs is not None else logprobs
+
+    def _report(self, result: Any, output: Any) -> PromptReport:
+        self._reported = True
+        asked = self._request.sampling.prompt_logprobs
+        logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], self._request.prompt_token_ids, asked)
+        return PromptReport(cached_tokens=result.cached_tokens or 0, logprobs=logprobs)
+
+    def _new_logprobs(self, output: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        asked = self._request.sampling.logprobs
+        if asked is None:
+            return ()
+        entries = list(output.logprobs or [])[self._logprobs :][: len(tokens)]
+        self._logprobs += len(tokens)
+        entries += [{}] * (len(tokens) - len(entries))
+        return tuple(_position(entry, token, asked) for entry, token in zip(entries, tokens, strict=True))
+
+
+def _of_prompt(entries: Sequence[Any], prompt: Sequence[int], asked: int) -> tuple[TokenLogprobs | None, ...]:
+    """One for each prompt token, the first None: entry i of the engine's tells of token i + 1, whether or not it has one for the last."""
+    padded = [*entries[: len(prompt) - 1], *[{}] * (len(prompt) - 1 - len(entries))]
+    return (None, *(_position(entry, token, asked) for entry, token in zip(padded, prompt[1:], strict=True)))
+
+
+def _position(entry: Any, token: int, asked: int) -> TokenLogprobs:
+    """The token itself first, then `asked` alternatives by rank. The engine gives a mapping from ids, or in some paths a number."""
+    if not isinstance(entry, Mapping):
+        return (Logprob(token, float(entry), 1),)
+    ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)
+    found = {token_id: Logprob(token_id, value.logprob, value.rank or rank) for rank, (token_id, value) in enumerate(ranked, 1)}
+    own = found.get(token, Logprob(token, FLOOR, len(found) + 1))
+    return (own, *list(found.values())[:asked])
