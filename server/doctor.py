@@ -1,0 +1,294 @@
+"""`python -m server doctor`: is this machine fit for these settings? One line for each finding, and a cure for each problem.
+
+The `check_*` functions judge facts and are pure, but for those that say what they look at; `findings` gathers the facts. Nothing is loaded,
+downloaded or changed, and no GPU memory is taken: it can run beside a server, whose port it then reports as taken.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from server.serving import listen
+from server.settings import DEFAULT_MODEL, Settings
+
+SUPPORTED = "1.2.1"
+"""The release of TensorRT-LLM that the backend is written for."""
+IMAGE = f"nvcr.io/nvidia/tensorrt-llm/release:{SUPPORTED}"
+GIB = 1024**3
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_DRIVER = 575  # asked for by NVIDIA's deployment guides
+_OLDEST_CAPABILITY = 8.0  # Ampere: bfloat16
+_MULTI_GPU_SHM = GIB  # NCCL and the workers' queues; docker gives 64 MiB
+_STACK = 64 * 1024**2  # as NVIDIA's images are started
+_FILES = 4096
+_ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
+_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
+_QUERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was seen. A problem keeps the server from starting or breaks it under load; a warning may."""
+
+    level: Literal["ok", "warning", "problem"]
+    text: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.text}" + (f". Cure: {self.cure}" if self.cure else "")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the engine is spread. `gpus_per_node` 0 takes all that are here."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    gpus_per_node: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`memory` in bytes, 0 where the driver does not tell (unified memory)."""
+
+    name: str
+    driver: str
+    capability: float
+    memory: int
+
+
+def run(settings: Settings, parallelism: Parallelism = Parallelism()) -> int:
+    """Print the findings; 1 if there is a problem, else 0."""
+    found = list(findings(settings, parallelism))
+    sys.stdout.writelines(f"{finding}\n" for finding in found)
+    return int(any(finding.level == "problem" for finding in found))
+
+
+def findings(settings: Settings, parallelism: Parallelism) -> Iterator[Finding]:
+    """Everything that is checked, in the order in which a start would stumble over it."""
+    engine: str = settings.engine
+    on_gpu = engine == "trtllm" or settings.device.startswith("cuda")
+    yield check_python((sys.version_info.major, sys.version_info.minor))
+    gpus = parse_gpus(nvidia_smi())
+    yield from check_gpus(gpus, needed=on_gpu)
+    if engine == "trtllm":
+        yield check_tensorrt_llm(installed("tensorrt_llm"))
+        if gpus:
+            yield check_parallelism(len(gpus), parallelism)
+    if engine != "fake":
+        yield from check_model(settings.model)
+        folder = Path(settings.model).expanduser()
+        if on_gpu and gpus and folder.is_dir():
+            yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), parallelism.ranks)
+    yield check_port(settings.host, settings.port)
+    if engine == "trtllm":
+        yield check_shared_memory(free_bytes(Path("/dev/shm")), parallelism.ranks)
+        yield from check_limits(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0])
+    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_disk(settings.cache_dir)
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    text = f"Python {version[0]}.{version[1]}"
+    if version < _OLDEST_PYTHON:
+        return Finding("problem", text, "install Python {}.{} or newer, or use a container".format(*_OLDEST_PYTHON))
+    return Finding("ok", text)
+
+
+def nvidia_smi() -> str | None:
+    """What the driver says of its GPUs, one line each; None without a driver that answers."""
+    try:
+        result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout
+
+
+def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
+    """The GPUs in the answer of `nvidia-smi`; lines of another form, such as errors, are none."""
+    gpus = []
+    for line in (text or "").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 4 and re.match(r"\d", parts[1]) and re.fullmatch(r"\d+\.\d+", parts[2]):
+            memory = int(parts[3]) * 1024**2 if parts[3].isdigit() else 0
+            gpus.append(Gpu(parts[0], parts[1], float(parts[2]), memory))
+    return tuple(gpus)
+
+
+def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
+    """Driver, compute capability, and that the GPUs are alike. Without any, a problem only where one is `needed`."""
+    if not gpus:
+        cure = "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, and --gpus all"
+        yield Finding("problem", "no NVIDIA GPU answers", cure) if needed else Finding("ok", "no NVIDIA GPU: runs on the CPU")
+        return
+    names = sorted({gpu.name for gpu in gpus})
+    memory = f"{min(gpu.memory for gpu in gpus) / GIB:.0f} GiB each" if all(gpu.memory for gpu in gpus) else "memory unknown"
+    text = f"{len(gpus)} GPU(s): {', '.join(names)}, {memory}, driver {gpus[0].driver}"
+    if needed and min(gpu.capability for gpu in gpus) < _OLDEST_CAPABILITY:
+        yield Finding("problem", f"{text}: compute capability below {_OLDEST_CAPABILITY}", "use GPUs of the Ampere generation or newer")
+    elif needed and int(gpus[0].driver.split(".")[0]) < _OLDEST_DRIVER:
+        yield Finding("warning", text, f"driver {_OLDEST_DRIVER} or newer; older ones need CUDA's forward compatibility")
+    elif needed and len(names) > 1:
+        yield Finding("warning", text, "one replica on GPUs of one kind: choose with CUDA_VISIBLE_DEVICES")
+    else:
+        yield Finding("ok", text)
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, which is not imported; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_tensorrt_llm(version: str | None) -> Finding:
+    if version is None:
+        return Finding("problem", "tensorrt_llm is not installed", f"run in {IMAGE}, or build the Dockerfile's target trtllm")
+    text = f"tensorrt_llm {version}"
+    if re.fullmatch(rf"{re.escape(SUPPORTED)}([.+].*)?", version):  # also a rebuild of it, 1.2.1.post1
+        return Finding("ok", text)
+    cure = f"use {SUPPORTED}, whose names and defaults the backend knows: {IMAGE}"
+    return Finding("warning" if version.startswith("1.2.") else "problem", f"{text}, not {SUPPORTED}", cure)
+
+
+def check_parallelism(gpus: int, parallelism: Parallelism) -> Finding:
+    """Whether the ranks have their GPUs, on this node or with others."""
+    ranks, per_node = parallelism.ranks, parallelism.gpus_per_node
+    shape = f"tensor {parallelism.tensor_parallel_size} x pipeline {parallelism.pipeline_parallel_size} needs {ranks} GPU(s)"
+    if per_node > gpus:
+        return Finding("problem", f"gpus_per_node is {per_node}, {gpus} GPU(s) are here", f"set gpus_per_node to {gpus}")
+    if ranks <= (per_node or gpus):
+        return Finding("ok", f"{shape}, {gpus} are here")
+    if per_node:
+        nodes = -(-ranks // per_node)
+        return Finding("ok", f"{shape}: {nodes} nodes of {per_node}, to be started with trtllm-llmapi-launch")
+    cure = f"lower tensor_parallel_size or pipeline_parallel_size to {gpus} together, or set gpus_per_node and start on several nodes"
+    return Finding("problem", f"{shape}, {gpus} are here", cure)
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """The folder's files, their names only; of an id on the Hugging Face hub nothing is looked up."""
+    folder = Path(model).expanduser()
+    if model == DEFAULT_MODEL:
+        yield Finding("ok", f"model {model}: built in")
+    elif folder.is_dir():
+        yield from check_folder(folder)
+    elif folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
+        yield Finding(
+            "problem", f"model {model}: no such folder", "name a folder, mounted if in a container, or a Hugging Face id owner/name"
+        )
+    else:
+        yield Finding("ok", f"model {model}: no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted")
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """Reads the list of files and the index of the weights."""
+    missing = [pattern for pattern in ("config.json", "tokenizer.json", "*.safetensors") if not any(folder.glob(pattern))]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            missing.append(f"readable {index.name}")
+        else:
+            missing += sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        yield Finding("problem", f"model folder {folder} lacks {', '.join(missing)}", "download it again, whole, in Hugging Face format")
+    else:
+        yield Finding("ok", f"model folder {folder}: {weight_bytes(folder) / GIB:.1f} GiB of weights")
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
+    """Weights against a GPU's memory, both in bytes. Nothing to say where the memory is unknown."""
+    if not memory:
+        return
+    share = weights / ranks
+    text = f"weights take {share / GIB:.1f} of {memory / GIB:.0f} GiB on each of {ranks} GPU(s)"
+    cure = "spread over more GPUs (tensor_parallel_size), or take a quantized model"
+    if share > memory:
+        yield Finding("problem", text, cure)
+    elif share > 0.8 * memory:
+        yield Finding("warning", f"{text}: little is left for the KV cache", cure)
+    else:
+        yield Finding("ok", text)
+
+
+def check_port(host: str, port: int) -> Finding:
+    """Opens the port for a moment."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        return Finding("problem", f"port {port} on {host}: {error.strerror or error}", "stop what listens there, or set HOST or PORT")
+    return Finding("ok", f"port {port} on {host} is free" if port else f"any free port on {host}")
+
+
+def free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def check_shared_memory(free: int | None, ranks: int) -> Finding:
+    cure = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory on /dev/shm"
+    if free is None:
+        return Finding("problem", "there is no /dev/shm", cure)
+    text = f"/dev/shm has {free / 1024**2:.0f} MiB free"
+    if free >= _MULTI_GPU_SHM:
+        return Finding("ok", text)
+    return Finding("problem" if ranks > 1 else "warning", f"{text}; several GPUs talk through it and need 1 GiB", cure)
+
+
+def check_limits(memlock: int, stack: int) -> Iterable[Finding]:
+    """Limits in bytes. Locked memory is what RDMA and UCX send from; too little ends a KV transfer, not the start."""
+    unlimited = resource.RLIM_INFINITY
+    if memlock == unlimited:
+        yield Finding("ok", "locked memory is unlimited")
+    else:
+        yield Finding(
+            "warning", f"locked memory is limited to {memlock // 1024} KiB", "docker run --ulimit memlock=-1, or ulimit -l unlimited"
+        )
+    if stack == unlimited or stack >= _STACK:
+        yield Finding("ok", "stack size suffices")
+    else:
+        yield Finding(
+            "warning", f"stack is limited to {stack // 1024} KiB", f"docker run --ulimit stack={_STACK}, or ulimit -s {_STACK // 1024}"
+        )
+
+
+def check_files(limit: int) -> Finding:
+    if limit == resource.RLIM_INFINITY or limit >= _FILES:
+        return Finding("ok", "open files suffice")
+    return Finding(
+        "warning", f"{limit} open files allowed; each connection takes one", "docker run --ulimit nofile=65536, or ulimit -n 65536"
+    )
+
+
+def check_disk(cache: Path) -> Finding:
+    """Looks at the folder, or at the nearest above it that exists."""
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    if not os.access(place, os.W_OK):
+        return Finding("problem", f"cache folder {cache}: {place} cannot be written", "give it to this user, or set CACHE_DIR")
+    free = shutil.disk_usage(place).free
+    text = f"cache folder {cache}: {free / GIB:.0f} GiB free"
+    if free >= _ROOMY_DISK:
+        return Finding("ok", text)
+    return Finding("problem" if free < _LEAST_DISK else "warning", text, "make room, or set CACHE_DIR")
