@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from engine.trtllm.arguments import gpus_per_replica
+from server.engine_args import effective
 from server.serving import listen
-from server.settings import DEFAULT_MODEL, Settings
+from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -48,19 +50,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Parallelism:
-    """How the engine is spread. `gpus_per_node` 0 takes all that are here."""
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    gpus_per_node: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-
-@dataclass(frozen=True)
 class Gpu:
     """`memory` in bytes, 0 where the driver does not tell (unified memory)."""
 
@@ -70,32 +59,35 @@ class Gpu:
     memory: int
 
 
-def run(settings: Settings, parallelism: Parallelism = Parallelism()) -> int:
+def run(settings: Settings) -> int:
     """Print the findings; 1 if there is a problem, else 0."""
-    found = list(findings(settings, parallelism))
+    found = list(findings(settings))
     sys.stdout.writelines(f"{finding}\n" for finding in found)
     return int(any(finding.level == "problem" for finding in found))
 
 
-def findings(settings: Settings, parallelism: Parallelism) -> Iterator[Finding]:
+def findings(settings: Settings) -> Iterator[Finding]:
     """Everything that is checked, in the order in which a start would stumble over it."""
-    engine: str = settings.engine
-    on_gpu = engine == "trtllm" or settings.device.startswith("cuda")
+    on_gpu = settings.engine == "trtllm" or settings.device.startswith("cuda")
+    ranks = 1
     yield check_python((sys.version_info.major, sys.version_info.minor))
     gpus = parse_gpus(nvidia_smi())
     yield from check_gpus(gpus, needed=on_gpu)
-    if engine == "trtllm":
+    if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
+        arguments, faults = engine_arguments(settings)
+        yield from faults
+        ranks = gpus_per_replica(arguments)
         if gpus:
-            yield check_parallelism(len(gpus), parallelism)
-    if engine != "fake":
+            yield check_parallelism(len(gpus), ranks, arguments.get("gpus_per_node") or 0)
+    if settings.engine != "fake":
         yield from check_model(settings.model)
         folder = Path(settings.model).expanduser()
         if on_gpu and gpus and folder.is_dir():
-            yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), parallelism.ranks)
+            yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), ranks)
     yield check_port(settings.host, settings.port)
-    if engine == "trtllm":
-        yield check_shared_memory(free_bytes(Path("/dev/shm")), parallelism.ranks)
+    if settings.engine == "trtllm":
+        yield check_shared_memory(free_bytes(Path("/dev/shm")), ranks)
         yield from check_limits(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0])
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_disk(settings.cache_dir)
@@ -165,19 +157,24 @@ def check_tensorrt_llm(version: str | None) -> Finding:
     return Finding("warning" if version.startswith("1.2.") else "problem", f"{text}, not {SUPPORTED}", cure)
 
 
-def check_parallelism(gpus: int, parallelism: Parallelism) -> Finding:
-    """Whether the ranks have their GPUs, on this node or with others."""
-    ranks, per_node = parallelism.ranks, parallelism.gpus_per_node
-    shape = f"tensor {parallelism.tensor_parallel_size} x pipeline {parallelism.pipeline_parallel_size} needs {ranks} GPU(s)"
+def engine_arguments(settings: Settings) -> tuple[dict[str, Any], list[Finding]]:
+    """The effective arguments of the engine, or none and what is wrong with them."""
+    try:
+        return effective(settings).arguments, []
+    except EngineArgsError as error:
+        return {}, [Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults]
+
+
+def check_parallelism(gpus: int, ranks: int, per_node: int) -> Finding:
+    """Whether the ranks have their GPUs, on this node or with others. `per_node` 0 takes all that are here."""
+    text = f"tensor x pipeline parallel needs {ranks} GPU(s), {gpus} are here"
     if per_node > gpus:
         return Finding("problem", f"gpus_per_node is {per_node}, {gpus} GPU(s) are here", f"set gpus_per_node to {gpus}")
     if ranks <= (per_node or gpus):
-        return Finding("ok", f"{shape}, {gpus} are here")
+        return Finding("ok", text)
     if per_node:
-        nodes = -(-ranks // per_node)
-        return Finding("ok", f"{shape}: {nodes} nodes of {per_node}, to be started with trtllm-llmapi-launch")
-    cure = f"lower tensor_parallel_size or pipeline_parallel_size to {gpus} together, or set gpus_per_node and start on several nodes"
-    return Finding("problem", f"{shape}, {gpus} are here", cure)
+        return Finding("ok", f"{text}: {-(-ranks // per_node)} nodes of {per_node}, to be started with trtllm-llmapi-launch")
+    return Finding("problem", text, f"lower them to {gpus} together, or set gpus_per_node and start on several nodes")
 
 
 def check_model(model: str) -> Iterator[Finding]:

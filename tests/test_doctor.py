@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server import doctor
-from server.doctor import GIB, Finding, Gpu, Parallelism
+from server.doctor import GIB, Finding, Gpu
 from server.settings import Settings
 
 H200 = Gpu("NVIDIA H200", "580.95.05", 9.0, 140 * GIB)
@@ -27,7 +27,7 @@ def test_every_complaint_has_a_cure() -> None:
         doctor.check_python((3, 10)),
         *doctor.check_gpus((), needed=True),
         doctor.check_tensorrt_llm(None),
-        doctor.check_parallelism(1, Parallelism(2)),
+        doctor.check_parallelism(1, 2, 0),
         *doctor.check_model("/no/such/folder"),
         *doctor.check_memory(200 * GIB, 80 * GIB, 1),
         doctor.check_shared_memory(None, 1),
@@ -91,23 +91,15 @@ def test_versions_come_from_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "parallelism", "level"),
-    [
-        (1, Parallelism(), "ok"),
-        (4, Parallelism(4), "ok"),
-        (4, Parallelism(2, 2), "ok"),
-        (4, Parallelism(4, 2), "problem"),
-        (4, Parallelism(4, 2, 4), "ok"),
-        (4, Parallelism(4, 1, 2), "ok"),
-        (4, Parallelism(8, 1, 8), "problem"),
-    ],
+    ("gpus", "ranks", "per_node", "level"),
+    [(1, 1, 0, "ok"), (4, 4, 0, "ok"), (4, 8, 0, "problem"), (4, 8, 4, "ok"), (4, 4, 2, "ok"), (4, 8, 8, "problem")],
 )
-def test_parallelism(gpus: int, parallelism: Parallelism, level: str) -> None:
-    assert doctor.check_parallelism(gpus, parallelism).level == level
+def test_parallelism(gpus: int, ranks: int, per_node: int, level: str) -> None:
+    assert doctor.check_parallelism(gpus, ranks, per_node).level == level
 
 
 def test_several_nodes_are_counted() -> None:
-    assert "3 nodes of 4" in doctor.check_parallelism(4, Parallelism(10, 1, 4)).text
+    assert "3 nodes of 4" in doctor.check_parallelism(4, 10, 4).text
 
 
 @pytest.fixture
@@ -202,16 +194,21 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "lacks config.json, tokenizer.json, *.safetensors" in capsys.readouterr().out
 
 
-def test_a_run_for_tensorrt_llm_looks_at_the_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit."""
-    settings = Settings(port=0, cache_dir=tmp_path).model_copy(update={"engine": "trtllm"})
+def test_a_run_for_tensorrt_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit, wherever the four come from."""
+    override = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}'
+    settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, tensor_parallel_size=1, override_engine_args=override)
     monkeypatch.setattr(doctor, "_QUERY", (str(tmp_path / "missing"),))
     assert doctor.run(settings) == 1
     assert "no NVIDIA GPU answers" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "_QUERY", ("echo", "NVIDIA H200, 580.95.05, 9.0, 143360\nNVIDIA H200, 580.95.05, 9.0, 143360"))
-    assert doctor.run(settings, Parallelism(4)) == 1
+    assert doctor.run(settings) == 1
     out = capsys.readouterr().out
     assert "2 GPU(s): NVIDIA H200, 140 GiB each" in out
     assert "needs 4 GPU(s), 2 are here" in out
+
+
+def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, override_engine_args='{"moe_config": {"backend": "AUTO"}}')
+    assert doctor.run(settings) == 1
+    assert "problem  OVERRIDE_ENGINE_ARGS: moe_config.backend" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """The shipped engine configurations: arguments that TensorRT-LLM 1.2.1 takes, and prefill and decode files that fit each other."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,13 @@ import pytest
 import yaml
 
 from engine.trtllm.arguments import problems
+from server.settings import Settings
 
 FOLDER = Path(__file__).resolve().parent.parent / "deploy/engine_configs"
 BALANCER = "deepseek_r1/eplb.yaml"
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+GUIDE = (FOLDER.parent.parent / "docs/tensorrt-llm.md").read_text(encoding="utf-8")
+NOT_OURS = {"CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN"}
 MOUNT = "/config/"  # where the README mounts the folder
 DEEPSEEK_R1_EXPERTS = 256
 
@@ -83,7 +88,7 @@ def test_wide_expert_parallelism_has_a_load_balancer(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_readme_speaks_of_every_file(name: str) -> None:
-    assert f"`{name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in README
 
 
 def test_a_wrong_file_would_be_noticed() -> None:
@@ -96,3 +101,19 @@ def test_a_wrong_file_would_be_noticed() -> None:
         {"model_kwargs": {}},
     ):
         assert problems({"model": "some/model", **wrong}) != []
+
+
+def test_the_documents_name_settings_that_exist() -> None:
+    variables = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", README + GUIDE)) - NOT_OURS
+    flags = set(re.findall(r"(?<=--)(?:extra-engine|override-engine|disaggregation|engine-on|gpus-per)[a-z-]+", README + GUIDE))
+    assert len(variables) > 10
+    assert len(flags) == 5
+    assert {name.lower() for name in variables} | {flag.replace("-", "_") for flag in flags} <= Settings.model_fields.keys()
+
+
+def test_the_documents_name_arguments_that_exist() -> None:
+    text = README + GUIDE.partition("## 1.2.1 and others")[0]
+    named = set(re.findall(r"`(\w+_config)\.(\w+)", text))
+    assert len(named) > 10
+    unknown = [(outer, inner) for outer, inner in named if "no such argument" in " ".join(problems({outer: {inner: None}}))]
+    assert unknown == []
