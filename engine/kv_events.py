@@ -40,6 +40,19 @@ class Removed(msgspec.Struct, frozen=True, tag="removed", tag_field="type"):
     block_hashes: tuple[int, ...]
 
 
+class EventDiff(msgspec.Struct, frozen=True, tag="event_diff", tag_field="type"):
+    new_value: int
+    old_value: int
+
+
+class Updated(msgspec.Struct, frozen=True, tag="updated", tag_field="type"):
+    """A block moved to another cache level, or its priority changed; what did not change is None."""
+
+    block_hash: int
+    cache_level: EventDiff | None = None
+    priority: EventDiff | None = None
+
+
 class Cleared(msgspec.Struct, frozen=True, tag="cleared", tag_field="type"):
     """Every reusable block was dropped. TensorRT-LLM has no such event: there the publisher derives it."""
 
@@ -49,6 +62,6 @@ class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks in tokens; the context length for full attention."""
 
     event_id: int
-    data: Created | Stored | Removed | Cleared
+    data: Created | Stored | Removed | Updated | Cleared
     window_size: int
     attention_dp_rank: int | None = None

@@ -1,4 +1,6 @@
-"""`python -m server`: reads the settings, opens the port, and serves by one process or several."""
+"""`python -m server`: reads the settings, opens the port, and serves by one process or several; `config` shows with what, `doctor` whether
+this machine can.
+"""
 
 import logging
 import sys
@@ -9,8 +11,10 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings import Settings, read_settings
+from server.settings import EngineArgsError, Settings, read_settings
 
+COMMANDS = ("serve", "config", "doctor")
+"""What the first argument may be; `serve` is what is meant without."""
 _WRONG_SETTINGS = 2
 
 log = logging.getLogger(__name__)
@@ -22,12 +26,28 @@ def main(arguments: Sequence[str]) -> int:
     if "--version" in arguments:
         sys.stdout.write(f"trellis {__version__}\n")
         return 0
+    command, arguments = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("serve", arguments)
     try:
         settings = read_settings(arguments)
+        if command == "doctor":
+            from server import doctor  # noqa: PLC0415 - serving does without
+
+            return doctor.run(settings)
+        listing = _listing(settings) if command == "config" or settings.engine == "trtllm" else []
     except (SettingsError, ValidationError) as error:
         sys.stderr.writelines(f"error: {line}\n" for line in explain(error))
         return _WRONG_SETTINGS
+    if command == "config":
+        sys.stdout.writelines(f"{line}\n" for line in listing)
+        return 0
     return run(settings, arguments, started)
+
+
+def _listing(settings: Settings) -> list[str]:
+    """What `config` prints; making it finds what is wrong with the engine's arguments."""
+    from server import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
+
+    return list(engine_args.listing(settings))
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
@@ -49,6 +69,9 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
 
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:
     """One line for each wrong setting, with its name and without its value, which may be a secret."""
+    if isinstance(error, EngineArgsError):
+        yield from error.faults
+        return
     if isinstance(error, SettingsError):
         yield str(error).removeprefix("error parsing CLI: ")
         return

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from multimodal.sampling import Limits
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import Tokenizer, byte_tokenizer
@@ -47,6 +47,11 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             context_length=settings.max_seq_len or default.context_length,
             max_num_seqs=settings.max_batch_size if "max_batch_size" in settings.model_fields_set else default.max_num_seqs,
         )
+    if settings.engine == "trtllm":
+        from server import engine_args  # noqa: PLC0415 - other engines do without
+
+        arguments = engine_args.effective(settings).arguments
+        return TrtllmConfig(model=str(folder), backend=arguments.pop("backend", settings.backend), arguments=arguments)
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     return EmbeddedConfig(model=str(folder), **{name: getattr(settings, name) for name in names})
 

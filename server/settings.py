@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
 
 from protocol.common import MAX_MESSAGES
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
+
+
+class EngineArgsError(SettingsError):
+    """Arguments for the engine are wrong; one line for each fault, with the setting that holds it."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = tuple(faults)
 
 
 class Settings(BaseSettings):
@@ -46,7 +54,9 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(Path("~/.cache/trellis"), description="Folder for converted models")
 
     # Engine
-    engine: Literal["embedded", "fake"] = Field("embedded", description="Backend: embedded (PyTorch) or fake (deterministic, no model)")
+    engine: Literal["embedded", "trtllm", "fake"] = Field(
+        "embedded", description="Backend: embedded (PyTorch), trtllm (TensorRT-LLM) or fake (deterministic, no model)"
+    )
     disaggregation_mode: Literal["aggregated"] = Field("aggregated", description="Role of this replica")
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
@@ -70,6 +80,23 @@ class Settings(BaseSettings):
     attention: Literal["sdpa"] = Field("sdpa", description="Attention kernels of the embedded engine")
     threads: int = Field(0, ge=0, description="Compute threads of the embedded engine; 0 takes the machine's cores")
     fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
+
+    # TensorRT-LLM
+    backend: Literal["pytorch", "_autodeploy"] = Field("pytorch", description="TensorRT-LLM's own backend")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
+    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the layers in turn")
+    expert_parallel_size: int = Field(0, ge=0, description="GPUs that share the experts of a mixture; 0 leaves it to the engine")
+    enable_attention_dp: bool = Field(False, description="Attention in data parallel over the tensor-parallel GPUs")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs of a node; 0 takes those that are visible")
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] = Field("xgrammar", description="Library for structured output")
+    trust_remote_code: bool = Field(False, description="Run code that comes with the model")
+    publish_kv_events: bool = Field(
+        False,
+        validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics"),
+        description="Keep KV-cache events for routers",
+    )
+    extra_engine_args: Path | None = Field(None, description="YAML file of arguments of TensorRT-LLM's LLM, over the settings")
+    override_engine_args: str = Field("", description="JSON object of such arguments, over the file")
 
     # HTTP
     host: str = Field("127.0.0.1", description="Address to listen on")
@@ -135,12 +162,12 @@ class Settings(BaseSettings):
             raise ValueError("several API processes share an engine of its own process: engine_process must be true")
         return value
 
-    @field_validator("chat_template", "internal_secret", mode="before")
+    @field_validator("chat_template", "extra_engine_args", "internal_secret", mode="before")
     @classmethod
     def _none_if_empty(cls, value: object) -> object:
         return None if value == "" else value
 
-    @field_validator("cache_dir", "chat_template", mode="after")
+    @field_validator("cache_dir", "chat_template", "extra_engine_args", mode="after")
     @classmethod
     def _expanded(cls, value: Path | None) -> Path | None:
         return value.expanduser() if value is not None else None

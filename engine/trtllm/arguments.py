@@ -129,14 +129,15 @@ def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:
+    """Mappings merge, an empty one adds nothing; everything else, and a mapping in the place of something else, replaces."""
     for name, value in values.items():
-        dotted = f"{path}{name}"
+        dotted, old = f"{path}{name}", target.get(name)
         if isinstance(value, Mapping) and value:
-            if not isinstance(target.get(name), dict):
+            if not old or not isinstance(old, dict):
                 _forget(origins, dotted)
                 target[name] = {}
             _update(target[name], value, layer, origins, f"{dotted}.")
-        else:
+        elif not (isinstance(value, Mapping) and isinstance(old, dict)):
             _forget(origins, dotted)
             target[name] = copy.deepcopy(value)
             origins[dotted] = layer

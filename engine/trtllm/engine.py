@@ -42,7 +42,9 @@ class TrtllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: Latest[IterationStats] = Latest()
         self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._running = 0
         self._aborted = 0
+        self._newest: IterationStats
         self._stop_watching = threading.Event()
 
     @property
@@ -128,6 +130,7 @@ class TrtllmEngine:
         """The request to its end, an aborted one too: the engine has finished with it only then."""
         outputs = Outputs(request, self._facts.eos_token_ids)
         started = False
+        self._running += 1
         try:
             async for response in result:
                 if (delta := outputs.feed(response)) is not None:
@@ -141,13 +144,22 @@ class TrtllmEngine:
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
+        finally:
+            self._running -= 1
+            self._publish(self._newest)
 
     def _abort(self, result: Any) -> None:
         self._aborted += 1
         result.abort()
 
     def _publish(self, stats: IterationStats) -> None:
-        self._stats.publish(replace(stats, num_aborted_requests=self._aborted))
+        """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
+        self._newest = replace(stats, num_aborted_requests=self._aborted)
+        if not self._running:
+            cache = stats.kv_cache_stats
+            freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
+            self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
+        self._stats.publish(self._newest)
 
     async def _first_stats(self) -> IterationStats:
         """Run one token: events and statistics exist from the first request on, and the statistics know the size of the KV cache."""

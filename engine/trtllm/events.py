@@ -13,12 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def kv_event(raw: Mapping[str, Any]) -> KvEvent | None:
-    """The event, or None for what a router has no use for: changes of priority or cache level, and what is no event.
-
-    Hashes are taken as unsigned 64-bit, whichever way they are signed.
-    """
-    if raw.get("data", {}).get("type") == "updated":
-        return None
+    """The event, or None for what is none that we know. Hashes are taken as unsigned 64-bit, whichever way they are signed."""
     try:
         return msgspec.convert(_unsigned(raw), KvEvent)
     except msgspec.ValidationError as error:

@@ -1,0 +1,100 @@
+"""From the settings to the arguments of TensorRT-LLM's `LLM`: defaults < settings < EXTRA_ENGINE_ARGS < OVERRIDE_ENGINE_ARGS < forced."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from engine.trtllm.arguments import Effective, Layer, defaults, forced, merge, problems
+from server.settings import EngineArgsError, Settings
+
+_SAME_NAME = (
+    "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
+    "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code",
+)  # fmt: skip
+_OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
+_OF_KV_CACHE = {"kv_block_size": "tokens_per_block", "enable_block_reuse": "enable_block_reuse"}
+
+
+def effective(settings: Settings) -> Effective:
+    """All layers merged and checked. Raises EngineArgsError."""
+    layers = [
+        Layer("default", defaults(settings.free_gpu_memory_fraction)),
+        Layer("setting", _from_settings(settings)),
+        Layer("EXTRA_ENGINE_ARGS", _from_file(settings)),
+        Layer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
+    ]
+    layers += forced(merge(layers).arguments, settings.disaggregation_mode, settings.publish_kv_events)
+    found = merge(layers)
+    if faults := problems(found.arguments, settings.backend):
+        raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
+    return found
+
+
+def listing(settings: Settings) -> Iterator[str]:
+    """Lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are not shown."""
+    yield "# settings"
+    for name in type(settings).model_fields:
+        origin = "set" if name in settings.model_fields_set else "default"
+        yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
+    if settings.engine == "trtllm":
+        found = effective(settings)
+        yield "# arguments of tensorrt_llm.LLM"
+        for path, layer in sorted(found.origins.items()):
+            value: Any = found.arguments
+            for part in path.split("."):
+                value = value[part]
+            yield f"{path}: {json.dumps(value)}  # {layer}"
+
+
+def _from_settings(settings: Settings) -> dict[str, Any]:
+    """What was set, under the names that it has there; the settings' own defaults are those of other backends."""
+    said = settings.model_fields_set
+    values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
+    values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
+    if not values.get("max_seq_len", 1):
+        del values["max_seq_len"]
+    cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
+    return values | ({"kv_cache_config": cache} if cache else {})
+
+
+def _from_file(settings: Settings) -> Mapping[str, Any]:
+    path = settings.extra_engine_args
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise EngineArgsError([f"EXTRA_ENGINE_ARGS: {path}: {' '.join(str(error).split())}"]) from error
+    return _mapping(content if content is not None else {}, "EXTRA_ENGINE_ARGS")
+
+
+def _from_json(settings: Settings) -> Mapping[str, Any]:
+    try:
+        content = json.loads(settings.override_engine_args or "{}")
+    except ValueError as error:
+        raise EngineArgsError([f"OVERRIDE_ENGINE_ARGS: not valid JSON: {error}"]) from error
+    return _mapping(content, "OVERRIDE_ENGINE_ARGS")
+
+
+def _mapping(content: Any, setting: str) -> Mapping[str, Any]:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise EngineArgsError([f"{setting}: must be a mapping from names of arguments"])
+    if taken := {"model", "backend"} & content.keys():
+        raise EngineArgsError([f"{setting}: {name} is a setting of its own, {name.upper()}" for name in sorted(taken)])
+    return content
+
+
+def _origin(found: Effective, fault: str) -> str:
+    """The layer of the argument that a line of `problems` begins with, or of the first one below it."""
+    path = fault.partition(":")[0]
+    return next((layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")), "the engine's arguments")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
