@@ -1,0 +1,16 @@
+"""A stand-in for TensorRT-LLM 1.2.1, generated from `tests/contract/trtllm_api.json` and driven by engines of this project.
+
+It has the names, signatures and models of the contract and behaves as the contract says; what the contract lacks does not exist here.
+Put the folder above this package on `sys.path`. `_test` makes faults; the environment chooses the engine:
+
+FAKE_TRTLLM_ENGINE   "fake" (default) or "embedded", which runs the model folder that `LLM` is given
+FAKE_TRTLLM_CONFIG   JSON with fields of that engine's configuration (`engine/config.py`), over what the LLM's arguments say
+FAKE_TRTLLM_GPUS     GPUs of this machine (1)
+FAKE_TRTLLM_FAULTS   JSON with faults of `_test.Faults`, for child processes
+"""
+
+from tensorrt_llm._contract import VERSION as __version__
+from tensorrt_llm._llm import LLM
+from tensorrt_llm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]

@@ -1,0 +1,137 @@
+"""The executor behind an LLM: one of our engines, on an event loop in a thread of its own."""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from engine.base import Engine
+from engine.config import EngineConfig, create_engine
+from engine.kv_events import Cleared
+from engine.types import EngineInfo
+from tensorrt_llm import _test
+from tensorrt_llm._feeds import Buffer, event_item, stats_item
+from tensorrt_llm._jobs import Job
+
+SHUT_DOWN = "LLM is shutting down"
+
+
+class Executor:
+    """Runs jobs until it is shut down or dies. Without a configuration it has no engine, which is enough for an encoder."""
+
+    def __init__(self, config: EngineConfig | None, args: Any) -> None:
+        self.args = args
+        self.info: EngineInfo
+        self.is_shutdown = False
+        cache = args.kv_cache_config
+        self.stats = Buffer(args.max_stats_len) if args.enable_iter_perf_stats else Buffer(0)
+        self.events = Buffer(cache.event_buffer_max_size if cache.enable_block_reuse else 0)
+        self._config = config
+        self._engine: Engine | None = None
+        self._jobs: dict[int, Job] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-trtllm", daemon=True)
+
+    def start(self) -> None:
+        """Blocks until the engine is ready. Raises what the engine raises."""
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._stop()
+            raise
+        _test.executors.add(self)
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, job: Job) -> None:
+        """Raises RuntimeError once the executor is no more."""
+        if self.is_shutdown:
+            raise RuntimeError(SHUT_DOWN)
+        self._jobs[job.id] = job
+        self._loop.call_soon_threadsafe(self._run, job)
+
+    def abort(self, request_id: int) -> None:
+        """Without effect on a request that has ended."""
+        if not self.is_shutdown:
+            self._loop.call_soon_threadsafe(self._abort, request_id)
+
+    def die(self, error: Exception) -> None:
+        """What follows a background exception: the executor shuts itself down, and running results raise."""
+        if not self.is_shutdown:
+            self.is_shutdown = True
+            for job in list(self._jobs.values()):
+                job.push(error)
+            self._jobs.clear()
+
+    def shutdown(self) -> None:
+        """Idempotent, and right after a death too."""
+        if self._loop.is_closed():
+            return
+        self.die(RuntimeError(SHUT_DOWN))
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._stop()
+        _test.executors.discard(self)
+
+    # In the executor's thread.
+
+    async def _start(self) -> None:
+        if self._config is None:
+            return
+        self._engine = create_engine(self._config)
+        await self._engine.start()
+        self.info = self._engine.info
+        self._spawn(self._collect_stats(self._engine))
+        self._spawn(self._collect_events(self._engine))
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._engine is not None:
+            await self._engine.close()
+        await self._loop.shutdown_default_executor()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], then: Callable[[], object] = lambda: None) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: then())
+        task.add_done_callback(self._fatal)
+
+    def _fatal(self, task: "asyncio.Task[None]") -> None:
+        """An exception that no job has handled is the end of the executor."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.die(error)
+
+    def _run(self, job: Job) -> None:
+        assert self._engine is not None
+        self._spawn(job.run(self._engine, self.die), lambda: self._jobs.pop(job.id, None))
+
+    def _abort(self, request_id: int) -> None:
+        if job := self._jobs.get(request_id):
+            self._spawn(job.abort())
+
+    async def _collect_stats(self, engine: Engine) -> None:
+        async for stats in engine.stats():
+            if stats.iteration:
+                self.stats.put(stats_item(stats, self.args))
+
+    async def _collect_events(self, engine: Engine) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            async for batch in engine.kv_events():
+                for event in batch:
+                    assert not isinstance(event.data, Cleared), "TensorRT-LLM has no such event"
+                    self.events.put(event_item(event))

@@ -1,0 +1,166 @@
+"""One request in the executor: the sequences it asks our engine for, and what their deltas say in TensorRT-LLM's terms."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import logits
+from engine.base import DeltaIterator, Engine
+from engine.errors import EngineError, EngineUnavailable
+from engine.stream import merge
+from engine.types import Delta, GenerateRequest, TokenLogprobs
+from tensorrt_llm._errors import RequestError
+from tensorrt_llm._outputs import Logprob
+from tensorrt_llm._results import GenerationResult, Response
+from tensorrt_llm._test import faults
+from tensorrt_llm._translate import Processor, sampling_of, stop_ids
+
+
+@dataclass
+class Job:
+    """What a request needs to run. `fields` are those of our SamplingParams."""
+
+    result: GenerationResult
+    fields: dict[str, Any]
+    max_tokens: int
+    streaming: bool
+    interval: int
+    cache_salt: str
+    processors: list[Any]
+    disaggregated: Any = None
+    """The request's DisaggregatedParams, if it has a type."""
+    aborted: bool = False
+    begun: bool = False
+    streams: list[DeltaIterator] = field(default_factory=list)
+
+    @property
+    def id(self) -> int:
+        return self.result.request_id
+
+    @property
+    def kind(self) -> str | None:
+        """Request type, None for an aggregated request."""
+        return None if self.disaggregated is None else self.disaggregated.request_type
+
+    def push(self, response: Response | Exception) -> None:
+        self.result._push(response)
+
+    async def run(self, engine: Engine, die: Callable[[Exception], None]) -> None:
+        """All sequences, to their ends. One that fails fails the request."""
+        names = []
+        try:
+            self._check()
+            for position, processor in enumerate(self.processors):
+                names.append(f"fake-trtllm-{id(self)}-{position}")
+                logits.register(names[-1], lambda processor=processor: Processor(copy.deepcopy(processor), self.id))
+            async with asyncio.TaskGroup() as group:
+                for index in range(self.result.sampling_params.n):
+                    group.create_task(self._follow(engine, index, tuple(names)))
+        except* RequestError as errors:
+            self.push(errors.exceptions[0])
+        except* EngineUnavailable as errors:
+            die(RuntimeError(str(errors.exceptions[0])))
+        except* EngineError as errors:
+            self.push(RequestError(str(errors.exceptions[0])))
+        finally:
+            for name in names:
+                logits.unregister(name)
+
+    async def abort(self) -> None:
+        """End the sequences; those that wait for a context worker's blocks once they have them."""
+        self.aborted = True
+        if self.begun or self.kind != "generation_only":
+            for stream in self.streams:
+                await stream.aclose()
+
+    def _check(self) -> None:
+        """Takes the fault that waits for this request, and a generation request's state."""
+        if faults.request_error is not None and not faults.request_error_after:
+            raise RequestError(faults.take("request_error"))
+        if self.kind == "generation_only":
+            restored = restore(self.disaggregated, self.result.prompt_token_ids)
+            if self.fields["seed"] is None:
+                self.fields["seed"] = restored
+
+    async def _follow(self, engine: Engine, index: int, processors: tuple[str, ...]) -> None:
+        seed = self.fields["seed"]
+        sampling = sampling_of(self.fields, max_tokens=self.max_tokens, processors=processors, seed=None if seed is None else seed + index)
+        prompt = tuple(self.result.prompt_token_ids)
+        request = GenerateRequest(request_id=f"{self.id}-{index}", prompt_token_ids=prompt, sampling=sampling, cache_salt=self.cache_salt)
+        stream = engine.generate(request)
+        self.streams.append(stream)
+        if self.aborted and self.kind != "generation_only":
+            await stream.aclose()
+        waiting: list[Delta] = []
+        responses = 0
+        async for delta in stream:
+            if not self.begun:
+                self._check_first(delta, index)
+                self.begun = True
+            waiting.append(delta)
+            ready = sum(len(part.token_ids) for part in waiting) >= self.interval
+            if delta.finish_reason is not None or (self.streaming and ready):
+                self.push(self._response(index, merge(waiting)))
+                waiting = []
+                responses += 1
+                if faults.request_error is not None and responses >= faults.request_error_after:
+                    await stream.aclose()
+                    raise RequestError(faults.take("request_error"))
+            if delta.finish_reason is not None:
+                return
+            if self.aborted:
+                await stream.aclose()
+        self.push(self._response(index, merge(waiting or [Delta(())]), "cancelled"))
+
+    def _check_first(self, delta: Delta, index: int) -> None:
+        if self.kind == "generation_only" and (first := self.disaggregated.first_gen_tokens):
+            if delta.token_ids[:1] != (first[index],):
+                raise RequestError(f"first_gen_tokens[{index}] is {first[index]}, but these parameters lead to {delta.token_ids[:1]}")
+
+    def _response(self, index: int, delta: Delta, finish: str | None = None) -> Response:
+        params = self.result.sampling_params
+        response = Response(index, delta.token_ids, finish_reason=finish or delta.finish_reason)
+        if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in stop_ids(params):
+            if last != params.end_id or params.ignore_eos:
+                response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
+        if params.logprobs:
+            response.logprobs = [_entry(token) for token in delta.logprobs]
+            response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
+        if delta.prompt is not None:
+            response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
+            # Entry i is of the logits at position i, which are about token i + 1.
+            response.prompt_logprobs = [_entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None]
+        if self.kind == "context_only":
+            response.finish_reason = "not_finished" if response.finish_reason == "length" else response.finish_reason
+            response.disaggregated_params = self._context_params(delta.token_ids)
+        return response
+
+    def _context_params(self, token_ids: tuple[int, ...]) -> Any:
+        """The request's own params with what a generation worker needs."""
+        params = self.result.disaggregated_params or copy.copy(self.disaggregated)
+        params.first_gen_tokens = [*(params.first_gen_tokens or ()), *token_ids]
+        params.ctx_request_id = self.id
+        params.multimodal_embedding_handles = None
+        params.opaque_state = json.dumps({"prompt": self.result.prompt_token_ids, "seed": self.fields["seed"]}).encode()
+        return params
+
+
+def restore(params: Any, prompt: list[int]) -> int | None:
+    """The seed of the context request. Raises RequestError if `params` are not of a context request for this prompt."""
+    if params.ctx_request_id is None or not isinstance(params.opaque_state, bytes):
+        raise RequestError("a generation_only request needs ctx_request_id and opaque_state")
+    try:
+        state = json.loads(params.opaque_state)
+    except ValueError as error:
+        raise RequestError("opaque_state cannot be read") from error
+    if state["prompt"] != prompt:
+        raise RequestError("the prompt is not that of the context request")
+    seed: int | None = state["seed"]
+    return seed
+
+
+def _entry(token: TokenLogprobs) -> dict[int, Any]:
+    return {item.token_id: Logprob(item.logprob, item.rank) for item in reversed(token)}

@@ -1,0 +1,236 @@
+"""`LLM`: arguments, life, and the calls of the contract."""
+
+import atexit
+import os
+import random
+import socket
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+from tensorrt_llm._contract import contract
+from tensorrt_llm._engines import engine_config
+from tensorrt_llm._errors import RequestError
+from tensorrt_llm._executor import SHUT_DOWN, Executor
+from tensorrt_llm._feeds import Buffer, IterationResult
+from tensorrt_llm._jobs import Job
+from tensorrt_llm._models import MODELS, gpu_count
+from tensorrt_llm._results import RequestOutput
+from tensorrt_llm._test import faults
+from tensorrt_llm._tokenizer import load_tokenizer, set_up
+from tensorrt_llm._translate import checked_processors, engine_sampling
+from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.sampling_params import SamplingParams
+
+_NO_EVENTS = "KV Event IterationResult is not properly instantiated."
+_ARGS = {"pytorch": "TorchLlmArgs", "_autodeploy": "auto_deploy.LlmArgs"}
+
+
+class BaseLLM:
+    """What an LLM and an encoder share."""
+
+    def _load(self, kwargs: dict[str, Any], encoder: bool = False) -> None:
+        backend = kwargs.pop("backend", None) or "pytorch"
+        if backend not in _ARGS:
+            raise ValueError(f"Unsupported backend: {backend}")
+        model = MODELS[_ARGS[backend]]
+        for key in kwargs:
+            if key not in model.model_fields and key != "_mpi_session":
+                raise ValueError(f"{type(self).__name__} got invalid argument: {key}")
+        self.args = model(**kwargs)
+        self._check_gpus(kwargs.get("gpus_per_node"))
+        self._tokenizer = load_tokenizer(self.args)
+        self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
+        self._stats_result: IterationResult | None = None
+        self._events_result: IterationResult | None = None
+        time.sleep(faults.construction_seconds)
+        if (message := faults.take("construction_error")) is not None:
+            raise RuntimeError(message)
+        self._executor = Executor(None if encoder else engine_config(self.args), self.args)
+        self._executor.start()
+        atexit.register(_shut_down, weakref.ref(self))
+
+    def _check_gpus(self, per_node: int | None) -> None:
+        args = self.args
+        world = args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
+        world = max(world, getattr(args, "world_size", 1))
+        needed = min(world, per_node or world)
+        if world > 1 and needed > gpu_count() and "RAY_LOCAL_WORLD_SIZE" not in os.environ:
+            raise RuntimeError(f"Only {gpu_count()} GPUs are available, but {needed} are required.")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def llm_id(self) -> str:
+        return self._llm_id
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self.get_stats_async(timeout).get_results()
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        self._check_alive()
+        return _polled(self._stats_result, timeout) if self._stats_result else _polled(IterationResult(Buffer(0)), 0)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self.get_kv_cache_events_async(timeout).get_results()
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        self._check_alive()
+        assert self._events_result is not None, _NO_EVENTS
+        return _polled(self._events_result, timeout)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+    def _check_health(self) -> bool:
+        return not self._executor.is_shutdown
+
+    def _check_alive(self) -> None:
+        if self._executor.is_shutdown:
+            raise RuntimeError(SHUT_DOWN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self.shutdown()
+
+
+class LLM(BaseLLM):
+    """Generates with an engine of ours, as the package's docstring says."""
+
+    @contract("tensorrt_llm.LLM.__init__")
+    def __init__(self, call: SimpleNamespace) -> None:
+        values = vars(call)
+        self._load(values.pop("kwargs") | values)
+
+    @contract("tensorrt_llm.LLM.generate")
+    def generate(self, call: SimpleNamespace) -> Any:
+        values = vars(call)
+        inputs = values.pop("inputs")
+        values.pop("use_tqdm")
+        if not isinstance(inputs, list) or all(isinstance(item, int) for item in inputs):
+            return self.generate_async(inputs, **values).result()
+        each = [{key: value[i] if isinstance(value, list) else value for key, value in values.items()} for i in range(len(inputs))]
+        results = [self.generate_async(item, **own) for item, own in zip(inputs, each, strict=True)]
+        return [result.result() for result in results]
+
+    @contract("tensorrt_llm.LLM.generate_async")
+    def generate_async(self, call: SimpleNamespace) -> RequestOutput:
+        self._check_alive()
+        params = SamplingParams() if call.sampling_params is None else call.sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(params)}")
+        disaggregated = call.disaggregated_params
+        kind = None if disaggregated is None else disaggregated.request_type
+        if kind == "generation_only" and disaggregated.multimodal_embedding_handles is not None:
+            raise ValueError("multimodal_embedding_handles cannot be used with generation_only requests")
+        if call.lora_request is not None and not (self.args.enable_lora or self.args.lora_config):
+            raise RequestError("LoRA is not enabled")
+        if kind == "context_only":
+            params.max_tokens = 1
+        prompt, token_ids = self._prompt(call.inputs, params)
+        set_up(params, self._tokenizer)
+        params._stream_interval = getattr(self.args, "stream_interval", 1)
+        params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
+        self._check_length(token_ids, kind)
+        if kind == "context_only" and disaggregated.multimodal_embedding_handles is not None:
+            _consume(disaggregated.multimodal_embedding_handles)
+        return self._submit(call, params, prompt, token_ids)
+
+    def _submit(self, call: SimpleNamespace, params: Any, prompt: str | None, token_ids: list[int]) -> RequestOutput:
+        executor = self._executor
+        result = RequestOutput(executor, executor.new_id(), prompt, token_ids, params)
+        result.trace_headers, result.postproc_params, result._tokenizer = call.trace_headers, call._postproc_params, self._tokenizer
+        if self._stats_result is None:
+            self._stats_result, self._events_result = executor.stats.reader(False), executor.events.reader(True)
+        room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
+        processors = checked_processors(params)
+        try:
+            self._check_roles(call.disaggregated_params)
+            if room < 1 or not 1 <= params.max_tokens:
+                raise RequestError(
+                    f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} do not fit the maximum sequence length"
+                )
+            fields = engine_sampling(params, executor.info, self.args.guided_decoding_backend is not None)
+        except RequestError as error:  # the worker's refusal, which surfaces on iteration
+            result._push(error)
+            return result
+        typed = call.disaggregated_params is not None and call.disaggregated_params.request_type in {"context_only", "generation_only"}
+        if typed and call.disaggregated_params.request_type == "context_only" and fields["seed"] is None:
+            fields["seed"] = random.getrandbits(31)
+        executor.submit(
+            Job(
+                result=result,
+                fields=fields,
+                max_tokens=min(params.max_tokens, room),
+                streaming=call.streaming,
+                interval=params._stream_interval,
+                cache_salt=call.cache_salt or "",
+                processors=processors,
+                disaggregated=call.disaggregated_params if typed else None,
+            )
+        )
+        return result
+
+    def _prompt(self, inputs: Any, params: Any) -> tuple[str | None, list[int]]:
+        """Text, if there is any, and token ids."""
+        if isinstance(inputs, dict):
+            assert "prompt" in inputs or "prompt_token_ids" in inputs, "inputs need prompt or prompt_token_ids"
+            inputs = inputs["prompt_token_ids"] if "prompt_token_ids" in inputs else inputs["prompt"]
+        if isinstance(inputs, list) and inputs and all(isinstance(token, int) for token in inputs):
+            return None, list(inputs)
+        if not isinstance(inputs, str):
+            raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        if self._tokenizer is None:
+            raise ValueError("tokenizer is required to process a text prompt")
+        token_ids: list[int] = self._tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
+        return inputs, token_ids[: params.truncate_prompt_tokens]
+
+    def _check_length(self, token_ids: list[int], kind: str | None) -> None:
+        args = self.args
+        if args.enable_chunked_prefill or kind == "generation_only" or not args.max_num_tokens:
+            return
+        if len(token_ids) / args.context_parallel_size > args.max_num_tokens:
+            raise RequestError(
+                f"The sum of prompt length ({len(token_ids)}) and query length (0) should not exceed max_num_tokens ({args.max_num_tokens})"
+            )
+
+    def _check_roles(self, disaggregated: Any) -> None:
+        if not isinstance(disaggregated, DisaggregatedParams | None) or disaggregated is None:
+            return
+        transceiver = self.args.cache_transceiver_config
+        if disaggregated.request_type in {"context_only", "generation_only"} and (transceiver is None or transceiver.backend is None):
+            raise RequestError("disaggregated requests need cache_transceiver_config.backend")
+        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
+            raise RequestError("context_only requests need disable_overlap_scheduler")
+
+
+def _polled(result: IterationResult, timeout: float | None) -> IterationResult:
+    result.set_timeout(3600.0 if timeout is None else timeout)
+    result.mark_undone()
+    return result
+
+
+def _consume(handles: Any) -> None:
+    """Rebuild the embeddings, so that their producer's memory is free again."""
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
+
+    for handle in handles[0] if isinstance(handles, tuple) else handles:
+        SharedTensorContainer.from_dict(handle).get_local_view()
+
+
+def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:
+    if (llm := reference()) is not None:
+        llm.shutdown()
+
+
+LLM.__module__ = "tensorrt_llm.llmapi.llm"

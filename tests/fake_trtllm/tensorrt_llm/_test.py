@@ -1,0 +1,62 @@
+"""Faults on demand, for tests. This module is the only thing here that the real package has not.
+
+    from tensorrt_llm import _test
+    _test.faults.request_error = "out of memory"     # the next request fails
+    _test.kill_executors(RuntimeError("CUDA error"))  # every live executor dies, as after a background exception
+    _test.reset()
+
+A child process gets its faults from FAKE_TRTLLM_FAULTS, a JSON object of the fields of `Faults`.
+"""
+
+import dataclasses
+import json
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Faults:
+    """What goes wrong next. Faults are used up when they strike, but for the seconds."""
+
+    request_error: str | None = None
+    """Message of the RequestError with which the next request fails, on iteration."""
+    request_error_after: int = 0
+    """Responses that request gives first."""
+    event_poll_error: str | None = None
+    """Message of the AttributeError that the next poll of KV events raises."""
+    construction_error: str | None = None
+    """Message of the RuntimeError that the next LLM or encoder raises while it loads."""
+    construction_seconds: float = 0.0
+    """How long loading takes."""
+    longest_poll_seconds: float | None = None
+    """Not a fault: no poll of events or statistics waits longer than this, whatever its timeout."""
+
+    def take(self, name: str) -> Any:
+        """The value of a fault, which is then used up."""
+        value = getattr(self, name)
+        setattr(self, name, None)
+        return value
+
+
+faults = Faults(**json.loads(os.environ.get("FAKE_TRTLLM_FAULTS", "{}")))
+executors: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The executors of all LLMs and encoders that have not shut down."""
+
+
+def live() -> int:
+    """How many LLMs and encoders have been made and not shut down."""
+    return len(executors)
+
+
+def kill_executors(error: Exception | None = None) -> None:
+    """Have every live executor die of `error`: running results raise it, and every later call raises RuntimeError."""
+    for executor in list(executors):
+        executor.die(error or RuntimeError("Executor worker died during initialization or execution"))
+
+
+def reset() -> None:
+    """No faults."""
+    for field in dataclasses.fields(Faults):
+        setattr(faults, field.name, field.default)

@@ -1,0 +1,1 @@
+"""`tensorrt_llm._torch`."""

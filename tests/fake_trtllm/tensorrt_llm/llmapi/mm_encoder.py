@@ -1,0 +1,5 @@
+"""`tensorrt_llm.llmapi.mm_encoder`."""
+
+from tensorrt_llm._encoder import MultimodalEncoder
+
+__all__ = ["MultimodalEncoder"]

@@ -1,0 +1,7 @@
+"""`tensorrt_llm.lora_helper`."""
+
+from tensorrt_llm._models import NAMES
+
+__all__ = ["LoraConfig"]
+
+LoraConfig = NAMES["LoraConfig"]
