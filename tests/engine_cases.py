@@ -2,39 +2,68 @@
 
 import asyncio
 import itertools
+import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.client import EngineClient
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, create_engine
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, create_engine
 from engine.kv_events import KvEvent, Stored
 from engine.process import EngineProcess
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
-KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
+KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+FAKE_TRTLLM = str(Path(__file__).parent / "fake_trtllm")
 _ids = itertools.count()
 _rng = random.Random(0)
 
 
+EMBEDDED: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "threads": 1, "max_batch_size": 16, "kv_block_size": BLOCK, "num_blocks": 1024,
+}  # fmt: skip
+
+
+@contextmanager
+def fake_trtllm() -> Iterator[None]:
+    """tensorrt_llm can be imported, here and in child processes: the fake, which generates with the embedded engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FAKE_TRTLLM)
+        patch.setenv("PYTHONPATH", FAKE_TRTLLM)
+        patch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
+        patch.setenv("FAKE_TRTLLM_CONFIG", json.dumps(EMBEDDED))
+        yield
+
+
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.startswith("embedded"):
-        return EmbeddedConfig(
-            model=str(tiny_model), dtype="float32", device="cpu", threads=1, max_batch_size=16, kv_block_size=BLOCK, num_blocks=1024
-        )
+        return EmbeddedConfig(model=str(tiny_model), **EMBEDDED)
+    if kind.startswith("trtllm"):
+        cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
+        arguments = {"kv_cache_config": cache, "max_batch_size": 16, "guided_decoding_backend": "xgrammar", "enable_iter_perf_stats": True}
+        return TrtllmConfig(model=str(tiny_model), arguments=arguments)
     return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
 
 
 @asynccontextmanager
 async def engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
     """An engine that has not started yet, closed at the end."""
+    with fake_trtllm() if kind.startswith("trtllm") else nullcontext():
+        async with _engine_of(kind, config) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def _engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
     if not kind.endswith("-host"):
         engine: Engine = create_engine(config)
         if kind.endswith("-admission"):

@@ -99,10 +99,10 @@ class TrtllmEngine:
         self._info = None
         self._stop_watching.set()
         self._fail_all(EngineNotReady("the engine is closing"))
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._tasks:  # Python 3.11's wait_for, which the library waits with, can lose a cancellation
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.2)
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(library.shutdown, llm)
