@@ -9,7 +9,7 @@ FAKE_TRTLLM_GPUS     GPUs of this machine (1)
 FAKE_TRTLLM_FAULTS   JSON with faults of `_test.Faults`, for child processes
 """
 
-from tensorrt_llm._contract import VERSION as __version__
+from tensorrt_llm._contract import __version__
 from tensorrt_llm._llm import LLM
 from tensorrt_llm.sampling_params import SamplingParams
 

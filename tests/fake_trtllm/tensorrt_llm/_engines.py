@@ -11,7 +11,7 @@ from engine.config import EmbeddedConfig, EngineConfig, FakeConfig
 
 
 def engine_config(args: Any) -> EngineConfig:
-    """From the LLM's arguments, then FAKE_TRTLLM_CONFIG. Raises ValueError for an unknown engine, msgspec.ValidationError for a wrong one."""
+    """From the LLM's arguments, then FAKE_TRTLLM_CONFIG. Raises ValueError if the engine or one of its fields is wrong."""
     kind = os.environ.get("FAKE_TRTLLM_ENGINE", "fake")
     if kind not in {"fake", "embedded"}:
         raise ValueError(f"FAKE_TRTLLM_ENGINE must be fake or embedded, not {kind}")

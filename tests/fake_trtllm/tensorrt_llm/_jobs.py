@@ -116,16 +116,16 @@ class Job:
         self.push(self._response(index, merge(waiting or [Delta(())]), "cancelled"))
 
     def _check_first(self, delta: Delta, index: int) -> None:
-        if self.kind == "generation_only" and (first := self.disaggregated.first_gen_tokens):
-            if delta.token_ids[:1] != (first[index],):
-                raise RequestError(f"first_gen_tokens[{index}] is {first[index]}, but these parameters lead to {delta.token_ids[:1]}")
+        first = self.disaggregated.first_gen_tokens if self.kind == "generation_only" else None
+        if first and delta.token_ids[:1] != (first[index],):
+            raise RequestError(f"first_gen_tokens[{index}] is {first[index]}, but these parameters lead to {delta.token_ids[:1]}")
 
     def _response(self, index: int, delta: Delta, finish: str | None = None) -> Response:
         params = self.result.sampling_params
         response = Response(index, delta.token_ids, finish_reason=finish or delta.finish_reason)
-        if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in stop_ids(params):
-            if last != params.end_id or params.ignore_eos:
-                response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
+        named = set(stop_ids(params)) - (set() if params.ignore_eos else {params.end_id})
+        if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in named:
+            response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
         if params.logprobs:
             response.logprobs = [_entry(token) for token in delta.logprobs]
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)

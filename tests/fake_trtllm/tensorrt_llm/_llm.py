@@ -6,7 +6,6 @@ import random
 import socket
 import time
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -156,7 +155,7 @@ class LLM(BaseLLM):
         processors = checked_processors(params)
         try:
             self._check_roles(call.disaggregated_params)
-            if room < 1 or not 1 <= params.max_tokens:
+            if room < 1 or params.max_tokens < 1:
                 raise RequestError(
                     f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} do not fit the maximum sequence length"
                 )

@@ -37,7 +37,7 @@ def load_tokenizer(args: Any) -> Any:
 
 
 def set_up(params: Any, tokenizer: Any) -> None:
-    """Fill in what SamplingParams leaves to the tokenizer, in place. An explicit `end_id` skips this, and stop strings are then an error."""
+    """Fill in, in place, what SamplingParams leaves to it. With an explicit `end_id` nothing is, and stop strings are an error."""
     if params.end_id is not None:
         for name in ("stop", "bad"):
             if getattr(params, name) is not None:

@@ -1,0 +1,63 @@
+"""The stand-in for TensorRT-LLM in this process, and short names for what tests make with it."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent
+API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package, without faults; nothing may live on after a test."""
+    monkeypatch.syspath_prepend(str(ROOT / "fake_trtllm"))
+    monkeypatch.delenv("FAKE_TRTLLM_ENGINE", raising=False)
+    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.002}))
+    package = importlib.import_module("tensorrt_llm")
+    faults = importlib.import_module("tensorrt_llm._test")
+    faults.reset()
+    yield package
+    faults.reset()
+    assert faults.live() == 0
+
+
+def found(name: str) -> Any:
+    """An object by its dotted name; modules are imported on the way. Raises AttributeError."""
+    parts = name.split(".")
+    value: Any = importlib.import_module(parts[0])
+    for position, part in enumerate(parts[1:], 2):
+        if inspect.ismodule(value):
+            try:
+                value = importlib.import_module(".".join(parts[:position]))
+                continue
+            except ModuleNotFoundError:
+                pass
+        value = inspect.getattr_static(value, part) if inspect.isclass(value) and part == "__call__" else getattr(value, part)
+    return value
+
+
+def llm(**arguments: Any) -> Any:
+    return found("tensorrt_llm.LLM")(model="fake", **arguments)
+
+
+def sampling(**fields: Any) -> Any:
+    return found("tensorrt_llm.SamplingParams")(**{"end_id": 2, "max_tokens": 8, **fields})
+
+
+def disaggregated(kind: str, **fields: Any) -> Any:
+    return found("tensorrt_llm.llmapi.DisaggregatedParams")(request_type=kind, **fields)
+
+
+def faults() -> Any:
+    return found("tensorrt_llm._test").faults
+
+
+def disaggregating(**arguments: Any) -> Any:
+    return llm(cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True, **arguments)
