@@ -51,6 +51,7 @@ class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
     model: str
     """Folder with config.json, weights and tokenizer."""
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
+    role: Literal["aggregated", "prefill", "decode", "encode"] = "aggregated"
     arguments: dict[str, Any] = {}
 
 

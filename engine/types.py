@@ -56,19 +56,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Names of registered logits processors (`engine/logits.py`), applied in order."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate: n choices and lists of prompts are several requests.
-
-    `priority`: lower is served first, ties by arrival. `cache_salt`: only requests with an equal salt share KV blocks.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-
-
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probability of a token before temperature, penalties and masks; `rank` 1 is the most likely."""
 
@@ -129,3 +116,48 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     max_logprobs: int = 20
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec). It stays valid until the prefill side's lease ends."""
+
+    version: int
+    backend: str
+    """Only an engine of the same kind can take it."""
+    first: Delta
+    """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` all has been said: there is
+    nothing to decode."""
+    state: bytes = b""
+    """Where the KV blocks are, in the backend's own terms."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
+
+
+class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an encode replica leaves for prefill: a prompt's images as embeddings (`engine/handoff.py` has the codec)."""
+
+    version: int
+    backend: str
+    prompt: str
+    """The text that the images were encoded for, with their placeholders."""
+    state: bytes
+    """Where the embeddings are, in the backend's own terms."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate: n choices and lists of prompts are several requests.
+
+    `priority`: lower is served first, ties by arrival. `cache_salt`: only requests with an equal salt share KV blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    encoding: Encoding | None = None
+    """The prompt's images, encoded elsewhere."""
+    handoff: Handoff | None = None
+    """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
+    prefill_locally: bool = False
+    """On a decode replica, compute the prompt there: without this it refuses a request that has no handoff."""

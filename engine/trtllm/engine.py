@@ -13,15 +13,17 @@ from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
 from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.handoff import VERSION
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.stream import DeltaStream, EventBuffer, Latest, merge
 from engine.trtllm import library
+from engine.trtllm.disaggregation import BACKEND, handoff_of
 from engine.trtllm.events import iteration_stats
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
-from engine.types import EngineInfo, GenerateRequest, GuideKind
+from engine.types import EngineInfo, GenerateRequest, GuideKind, Handoff
 
 HEALTH_SECONDS = 1.0
 GUIDES: tuple[GuideKind, ...] = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -76,18 +78,24 @@ class TrtllmEngine:
         threading.Thread(target=self._watch, name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
+        if self._config.role == "decode" and request.handoff is None and not request.prefill_locally:
+            return DeltaStream.failed(InvalidRequest("a decode replica needs a handoff", "handoff"))
         try:
-            self._check(request)
-            result = library.submit(self._llm, request, self._facts)
+            return self._begin(request).stream
         except EngineError as error:
-            if isinstance(error, EngineDied):
-                self._die(error)
             return DeltaStream.failed(error)
-        stream = DeltaStream(lambda: self._abort(result))
-        self._streams[request.request_id] = stream
-        stream.when_done(lambda: self._streams.pop(request.request_id))
-        self._spawn(self._follow(request, result, stream))
-        return stream
+
+    async def prefill(self, request: GenerateRequest) -> Handoff:
+        """Compute the prompt and its first token, and hold the KV blocks for the replica that decodes. One token is all that is wanted:
+        then there is nothing to hand over. Raises as `generate` does; cancelling aborts.
+        """
+        more = request.sampling.max_tokens > 1
+        run = self._begin(request, context_only=more)
+        async with contextlib.aclosing(run.stream) as stream:
+            first = merge([delta async for delta in stream])
+        if not more:
+            return Handoff(version=VERSION, backend=BACKEND, first=first)
+        return handoff_of(run.result, first, request.prompt_token_ids)
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
         return self._events.batches()
@@ -109,6 +117,21 @@ class TrtllmEngine:
         self._stats.close()
         self._events.close()
 
+    def _begin(self, request: GenerateRequest, *, context_only: bool = False) -> "_Run":
+        """Raises InvalidRequest, EngineUnavailable and EngineFailure."""
+        self._check(request)
+        try:
+            result = library.submit(self._llm, request, self._facts, context_only=context_only)
+        except EngineDied as error:
+            self._die(error)
+            raise
+        run = _Run(result, transferring=request.handoff is not None)
+        run.stream = DeltaStream(lambda: self._abort(run))
+        self._streams[request.request_id] = run.stream
+        run.stream.when_done(lambda: self._streams.pop(request.request_id))
+        self._spawn(self._follow(request, run))
+        return run
+
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
@@ -126,13 +149,15 @@ class TrtllmEngine:
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
-    async def _follow(self, request: GenerateRequest, result: Any, stream: DeltaStream) -> None:
+    async def _follow(self, request: GenerateRequest, run: "_Run") -> None:
         """The request to its end, an aborted one too: the engine has finished with it only then."""
         outputs = Outputs(request, self._facts.eos_token_ids)
+        stream = run.stream
         started = False
         self._running += 1
         try:
-            async for response in result:
+            async for response in run.result:
+                run.transferred()
                 if (delta := outputs.feed(response)) is not None:
                     started = True
                     stream.put(delta)
@@ -148,9 +173,9 @@ class TrtllmEngine:
             self._running -= 1
             self._publish(self._newest)
 
-    def _abort(self, result: Any) -> None:
+    def _abort(self, run: "_Run") -> None:
         self._aborted += 1
-        result.abort()
+        run.abort()
 
     def _publish(self, stats: IterationStats) -> None:
         """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
@@ -214,3 +239,27 @@ class TrtllmEngine:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class _Run:
+    """One request in the engine. While KV blocks are on their way to it, an abort waits: it could take as long as the transfer's own limit,
+    and leave the blocks held on the other side.
+    """
+
+    stream: DeltaStream
+
+    def __init__(self, result: Any, *, transferring: bool) -> None:
+        self.result = result
+        self._transferring = transferring
+        self._aborted = False
+
+    def abort(self) -> None:
+        self._aborted = True
+        if not self._transferring:
+            self.result.abort()
+
+    def transferred(self) -> None:
+        """The engine has answered, so that the blocks are here."""
+        waited, self._transferring = self._transferring, False
+        if waited and self._aborted:
+            self.result.abort()

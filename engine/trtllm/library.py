@@ -3,12 +3,16 @@
 import copy
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.logits import factory
 from engine.trtllm.arguments import pruned
+from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
@@ -17,16 +21,19 @@ log = logging.getLogger(__name__)
 
 
 def load(config: TrtllmConfig) -> Any:
-    """The `LLM`, loaded: minutes, for a large model. Raises EngineFailure."""
+    """The `LLM`, or the `MultimodalEncoder` of an encode replica, loaded: minutes, for a large model. Raises EngineFailure."""
     arguments = copy.deepcopy(config.arguments)  # some of what it is handed is changed there
     if config.backend == "_autodeploy":
         arguments = pruned(arguments)
     try:
         from tensorrt_llm import LLM  # noqa: PLC0415 - takes seconds, and is there on GPU machines only
+        from tensorrt_llm.llmapi import MultimodalEncoder  # noqa: PLC0415
         from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict  # noqa: PLC0415
     except ImportError as error:
         raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from error
     try:
+        if config.role == "encode":
+            return MultimodalEncoder(**{**arguments, "model": config.model})
         classes = update_llm_args_with_extra_dict({}, arguments)
         return LLM(**{**classes, "model": config.model, "backend": config.backend})
     except Exception as error:
@@ -46,13 +53,19 @@ def is_alive(llm: Any) -> bool:
     return bool(llm._check_health())
 
 
-def submit(llm: Any, request: GenerateRequest, facts: ModelFacts) -> Any:
-    """Start a request; the result is an async iterator of itself. Raises InvalidRequest and EngineDied."""
+def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, *, context_only: bool = False) -> Any:
+    """Start a request; the result is an async iterator of itself. Context-only computes the prompt and one token, and answers once.
+    Raises InvalidRequest and EngineDied.
+    """
+    sampling = request.sampling
+    if context_only:
+        sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
     try:
         return llm.generate_async(
-            inputs=list(request.prompt_token_ids),
-            sampling_params=sampling_params(request.sampling, facts),
-            streaming=True,
+            inputs=_inputs(request),
+            sampling_params=sampling_params(sampling, facts),
+            streaming=not context_only,
+            disaggregated_params=_disaggregated_params(request, context_only=context_only),
             cache_salt=request.cache_salt or None,
         )
     except EngineError:
@@ -63,12 +76,21 @@ def submit(llm: Any, request: GenerateRequest, facts: ModelFacts) -> Any:
         raise translate(error, started=False) from error
 
 
+def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
+    """Start to encode PIL `images` for a text with their placeholders; the result is awaitable. Raises InvalidRequest and EngineDied."""
+    try:
+        return encoder.generate_async(inputs={"prompt": prompt, "multi_modal_data": {"image": list(images)}})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise InvalidRequest(str(error)) from error
+    except Exception as error:
+        raise translate(error, started=False) from error
+
+
 async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
     """Generate one token from inside the running loop: what is polled later is bound to the loop of the first request."""
     started = time.monotonic()
-    await llm.generate_async(
-        inputs=list(prompt), sampling_params=sampling_params(SamplingParams(max_tokens=1, ignore_eos=True), facts), streaming=False
-    )
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    await submit(llm, GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling), facts)
     log.info("the first token took %.1f s", time.monotonic() - started)
 
 
@@ -96,6 +118,23 @@ def translate(error: Exception, *, started: bool) -> EngineError:
     if isinstance(error, RequestError):
         return EngineFailure(f"the engine failed on this request: {error}") if started else InvalidRequest(str(error))
     return EngineDied(f"the engine died: {type(error).__name__}: {error}")
+
+
+def _inputs(request: GenerateRequest) -> Any:
+    """Token ids, or the text whose images were encoded elsewhere: its placeholders are expanded in the engine."""
+    if request.handoff is not None:
+        return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
+    return list(request.prompt_token_ids) if request.encoding is None else {"prompt": request.encoding.prompt}
+
+
+def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:
+    from tensorrt_llm.llmapi import DisaggregatedParams  # noqa: PLC0415
+
+    if request.handoff is not None:
+        return DisaggregatedParams(**generation_keywords(request.handoff))
+    if context_only:
+        return DisaggregatedParams(**context_keywords(request.encoding))
+    return None if request.encoding is None else DisaggregatedParams(**local_keywords(request.encoding))
 
 
 def _bias_tensor(bias: Any, vocab_size: int) -> Any:

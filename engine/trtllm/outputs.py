@@ -17,9 +17,10 @@ class Outputs:
         self._request = request
         self._eos = frozenset(eos_token_ids)
         self._end_id = eos_token_ids[0] if eos_token_ids else None
-        self._tokens = 0
-        self._logprobs = 0
-        self._reported = False
+        # With a handoff the first token has been passed on already, and the report with it; the engine says that token again.
+        self._handed = 0 if request.handoff is None else len(request.handoff.first.token_ids)
+        self._tokens = self._handed
+        self._reported = request.handoff is not None
 
     def feed(self, result: Any) -> Delta | None:
         """The delta of a response, or None if there is nothing to pass on yet. Raises EngineFailure where the engine gave up."""
@@ -36,8 +37,8 @@ class Outputs:
         tokens = tuple(output.token_ids[self._tokens :])
         if not tokens and finish is None:
             return None
-        self._tokens += len(tokens)
         logprobs = self._new_logprobs(output, tokens)
+        self._tokens += len(tokens)
         stop_reason = output.stop_reason if isinstance(output.stop_reason, int) and output.stop_reason in sampling.stop_token_ids else None
         if finish == "stop":
             tokens, logprobs = self._with_end(output, tokens, logprobs, stop_reason)
@@ -63,8 +64,9 @@ class Outputs:
         asked = self._request.sampling.logprobs
         if asked is None:
             return ()
-        entries = list(output.logprobs or [])[self._logprobs :][: len(tokens)]
-        self._logprobs += len(tokens)
+        entries = list(output.logprobs or [])
+        lacking = min(self._handed, max(0, len(output.token_ids) - len(entries)))  # it may have none for a token that was handed to it
+        entries = entries[self._tokens - lacking :][: len(tokens)]
         entries += [{}] * (len(tokens) - len(entries))
         return tuple(_position(entry, token, asked) for entry, token in zip(entries, tokens, strict=True))
 

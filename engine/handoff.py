@@ -1,0 +1,39 @@
+"""The codec of what replicas hand to each other: msgpack, versioned, bounded. Nothing is ever unpickled."""
+
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.types import Encoding, Handoff
+
+VERSION = 1
+MAX_BYTES = 64 << 20
+
+T = TypeVar("T", Handoff, Encoding)
+
+encode = msgspec.msgpack.Encoder().encode
+_handoffs = msgspec.msgpack.Decoder(Handoff)
+_encodings = msgspec.msgpack.Decoder(Encoding)
+
+
+def decode_handoff(data: bytes) -> Handoff:
+    """Raises InvalidRequest for what is no handoff of this version."""
+    return _checked(_handoffs, data, "handoff")
+
+
+def decode_encoding(data: bytes) -> Encoding:
+    """Raises InvalidRequest for what is no encoding of this version."""
+    return _checked(_encodings, data, "encoding")
+
+
+def _checked(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, name: str) -> T:
+    if len(data) > MAX_BYTES:
+        raise InvalidRequest(f"the {name} has {len(data)} bytes; the most is {MAX_BYTES}", name)
+    try:
+        value = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the {name} cannot be read: {error}", name) from error
+    if value.version != VERSION:
+        raise InvalidRequest(f"the {name} has version {value.version}; this replica reads version {VERSION}", name)
+    return value

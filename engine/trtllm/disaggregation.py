@@ -1,0 +1,97 @@
+"""`DisaggregatedParams` to and from what our replicas hand to each other. Pure but for the one class that it makes."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.errors import EngineFailure, InvalidRequest
+from engine.handoff import VERSION
+from engine.types import Delta, Encoding, Handoff
+
+BACKEND = "trtllm"
+T = TypeVar("T")
+
+
+class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of a context worker's DisaggregatedParams. The embeddings' handles are not among them: they were used up there, and a
+    generation worker refuses them.
+    """
+
+    ctx_request_id: int
+    first_gen_tokens: list[int]
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    mrope_position_ids_handle: dict[str, Any] | None = None
+    mrope_position_deltas_handle: dict[str, Any] | None = None
+
+
+class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an encoder says of a prompt's media. A handle is the dict of a shared tensor, to be opened exactly once."""
+
+    multimodal_embedding_handles: list[dict[str, Any]]
+    multimodal_hashes: list[list[int]] | None = None
+    mrope_position_ids_handle: dict[str, Any] | None = None
+    mrope_position_deltas_handle: dict[str, Any] | None = None
+
+
+def context_keywords(encoding: Encoding | None) -> dict[str, Any]:
+    """Keywords of the DisaggregatedParams of a prefill. Raises InvalidRequest."""
+    return {"request_type": "context_only"} | ({} if encoding is None else _fields(_decoded(encoding, EncoderState)))
+
+
+def generation_keywords(handoff: Handoff) -> dict[str, Any]:
+    """Keywords of the DisaggregatedParams of a decode. Raises InvalidRequest."""
+    return {"request_type": "generation_only"} | _fields(_decoded(handoff, ContextState))
+
+
+def local_keywords(encoding: Encoding) -> dict[str, Any]:
+    """Keywords of the DisaggregatedParams of a request whose images alone come from elsewhere. Raises InvalidRequest."""
+    return context_keywords(encoding) | {"request_type": "context_and_generation"}
+
+
+def handoff_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Handoff:
+    """What a context-only result hands on. `delta` is all that it said, `prompt` what it was asked. Raises EngineFailure."""
+    if delta.finish_reason == "stop":
+        return Handoff(version=VERSION, backend=BACKEND, first=delta)
+    params = result.outputs[0].disaggregated_params
+    if params is None or params.ctx_request_id is None:
+        raise EngineFailure("the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?")
+    expanded = tuple(result.prompt_token_ids)
+    return Handoff(
+        version=VERSION,
+        backend=BACKEND,
+        first=msgspec.structs.replace(delta, finish_reason=None),
+        state=_encoded(params, ContextState),
+        prompt_token_ids=() if expanded == prompt else expanded,
+    )
+
+
+def encoding_of(result: Any, prompt: str) -> Encoding:
+    """What an encoder's result hands on: of the result itself, since that of `outputs` is filled too early. Raises EngineFailure."""
+    params = result.disaggregated_params
+    if params is None or not params.multimodal_embedding_handles:
+        raise EngineFailure("the encoder returned no embeddings")
+    return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=_encoded(params, EncoderState))
+
+
+def _encoded(params: Any, state: type[msgspec.Struct]) -> bytes:
+    values = {name: getattr(params, name) for name in state.__struct_fields__}
+    handles = values.get("multimodal_embedding_handles")
+    if isinstance(handles, tuple):  # 1.2.1 wraps the list in a tuple when the request had parameters of its own
+        values["multimodal_embedding_handles"] = handles[0]
+    return msgspec.msgpack.encode(state(**values))
+
+
+def _decoded(source: Handoff | Encoding, state: type[T]) -> T:
+    name = type(source).__name__.lower()
+    if source.backend != BACKEND:
+        raise InvalidRequest(f"the {name} is of the {source.backend} engine; this replica runs {BACKEND}", name)
+    try:
+        return msgspec.msgpack.decode(source.state, type=state)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the {name} cannot be read: {error}", name) from error
+
+
+def _fields(state: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(state).items() if value is not None}

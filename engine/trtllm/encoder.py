@@ -1,0 +1,60 @@
+"""TensorRT-LLM's `MultimodalEncoder`: the vision part of a model alone, for an encode replica."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from engine.config import TrtllmConfig
+from engine.errors import EngineDied, EngineError, EngineNotReady
+from engine.trtllm import library
+from engine.trtllm.disaggregation import encoding_of
+from engine.types import Encoding
+
+log = logging.getLogger(__name__)
+
+
+class TrtllmEncoder:
+    """Images in, handles of embeddings on the GPU out. `load_seconds` is known once it has started."""
+
+    def __init__(self, config: TrtllmConfig) -> None:
+        self._config = config
+        self._encoder: Any = None
+        self.load_seconds = 0.0
+
+    @property
+    def healthy(self) -> bool:
+        return self._encoder is not None and library.is_alive(self._encoder)
+
+    async def start(self) -> None:
+        """Blocks the event loop while the model loads. Raises EngineFailure, with nothing left running."""
+        started = time.monotonic()
+        self._encoder = library.load(self._config)
+        self.load_seconds = time.monotonic() - started
+
+    async def encode(self, prompt: str, images: Sequence[Any]) -> Encoding:
+        """Encode a prompt's `images` (PIL, RGB), in order: `prompt` is text with the model's placeholders for them. Cancelling aborts.
+        Raises InvalidRequest, EngineUnavailable and EngineFailure.
+        """
+        if self._encoder is None:
+            raise EngineNotReady("the encoder is not running")
+        result = library.encode(self._encoder, prompt, images)
+        try:
+            await result
+            return encoding_of(result, prompt)
+        except asyncio.CancelledError:
+            result.abort()
+            raise
+        except EngineError:
+            raise
+        except Exception as error:  # of TensorRT-LLM's making
+            failure = library.translate(error, started=False)
+            if isinstance(failure, EngineDied):
+                log.critical("%s", failure, exc_info=error)
+            raise failure from error
+
+    async def close(self) -> None:
+        encoder, self._encoder = self._encoder, None
+        if encoder is not None:
+            await asyncio.to_thread(library.shutdown, encoder)
