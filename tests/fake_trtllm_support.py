@@ -12,17 +12,19 @@ import pytest
 ROOT = Path(__file__).parent
 API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
 PROMPT = [5, 6, 7]
+IMAGE = 3
 
 
 @pytest.fixture(autouse=True)
 def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package, without faults; nothing may live on after a test."""
+    """The package, without faults and with short polls; nothing may live on after a test."""
     monkeypatch.syspath_prepend(str(ROOT / "fake_trtllm"))
     monkeypatch.delenv("FAKE_TRTLLM_ENGINE", raising=False)
     monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.002}))
     package = importlib.import_module("tensorrt_llm")
     faults = importlib.import_module("tensorrt_llm._test")
     faults.reset()
+    faults.faults.longest_poll_seconds = 0.2
     yield package
     faults.reset()
     assert faults.live() == 0
@@ -61,3 +63,16 @@ def faults() -> Any:
 
 def disaggregating(**arguments: Any) -> Any:
     return llm(cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True, **arguments)
+
+
+def model_folder(folder: Path, **config: Any) -> Path:
+    """Make `folder` that of a model with a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - most tests do without
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE, **{f"w{token}": token for token in range(4, 64)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    known = {"vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2, "image_token_id": IMAGE}
+    (folder / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
+    return folder

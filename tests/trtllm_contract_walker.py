@@ -131,7 +131,7 @@ class Walker(ast.NodeVisitor):
         if not isinstance(name, ast.Constant):
             self.found.dynamic.add(base.name)
         elif not has(base.name, str(name.value)):
-            self._fault(node, f"{base.name} has no {name.value}")
+            self._fault(node, f"{base.name} has no {name.value!s}")
 
     def _check_call(self, node: ast.Call, function: Kind) -> None:
         if function.form in ("object", "list"):

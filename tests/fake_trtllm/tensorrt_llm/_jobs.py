@@ -134,7 +134,7 @@ class Job:
             # Entry i is of the logits at position i, which are about token i + 1.
             response.prompt_logprobs = [_entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None]
         if self.kind == "context_only":
-            response.finish_reason = "not_finished" if response.finish_reason == "length" else response.finish_reason
+            response.finish_reason = faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
             response.disaggregated_params = self._context_params(delta.token_ids)
         return response
 
@@ -144,8 +144,15 @@ class Job:
         params.first_gen_tokens = [*(params.first_gen_tokens or ()), *token_ids]
         params.ctx_request_id = self.id
         params.multimodal_embedding_handles = None
-        params.opaque_state = json.dumps({"prompt": self.result.prompt_token_ids, "seed": self.fields["seed"]}).encode()
+        params.draft_tokens = self._draft(token_ids)
+        state = {"prompt": self.result.prompt_token_ids, "seed": self.fields["seed"], "draft": params.draft_tokens}
+        params.opaque_state = json.dumps(state).encode()
         return params
+
+    def _draft(self, token_ids: tuple[int, ...]) -> list[int] | None:
+        """What a speculating context worker guesses that comes next: the same again."""
+        speculative = self.result._executor.args.speculative_config
+        return None if speculative is None else [*token_ids] * (speculative.max_draft_len or 1)
 
 
 def restore(params: Any, prompt: list[int]) -> int | None:
@@ -158,6 +165,8 @@ def restore(params: Any, prompt: list[int]) -> int | None:
         raise RequestError("opaque_state cannot be read") from error
     if state["prompt"] != prompt:
         raise RequestError("the prompt is not that of the context request")
+    if state["draft"] != params.draft_tokens:
+        raise RequestError("the draft tokens are not those of the context request")
     seed: int | None = state["seed"]
     return seed
 

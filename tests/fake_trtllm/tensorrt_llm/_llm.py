@@ -6,11 +6,12 @@ import random
 import socket
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 from tensorrt_llm._contract import contract
-from tensorrt_llm._engines import engine_config
+from tensorrt_llm._engines import engine_config, read_json
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._executor import SHUT_DOWN, Executor
 from tensorrt_llm._feeds import Buffer, IterationResult
@@ -20,6 +21,7 @@ from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
 from tensorrt_llm._tokenizer import load_tokenizer, set_up
 from tensorrt_llm._translate import checked_processors, engine_sampling
+from tensorrt_llm._vision import encode, expand, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -30,7 +32,7 @@ _ARGS = {"pytorch": "TorchLlmArgs", "_autodeploy": "auto_deploy.LlmArgs"}
 class BaseLLM:
     """What an LLM and an encoder share."""
 
-    def _load(self, kwargs: dict[str, Any], encoder: bool = False) -> None:
+    def _load(self, kwargs: dict[str, Any]) -> None:
         backend = kwargs.pop("backend", None) or "pytorch"
         if backend not in _ARGS:
             raise ValueError(f"Unsupported backend: {backend}")
@@ -47,7 +49,7 @@ class BaseLLM:
         time.sleep(faults.construction_seconds)
         if (message := faults.take("construction_error")) is not None:
             raise RuntimeError(message)
-        self._executor = Executor(None if encoder else engine_config(self.args), self.args)
+        self._executor = Executor(None if self.args.mm_encoder_only else engine_config(self.args), self.args)
         self._executor.start()
         atexit.register(_shut_down, weakref.ref(self))
 
@@ -129,9 +131,16 @@ class LLM(BaseLLM):
         if not isinstance(params, SamplingParams):
             raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(params)}")
         disaggregated = call.disaggregated_params
+        if self.args.mm_encoder_only:
+            return encode(self._executor, call.inputs, params, disaggregated)
         kind = None if disaggregated is None else disaggregated.request_type
-        if kind == "generation_only" and disaggregated.multimodal_embedding_handles is not None:
+        handles = None if disaggregated is None else disaggregated.multimodal_embedding_handles
+        if kind == "generation_only" and handles is not None:
             raise ValueError("multimodal_embedding_handles cannot be used with generation_only requests")
+        if disaggregated is not None and (disaggregated.mrope_position_ids_handle is None) != (
+            disaggregated.mrope_position_deltas_handle is None
+        ):
+            raise RuntimeError("both mrope_position_ids_handle and mrope_position_deltas_handle are needed, or neither")
         if call.lora_request is not None and not (self.args.enable_lora or self.args.lora_config):
             raise RequestError("LoRA is not enabled")
         if kind == "context_only":
@@ -141,8 +150,11 @@ class LLM(BaseLLM):
         params._stream_interval = getattr(self.args, "stream_interval", 1)
         params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
         self._check_length(token_ids, kind)
-        if kind == "context_only" and disaggregated.multimodal_embedding_handles is not None:
-            _consume(disaggregated.multimodal_embedding_handles)
+        if handles is not None:
+            if prompt is None:
+                raise ValueError("embedding handles need a text prompt, with the placeholders that they take")
+            image_token = read_json(Path(self.args.model) / "config.json").get("image_token_id")
+            token_ids = expand(token_ids, image_token, take(handles))
         return self._submit(call, params, prompt, token_ids)
 
     def _submit(self, call: SimpleNamespace, params: Any, prompt: str | None, token_ids: list[int]) -> RequestOutput:
@@ -217,14 +229,6 @@ def _polled(result: IterationResult, timeout: float | None) -> IterationResult:
     result.set_timeout(3600.0 if timeout is None else timeout)
     result.mark_undone()
     return result
-
-
-def _consume(handles: Any) -> None:
-    """Rebuild the embeddings, so that their producer's memory is free again."""
-    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
-
-    for handle in handles[0] if isinstance(handles, tuple) else handles:
-        SharedTensorContainer.from_dict(handle).get_local_view()
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:

@@ -31,6 +31,8 @@ class Response:
     queue_seconds: float = 0.0
     disaggregated_params: Any = None
     mm_embedding_handle: dict[str, Any] | None = None
+    encoded: Any = None
+    """The parameters that an encoder adds to the result, and to no output."""
 
 
 class GenerationResult:
@@ -148,6 +150,7 @@ class GenerationResult:
             self.disaggregated_params = output.disaggregated_params = response.disaggregated_params
         if response.mm_embedding_handle is not None:
             self.mm_embedding_handle = response.mm_embedding_handle  # type: ignore[assignment]
+            self.disaggregated_params = response.encoded
         if response.finish_reason is not None and self.sampling_params.return_perf_metrics:
             output.request_perf_metrics = perf_metrics(self._times, self.decoding_iter, self.cached_tokens)
 

@@ -11,6 +11,7 @@ A child process gets its faults from FAKE_TRTLLM_FAULTS, a JSON object of the fi
 import dataclasses
 import json
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class Faults:
     """Message of the RuntimeError that the next LLM or encoder raises while it loads."""
     construction_seconds: float = 0.0
     """How long loading takes."""
+    context_finish_reason: str = "not_finished"
+    """Not a fault either way: a context-only result may say "length", too."""
     longest_poll_seconds: float | None = None
     """Not a fault: no poll of events or statistics waits longer than this, whatever its timeout."""
 
@@ -57,6 +60,8 @@ def kill_executors(error: Exception | None = None) -> None:
 
 
 def reset() -> None:
-    """No faults."""
+    """No faults, and no embeddings that nobody took."""
+    if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:
+        shared.free()
     for field in dataclasses.fields(Faults):
         setattr(faults, field.name, field.default)

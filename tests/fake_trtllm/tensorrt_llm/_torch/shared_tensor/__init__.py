@@ -8,6 +8,14 @@ import torch
 __all__ = ["SharedTensorContainer"]
 
 CPU = 2
+untaken: dict[str, dict[str, Any]] = {}
+"""What was made in this process and not rebuilt in it, by handle."""
+
+
+def free() -> None:
+    """Take whatever nobody has taken."""
+    for info in list(untaken.values()):
+        SharedTensorContainer(CPU, info).get_local_view()
 
 
 class SharedTensorContainer:
@@ -32,6 +40,7 @@ class SharedTensorContainer:
             "storage_size": size,
             "storage_dtype": str(tensor.dtype),
         }
+        untaken[info["storage_handle"]] = info
         return cls(CPU, info, tensor)
 
     @classmethod
@@ -51,6 +60,7 @@ class SharedTensorContainer:
             manager, handle = b64decode(info["manager_handle"]), b64decode(info["storage_handle"])
             storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, info["storage_size"])
             storage._shared_decref()
+            untaken.pop(info["storage_handle"], None)
             empty = torch.empty(0, dtype=getattr(torch, info["storage_dtype"].removeprefix("torch.")))
             self._tensor = empty.set_(storage, info["tensor_storage_offset"], info["tensor_size"], info["tensor_stride"])
         return self._tensor
