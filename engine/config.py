@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from engine.processors import ProcessorConfig, register_all
+
 if TYPE_CHECKING:
     from engine.base import Engine
 
@@ -43,6 +45,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "sdpa"
     threads: int = 0
     guide_timeout_seconds: float = 15.0
+    processors: tuple[ProcessorConfig, ...] = ()
+    """Logits processors that requests may name."""
 
 
 class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
@@ -53,6 +57,8 @@ class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     role: Literal["aggregated", "prefill", "decode", "encode"] = "aggregated"
     arguments: dict[str, Any] = {}
+    processors: tuple[ProcessorConfig, ...] = ()
+    """Logits processors that requests may name."""
 
 
 EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
@@ -64,6 +70,7 @@ def create_engine(config: EngineConfig) -> Engine:
         from engine.fake import FakeEngine  # noqa: PLC0415
 
         return FakeEngine(config)
+    register_all(config.processors)
     if isinstance(config, TrtllmConfig):
         from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
 

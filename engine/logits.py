@@ -21,12 +21,14 @@ class LogitsProcessor(Protocol):
 
 
 Factory = Callable[[], LogitsProcessor]
+"""What makes one for each request. TensorRT-LLM's worker processes get it pickled: a module-level class or function, a `partial` of one,
+or a `ProcessorConfig` (`engine/processors.py`)."""
 _factories: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Make a processor known. Raises ValueError if the name is taken by another factory."""
-    if _factories.setdefault(name, factory) is not factory:
+    """Make a processor known in this process, which must be the engine's. Raises ValueError if the name is taken by another factory."""
+    if _factories.setdefault(name, factory) != factory:
         raise ValueError(f"a logits processor named {name!r} is registered already")
 
 

@@ -34,7 +34,7 @@ _OWN_TOKENS = 64
 
 
 class Processor:
-    """Prepares requests for one engine. Without a `template` the model has no chat."""
+    """Prepares requests for one engine. Without a `template` the model has no chat; every request names the logits `processors`."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Processor:
         limits: Limits,
         model_name: str,
         metrics: GenerationMetrics,
+        processors: tuple[str, ...] = (),
     ) -> None:
         self.model_name = model_name
         self._engine = engine
@@ -51,6 +52,7 @@ class Processor:
         self._template = template
         self._limits = limits
         self._metrics = metrics
+        self._processors = processors
         self._fingerprint = f"fp_{uuid4().hex[:10]}"
 
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Generation:
@@ -154,7 +156,7 @@ class Processor:
         count = self._count(body, len(prompts))
         if not all(prompts):
             raise RequestError("The prompt is empty.", param)
-        sampling = Sampling(info, self._tokenizer, self._limits)
+        sampling = Sampling(info, self._tokenizer, self._limits, self._processors)
         lengths = [len(prompt) for prompt in prompts]
         params = await _off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
         text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)

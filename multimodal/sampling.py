@@ -48,6 +48,8 @@ class Sampling:
     info: EngineInfo
     tokenizer: Tokenizer
     limits: Limits
+    processors: tuple[str, ...] = ()
+    """Logits processors of every request."""
 
     def params(self, body: GenerationFields, prompt_tokens: Sequence[int], n: int) -> list[SamplingParams]:
         """Parameters of every choice of a request: `n` for each of its prompts, which have so many tokens."""
@@ -78,6 +80,7 @@ class Sampling:
             logprobs=self._logprobs(body),
             prompt_logprobs=self._prompt_logprobs(body),
             guide=guide_of(body, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
+            processors=self.processors,
         )
 
     def stop_strings(self, body: GenerationFields) -> tuple[str, ...]:

@@ -1,13 +1,21 @@
 """Settings to parts: what an engine, a tokenizer and a request limit are made of."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
+from engine.errors import EngineFailure
+from engine.processors import HelloWorld, ProcessorConfig
+from engine.trtllm.model_facts import read_model_facts
 from multimodal.sampling import Limits
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import Tokenizer, byte_tokenizer
 from server.settings import DEFAULT_MODEL, Settings
+
+_HELLO_WORLD = "hello_world"
+
+log = logging.getLogger(__name__)
 
 
 def served_name(settings: Settings) -> str:
@@ -50,10 +58,51 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     if settings.engine == "trtllm":
         from server import engine_args  # noqa: PLC0415 - other engines do without
 
-        arguments = engine_args.effective(settings).arguments
-        return TrtllmConfig(model=str(folder), backend=arguments.pop("backend", settings.backend), arguments=arguments)
+        found = engine_args.effective(settings)
+        for name in found.ignored:
+            log.warning("the argument %s is ignored: an encoder does not take it", name)
+        arguments = dict(found.arguments)
+        return TrtllmConfig(
+            model=str(folder),
+            backend=arguments.pop("backend", settings.backend),
+            role=settings.disaggregation_mode,
+            arguments=arguments,
+            processors=_processors(settings, folder),
+        )
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
-    return EmbeddedConfig(model=str(folder), **{name: getattr(settings, name) for name in names})
+    values = {name: getattr(settings, name) for name in names}
+    return EmbeddedConfig(model=str(folder), processors=_processors(settings, folder), **values)
+
+
+def default_processors(settings: Settings) -> tuple[str, ...]:
+    """Names of the logits processors of every request."""
+    return (_HELLO_WORLD,) if settings.enable_test_logits_processor else ()
+
+
+def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfig, ...]:
+    """What is registered where the engine runs. Raises EngineFailure if the model's tokens cannot say it."""
+    if not settings.enable_test_logits_processor or folder is None:
+        return ()
+    ends = read_model_facts(folder).eos_token_ids
+    if not ends:
+        raise EngineFailure("ENABLE_TEST_LOGITS_PROCESSOR: the model names no token that ends a sequence")
+    token_ids = spelled(HelloWorld.TEXT.encode(), Tokenizer.load(folder))
+    log.warning("ENABLE_TEST_LOGITS_PROCESSOR: every answer is %r", HelloWorld.TEXT)
+    return (ProcessorConfig(_HELLO_WORLD, "hello_world", {"token_ids": token_ids, "eos_token_id": ends[0]}),)
+
+
+def spelled(text: bytes, tokenizer: Tokenizer) -> list[int]:
+    """Tokens whose bytes are exactly `text`, the longest first: what a tokenizer encodes may begin with a space of its own."""
+    ordinary = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
+    ids = {tokenizer.bytes_of(token): token for token in ordinary}
+    token_ids: list[int] = []
+    while text:
+        size = next((size for size in range(len(text), 0, -1) if text[:size] in ids), 0)
+        if not size:
+            raise EngineFailure(f"ENABLE_TEST_LOGITS_PROCESSOR: no token of the model begins {text.decode()!r}")
+        token_ids.append(ids[text[:size]])
+        text = text[size:]
+    return token_ids
 
 
 def limits(settings: Settings) -> Limits:

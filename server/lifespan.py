@@ -65,8 +65,15 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> 
                 (tokenizer, template), _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
             await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
             generation_metrics = GenerationMetrics(metrics.registry, replica.model_name)
-            limits = compose.limits(settings)
-            replica.processor = Processor(engine, tokenizer, template, limits, replica.model_name, generation_metrics)
+            replica.processor = Processor(
+                engine,
+                tokenizer,
+                template,
+                compose.limits(settings),
+                replica.model_name,
+                generation_metrics,
+                compose.default_processors(settings),
+            )
             replica.engine = engine
             raise EngineFailure(await failed())
     except Exception as error:  # whatever it was: the server cannot go on, and says why
