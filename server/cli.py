@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings import EngineArgsError, Settings, read_settings
+from server.settings import EngineArgsError, Settings, read_settings, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
 """What the first argument may be; `serve` is what is meant without."""
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
 
             return doctor.run(settings)
         listing = _listing(settings) if command == "config" or settings.engine == "trtllm" else []
+        if command == "serve":
+            _check_servable(settings)
     except (SettingsError, ValidationError) as error:
         sys.stderr.writelines(f"error: {line}\n" for line in explain(error))
         return _WRONG_SETTINGS
@@ -48,6 +50,20 @@ def _listing(settings: Settings) -> list[str]:
     from server import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
 
     return list(engine_args.listing(settings))
+
+
+def _check_servable(settings: Settings) -> None:
+    """Raises SettingsError for a role that has no routes yet, and for more ranks than there are GPUs."""
+    if settings.disaggregation_mode != "aggregated":
+        raise SettingsError(f"--disaggregation-mode: the role {settings.disaggregation_mode} is not served by this version")
+    if settings.engine == "trtllm" and not settings.engine_address:
+        from server import engine_args, gpus  # noqa: PLC0415 - most engines do without
+
+        answer = gpus.nvidia_smi()
+        present = gpus.visible(gpus.parse_gpus(answer), visible_devices())
+        lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
+        if lacking is not None:
+            raise SettingsError("; ".join(lacking))
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:

@@ -9,18 +9,17 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from engine.trtllm.arguments import gpus_per_replica
-from server.engine_args import effective
+from server.engine_args import Parallelism, parallelism
+from server.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.serving import listen
-from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
+from server.settings import DEFAULT_MODEL, EngineArgsError, Settings, visible_devices
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -33,8 +32,6 @@ _MULTI_GPU_SHM = GIB  # NCCL and the workers' queues; docker gives 64 MiB
 _STACK = 64 * 1024**2  # as NVIDIA's images are started
 _FILES = 4096
 _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
-_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
-_QUERY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,6 @@ class Finding:
         return f"{self.level:<8} {self.text}" + (f". Cure: {self.cure}" if self.cure else "")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """`memory` in bytes, 0 where the driver does not tell (unified memory)."""
-
-    name: str
-    driver: str
-    capability: float
-    memory: int
-
-
 def run(settings: Settings) -> int:
     """Print the findings; 1 if there is a problem, else 0."""
     found = list(findings(settings))
@@ -71,15 +58,17 @@ def findings(settings: Settings) -> Iterator[Finding]:
     on_gpu = settings.engine == "trtllm" or settings.device.startswith("cuda")
     ranks = 1
     yield check_python((sys.version_info.major, sys.version_info.minor))
-    gpus = parse_gpus(nvidia_smi())
-    yield from check_gpus(gpus, needed=on_gpu)
+    present, devices = parse_gpus(nvidia_smi()), visible_devices()
+    gpus = visible(present, devices)
+    yield from check_gpus(gpus, needed=on_gpu) if gpus or not present else [check_hidden(len(present), devices, needed=on_gpu)]
     if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
-        arguments, faults = engine_arguments(settings)
+        needs, faults = engine_arguments(settings)
         yield from faults
-        ranks = gpus_per_replica(arguments)
-        if gpus:
-            yield check_parallelism(len(gpus), ranks, arguments.get("gpus_per_node") or 0)
+        if needs is not None:
+            ranks = needs.ranks
+            if gpus:
+                yield check_parallelism(len(gpus), needs)
     if settings.engine != "fake":
         yield from check_model(settings.model)
         folder = Path(settings.model).expanduser()
@@ -98,26 +87,6 @@ def check_python(version: tuple[int, int]) -> Finding:
     if version < _OLDEST_PYTHON:
         return Finding("problem", text, "install Python {}.{} or newer, or use a container".format(*_OLDEST_PYTHON))
     return Finding("ok", text)
-
-
-def nvidia_smi() -> str | None:
-    """What the driver says of its GPUs, one line each; None without a driver that answers."""
-    try:
-        result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout
-
-
-def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
-    """The GPUs in the answer of `nvidia-smi`; lines of another form, such as errors, are none."""
-    gpus = []
-    for line in (text or "").splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 4 and re.match(r"\d", parts[1]) and re.fullmatch(r"\d+\.\d+", parts[2]):
-            memory = int(parts[3]) * 1024**2 if parts[3].isdigit() else 0
-            gpus.append(Gpu(parts[0], parts[1], float(parts[2]), memory))
-    return tuple(gpus)
 
 
 def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
@@ -139,6 +108,11 @@ def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
         yield Finding("ok", text)
 
 
+def check_hidden(present: int, devices: str | None, *, needed: bool) -> Finding:
+    text = f"CUDA_VISIBLE_DEVICES={devices} shows none of {present} GPU(s)"
+    return Finding("problem" if needed else "ok", text, f"unset it, or name GPUs from 0 to {present - 1}" if needed else "")
+
+
 def installed(package: str) -> str | None:
     """Version of an installed package, which is not imported; None if there is none."""
     try:
@@ -157,24 +131,22 @@ def check_tensorrt_llm(version: str | None) -> Finding:
     return Finding("warning" if version.startswith("1.2.") else "problem", f"{text}, not {SUPPORTED}", cure)
 
 
-def engine_arguments(settings: Settings) -> tuple[dict[str, Any], list[Finding]]:
-    """The effective arguments of the engine, or none and what is wrong with them."""
+def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Finding]]:
+    """The ranks that the effective arguments ask for, or what is wrong with the arguments."""
     try:
-        return effective(settings).arguments, []
+        return parallelism(settings), []
     except EngineArgsError as error:
-        return {}, [Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults]
+        return None, [Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults]
 
 
-def check_parallelism(gpus: int, ranks: int, per_node: int) -> Finding:
-    """Whether the ranks have their GPUs, on this node or with others. `per_node` 0 takes all that are here."""
-    text = f"tensor x pipeline parallel needs {ranks} GPU(s), {gpus} are here"
-    if per_node > gpus:
-        return Finding("problem", f"gpus_per_node is {per_node}, {gpus} GPU(s) are here", f"set gpus_per_node to {gpus}")
-    if ranks <= (per_node or gpus):
-        return Finding("ok", text)
-    if per_node:
-        return Finding("ok", f"{text}: {-(-ranks // per_node)} nodes of {per_node}, to be started with trtllm-llmapi-launch")
-    return Finding("problem", text, f"lower them to {gpus} together, or set gpus_per_node and start on several nodes")
+def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
+    """Whether the ranks have their GPUs, on this node or with others."""
+    if (lacking := shortage(gpus, needs)) is not None:
+        return Finding("problem", *lacking)
+    text = f"{needs.said} needs {needs.ranks} GPU(s), {gpus} are visible"
+    if needs.per_node and needs.ranks > needs.per_node:
+        text += f": {-(-needs.ranks // needs.per_node)} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
+    return Finding("ok", text)
 
 
 def check_model(model: str) -> Iterator[Finding]:

@@ -2,11 +2,24 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from engine.trtllm.arguments import Effective, Layer, defaults, forced, merge, problems
+from engine.trtllm.arguments import (
+    Effective,
+    Layer,
+    attention_dp_size,
+    defaults,
+    encoder_problems,
+    for_encoder,
+    forced,
+    gpus_per_replica,
+    merge,
+    parallel_sizes,
+    problems,
+)
 from server.settings import EngineArgsError, Settings
 
 _SAME_NAME = (
@@ -14,22 +27,49 @@ _SAME_NAME = (
     "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code",
 )  # fmt: skip
 _OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
-_OF_KV_CACHE = {"kv_block_size": "tokens_per_block", "enable_block_reuse": "enable_block_reuse"}
+_OF_KV_CACHE = {
+    "free_gpu_memory_fraction": "free_gpu_memory_fraction",
+    "kv_block_size": "tokens_per_block",
+    "enable_block_reuse": "enable_block_reuse",
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How many ranks one replica has, and who says so: `said` is for people."""
+
+    ranks: int
+    per_node: int
+    """GPUs of a node; 0 takes those that are visible."""
+    said: str
 
 
 def effective(settings: Settings) -> Effective:
-    """All layers merged and checked. Raises EngineArgsError."""
+    """All layers merged and checked; of those for an encoder, what an encoder takes. Raises EngineArgsError."""
+    role = settings.disaggregation_mode
     layers = [
-        Layer("default", defaults(settings.free_gpu_memory_fraction)),
+        Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
         Layer("setting", _from_settings(settings)),
         Layer("EXTRA_ENGINE_ARGS", _from_file(settings)),
         Layer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
     ]
-    layers += forced(merge(layers).arguments, settings.disaggregation_mode, settings.publish_kv_events)
+    layers += forced(merge(layers).arguments, role, settings.publish_kv_events)
     found = merge(layers)
-    if faults := problems(found.arguments, settings.backend):
+    faults = problems(found.arguments, _backend(found, settings)) or (encoder_problems(found.arguments) if role == "encode" else [])
+    if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
-    return found
+    return for_encoder(found) if role == "encode" else found
+
+
+def parallelism(settings: Settings) -> Parallelism:
+    """The ranks of the effective arguments, each number with the layer that set it. Raises EngineArgsError."""
+    found = effective(settings)
+    backend = _backend(found, settings)
+    sizes = parallel_sizes(found.arguments, backend) or {"tensor_parallel_size": 1}
+    said = " x ".join(f"{name} {size} ({found.origins.get(name, 'default')})" for name, size in sizes.items())
+    if (copies := attention_dp_size(found.arguments)) > 1 and backend == "pytorch":
+        said += f" with {copies} KV caches"
+    return Parallelism(gpus_per_replica(found.arguments, backend), found.arguments.get("gpus_per_node") or 0, said)
 
 
 def listing(settings: Settings) -> Iterator[str]:
@@ -40,12 +80,18 @@ def listing(settings: Settings) -> Iterator[str]:
         yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
     if settings.engine == "trtllm":
         found = effective(settings)
-        yield "# arguments of tensorrt_llm.LLM"
+        yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
         for path, layer in sorted(found.origins.items()):
             value: Any = found.arguments
             for part in path.split("."):
                 value = value[part]
             yield f"{path}: {json.dumps(value)}  # {layer}"
+        if found.ignored:
+            yield f"# ignored, since an encoder does not take them: {', '.join(found.ignored)}"
+
+
+def _backend(found: Effective, settings: Settings) -> str:
+    return str(found.arguments.get("backend", settings.backend))
 
 
 def _from_settings(settings: Settings) -> dict[str, Any]:

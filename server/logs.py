@@ -8,15 +8,21 @@ from contextvars import ContextVar
 from typing import Literal
 
 from server.errors import printable
+from server.settings import provide
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request that this task works for."""
 
 _MAX_MESSAGE = 4096
+_OF_TENSORRT_LLM = {"debug": "VERBOSE", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
+"""LOG_LEVEL in the words of TLLM_LOG_LEVEL: those that both halves of TensorRT-LLM know, in capitals as its C++ half wants them."""
 
 
 def configure(level: str, form: Literal["text", "json"]) -> None:
-    """Send the logs of the whole process to standard error."""
+    """Send the logs of the whole process to standard error. TensorRT-LLM, which reads its level when it is imported, gets the same one
+    unless TLLM_LOG_LEVEL is set.
+    """
+    provide("TLLM_LOG_LEVEL", _OF_TENSORRT_LLM[level])
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

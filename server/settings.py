@@ -57,7 +57,10 @@ class Settings(BaseSettings):
     engine: Literal["embedded", "trtllm", "fake"] = Field(
         "embedded", description="Backend: embedded (PyTorch), trtllm (TensorRT-LLM) or fake (deterministic, no model)"
     )
-    disaggregation_mode: Literal["aggregated"] = Field("aggregated", description="Role of this replica")
+    disaggregation_mode: Literal["aggregated", "prefill", "decode", "encode"] = Field(
+        "aggregated",
+        description="Role of this replica: `config` and `doctor` show what each forces; this version serves aggregated",
+    )
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
     )
@@ -97,6 +100,13 @@ class Settings(BaseSettings):
     )
     extra_engine_args: Path | None = Field(None, description="YAML file of arguments of TensorRT-LLM's LLM, over the settings")
     override_engine_args: str = Field("", description="JSON object of such arguments, over the file")
+
+    # Tests
+    enable_test_logits_processor: bool = Field(
+        False,
+        validation_alias=AliasChoices("enable_test_logits_processor", "dyn_enable_test_logits_processor"),
+        description="Answer every request with Hello world!, by a logits processor in the engine",
+    )
 
     # HTTP
     host: str = Field("127.0.0.1", description="Address to listen on")
@@ -162,6 +172,13 @@ class Settings(BaseSettings):
             raise ValueError("several API processes share an engine of its own process: engine_process must be true")
         return value
 
+    @field_validator("enable_test_logits_processor", mode="after")
+    @classmethod
+    def _has_logits(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("engine") == "fake":
+            raise ValueError("the fake engine has no logits")
+        return value
+
     @field_validator("chat_template", "extra_engine_args", "internal_secret", mode="before")
     @classmethod
     def _none_if_empty(cls, value: object) -> object:
@@ -181,6 +198,16 @@ def read_settings(arguments: Sequence[str]) -> Settings:
 def child_environment(**variables: str) -> dict[str, str]:
     """The environment for a child process: this one's and `variables`."""
     return {**os.environ, **variables}
+
+
+def provide(name: str, value: str) -> None:
+    """Set an environment variable for this process and its children, unless it is set already."""
+    os.environ.setdefault(name, value)
+
+
+def visible_devices() -> str | None:
+    """What CUDA_VISIBLE_DEVICES says; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def example() -> str:

@@ -3,19 +3,30 @@
 import json
 import resource
 import socket
-import stat
 from pathlib import Path
 
 import pytest
 
-from server import doctor
-from server.doctor import GIB, Finding, Gpu
+from server import doctor, gpus
+from server.doctor import GIB, Finding
+from server.engine_args import Parallelism
+from server.gpus import Gpu
 from server.settings import Settings
 
-H200 = Gpu("NVIDIA H200", "580.95.05", 9.0, 140 * GIB)
+H200 = Gpu("NVIDIA H200", "580.95.05", 9.0, 140 * GIB, "GPU-a1")
 V100 = Gpu("Tesla V100", "580.95.05", 7.0, 32 * GIB)
 A100 = Gpu("NVIDIA A100", "550.54.15", 8.0, 80 * GIB)
-SPARK = Gpu("NVIDIA GB10", "580.95.05", 12.1, 0)
+SPARK = Gpu("NVIDIA GB10", "580.95.05", 12.1, 0, "GPU-b2")
+TWO_H200 = "NVIDIA H200, 580.95.05, 9.0, 143360, GPU-a1\nNVIDIA H200, 580.95.05, 9.0, 143360, GPU-a2"
+
+
+def needs(ranks: int, per_node: int = 0) -> Parallelism:
+    return Parallelism(ranks, per_node, f"tensor_parallel_size {ranks} (setting)")
+
+
+@pytest.fixture(autouse=True)
+def no_devices_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def levels(findings: list[Finding]) -> list[str]:
@@ -27,7 +38,8 @@ def test_every_complaint_has_a_cure() -> None:
         doctor.check_python((3, 10)),
         *doctor.check_gpus((), needed=True),
         doctor.check_tensorrt_llm(None),
-        doctor.check_parallelism(1, 2, 0),
+        doctor.check_parallelism(1, needs(2)),
+        doctor.check_hidden(2, "", needed=True),
         *doctor.check_model("/no/such/folder"),
         *doctor.check_memory(200 * GIB, 80 * GIB, 1),
         doctor.check_shared_memory(None, 1),
@@ -43,35 +55,13 @@ def test_python(version: tuple[int, int], level: str) -> None:
     assert doctor.check_python(version).level == level
 
 
-def test_the_answer_of_nvidia_smi() -> None:
-    text = (
-        "NVIDIA H200, 580.95.05, 9.0, 143360\nNVIDIA GB10, 580.95.05, 12.1, [N/A]\nUnable to determine the device handle, Unknown Error\n"
-    )
-    assert doctor.parse_gpus(text) == (H200, SPARK)
-    assert doctor.parse_gpus(None) == ()
-    assert doctor.parse_gpus("No devices were found\n") == ()
-
-
-@pytest.mark.parametrize(("script", "answer"), [("echo found", "found\n"), ("exit 9", None), ("exec sleep 60", None), (None, None)])
-def test_nvidia_smi_may_fail_hang_or_be_missing(
-    script: str | None, answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if script is not None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
-        program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "_QUERY_SECONDS", 0.5)
-    assert doctor.nvidia_smi() == answer
-
-
 @pytest.mark.parametrize(
-    ("gpus", "level"),
+    ("present", "level"),
     [((), "problem"), ((H200, H200), "ok"), ((V100,), "problem"), ((A100,), "warning"), ((H200, SPARK), "warning"), ((SPARK,), "ok")],
 )
-def test_gpus(gpus: tuple[Gpu, ...], level: str) -> None:
-    assert levels(list(doctor.check_gpus(gpus, needed=True))) == [level]
-    assert levels(list(doctor.check_gpus(gpus, needed=False))) == ["ok"]
+def test_gpus(present: tuple[Gpu, ...], level: str) -> None:
+    assert levels(list(doctor.check_gpus(present, needed=True))) == [level]
+    assert levels(list(doctor.check_gpus(present, needed=False))) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +81,15 @@ def test_versions_come_from_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "per_node", "level"),
+    ("present", "ranks", "per_node", "level"),
     [(1, 1, 0, "ok"), (4, 4, 0, "ok"), (4, 8, 0, "problem"), (4, 8, 4, "ok"), (4, 4, 2, "ok"), (4, 8, 8, "problem")],
 )
-def test_parallelism(gpus: int, ranks: int, per_node: int, level: str) -> None:
-    assert doctor.check_parallelism(gpus, ranks, per_node).level == level
+def test_parallelism(present: int, ranks: int, per_node: int, level: str) -> None:
+    assert doctor.check_parallelism(present, needs(ranks, per_node)).level == level
 
 
 def test_several_nodes_are_counted() -> None:
-    assert "3 nodes of 4" in doctor.check_parallelism(4, 10, 4).text
+    assert "3 nodes of 4" in doctor.check_parallelism(4, needs(10, 4)).text
 
 
 @pytest.fixture
@@ -198,14 +188,20 @@ def test_a_run_for_tensorrt_llm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit, wherever the four come from."""
     override = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}'
     settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, tensor_parallel_size=1, override_engine_args=override)
-    monkeypatch.setattr(doctor, "_QUERY", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(gpus, "_QUERY", (str(tmp_path / "missing"),))
     assert doctor.run(settings) == 1
     assert "no NVIDIA GPU answers" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "_QUERY", ("echo", "NVIDIA H200, 580.95.05, 9.0, 143360\nNVIDIA H200, 580.95.05, 9.0, 143360"))
+    monkeypatch.setattr(gpus, "_QUERY", ("echo", TWO_H200))
     assert doctor.run(settings) == 1
     out = capsys.readouterr().out
     assert "2 GPU(s): NVIDIA H200, 140 GiB each" in out
-    assert "needs 4 GPU(s), 2 are here" in out
+    assert (
+        "tensor_parallel_size 2 (OVERRIDE_ENGINE_ARGS) x pipeline_parallel_size 2 (OVERRIDE_ENGINE_ARGS) needs 4 GPU(s), 2 are visible"
+        in out
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.run(settings) == 1
+    assert "CUDA_VISIBLE_DEVICES= shows none of 2 GPU(s)" in capsys.readouterr().out
 
 
 def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ All of it is pure: it needs neither a GPU nor the package, so that a wrong key i
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,10 +19,14 @@ Role = Literal["aggregated", "prefill", "decode", "encode"]
 
 EVENT_BUFFER_SIZE = 100_000
 """KV-cache events that the engine keeps for the publisher, unless something else is set."""
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 AUTODEPLOY_REFUSES = (
     "build_config", "scheduler_config", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
     "moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp", "cp_config",
 )  # fmt: skip
+ENCODER_TAKES = ("max_batch_size", "trust_remote_code", "tensor_parallel_size", "dtype")
+"""The arguments of `MultimodalEncoder` that are ours to set."""
+ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +41,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Effective:
-    """What all layers come to. `origins` names for each dotted key the layer that set it last."""
+    """What all layers come to. `origins` names for each dotted key the layer that set it last; `ignored` arguments were set for nothing."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
-def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
-    """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time."""
+def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict[str, Any]:
+    """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time. An encoder
+    takes one request at a time.
+    """
+    if role == "encode":
+        return {"max_batch_size": 1}
     return {
         "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
         "scheduler_config": {
@@ -61,7 +71,7 @@ def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
 
 def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) -> Iterator[Layer]:
     """What the role and the publisher need whatever is set. `arguments` are those of all layers before."""
-    if publish_kv_events:
+    if publish_kv_events and role != "encode":
         events = {} if _get(arguments, "kv_cache_config", "event_buffer_max_size") else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
         yield Layer("publishing", {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})})
     if role in ("prefill", "decode") and not _get(arguments, "cache_transceiver_config", "backend"):
@@ -88,6 +98,21 @@ def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str
     return list(_contradictions(arguments))
 
 
+def for_encoder(effective: Effective) -> Effective:
+    """What `MultimodalEncoder` takes of the arguments, and the names of the others."""
+    return Effective(
+        {name: value for name, value in effective.arguments.items() if name in ENCODER_TAKES},
+        {path: layer for path, layer in effective.origins.items() if path in ENCODER_TAKES},
+        tuple(sorted(effective.arguments.keys() - set(ENCODER_TAKES))),
+    )
+
+
+def encoder_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """What `MultimodalEncoder` refuses of arguments without other `problems`."""
+    dtype = arguments.get("dtype", "auto")
+    return [] if dtype in ENCODER_DTYPES else [f"dtype: an encoder takes {', '.join(ENCODER_DTYPES)}"]
+
+
 def pruned(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What AutoDeploy takes of the arguments, with one warning for each that it does not."""
     for name in AUTODEPLOY_REFUSES:
@@ -96,13 +121,15 @@ def pruned(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in AUTODEPLOY_REFUSES}
 
 
-def gpus_per_replica(arguments: Mapping[str, Any]) -> int:
+def parallel_sizes(arguments: Mapping[str, Any], backend: str = "pytorch") -> dict[str, int]:
+    """The arguments that say how many ranks the engine has, those that are 1 left out; AutoDeploy has its own."""
+    names = ("world_size",) if backend == "_autodeploy" else PARALLEL_SIZES
+    return {name: size for name in names if (size := int(arguments.get(name) or 1)) > 1}
+
+
+def gpus_per_replica(arguments: Mapping[str, Any], backend: str = "pytorch") -> int:
     """Ranks of the engine: tensor times pipeline times context parallel."""
-    sizes = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "context"))
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    return math.prod(parallel_sizes(arguments, backend).values())
 
 
 def attention_dp_size(arguments: Mapping[str, Any]) -> int:
