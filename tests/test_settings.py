@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from http_support import serving
 from pydantic import ValidationError
 
 from engine.config import FakeConfig
@@ -65,6 +66,10 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--engine", "tensorflow"], "--engine"),
         (["--docs", "perhaps"], "--docs (DOCS)"),
         (["--queue-timeout-seconds", "nan"], "--queue-timeout-seconds"),
+        (["--disaggregation-mode", "both"], "--disaggregation-mode (DISAGGREGATION_MODE)"),
+        (["--disaggregation-mode", "prefill"], "the role prefill is not served by this version"),
+        (["--disaggregation-mode", "encode", "--engine", "trtllm"], "the role encode is not served by this version"),
+        (["--enable-test-logits-processor", "1", "--engine", "fake"], "--enable-test-logits-processor (ENABLE_TEST_LOGITS_PROCESSOR)"),
     ],
 )
 def test_wrong_flag_stops_the_start_by_name(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +111,30 @@ def test_lists_roles_and_empty_values() -> None:
 def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
     sizes = [engine_config(read_settings(["--engine", "fake", *flags]), None) for flags in ([], ["--max-batch-size", "5"])]
     assert [config.max_num_seqs for config in sizes if isinstance(config, FakeConfig)] == [FakeConfig().max_num_seqs, 5]
+
+
+@pytest.mark.parametrize(
+    ("level", "there", "seen"),
+    [
+        ("debug", None, "VERBOSE"),
+        ("warning", None, "WARNING"),
+        ("error", None, "ERROR"),
+        ("info", "TRACE", "TRACE"),
+        ("info", None, "INFO"),
+    ],
+)
+def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
+    """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
+    code = "import os, sys; from server import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
+    run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
+    assert run.stdout.strip() == seen
+
+
+def test_the_engines_process_gets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
+    with serving("--log-level", "debug") as server:
+        assert server.child("engine.host").environ()["TLLM_LOG_LEVEL"] == "VERBOSE"
 
 
 def test_settings_are_frozen() -> None:

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from engine.config import TrtllmConfig
 from engine.trtllm import llm_args, llm_configs
 from engine.trtllm.arguments import (
     AUTODEPLOY_REFUSES,
+    ENCODER_TAKES,
     EVENT_BUFFER_SIZE,
     Layer,
     attention_dp_size,
@@ -24,6 +26,7 @@ from engine.trtllm.arguments import (
     pruned,
 )
 from server.cli import main
+from server.compose import engine_config
 from server.engine_args import effective
 from server.settings import EngineArgsError, read_settings
 
@@ -180,6 +183,51 @@ def test_each_layer_overrides_the_one_before(extra: Path) -> None:
     assert found.origins["max_batch_size"] == "EXTRA_ENGINE_ARGS"
     assert found.origins["kv_cache_config.tokens_per_block"] == "setting"
     assert found.origins["guided_decoding_backend"] == "default"
+
+
+@pytest.mark.parametrize(("flags", "layer"), [([], "default"), (["--free-gpu-memory-fraction", "0.9"], "setting")])
+def test_a_fraction_that_was_set_is_a_setting_also_at_its_default(flags: list[str], layer: str) -> None:
+    found = effective(read_settings(["--engine", "trtllm", *flags]))
+    assert found.arguments["kv_cache_config"] == {"free_gpu_memory_fraction": 0.9}
+    assert found.origins["kv_cache_config.free_gpu_memory_fraction"] == layer
+
+
+def test_config_shows_what_a_role_forces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--engine", "trtllm", "--disaggregation-mode", "prefill"]) == 0
+    shown = capsys.readouterr().out
+    assert "DISAGGREGATION_MODE=prefill  # set\n" in shown and "# arguments of tensorrt_llm.LLM\n" in shown
+    assert "disable_overlap_scheduler: true  # role\n" in shown and 'cache_transceiver_config.backend: "DEFAULT"  # role\n' in shown
+
+
+def test_an_encoder_takes_few_arguments_and_one_request(
+    extra: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ["--engine", "trtllm", "--disaggregation-mode", "encode", "--publish-kv-events", "true", "--dtype", "float16"]
+    assert effective(read_settings(flags)).arguments == {"max_batch_size": 1, "dtype": "float16"}
+    flags += ["--tensor-parallel-size", "2", "--trust-remote-code", "true", "--extra-engine-args", str(extra)]
+    assert main(["config", *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[-6:] == [
+        "# arguments of tensorrt_llm.llmapi.MultimodalEncoder",
+        'dtype: "float16"  # setting',
+        "max_batch_size: 64  # EXTRA_ENGINE_ARGS",
+        "tensor_parallel_size: 2  # setting",
+        "trust_remote_code: true  # setting",
+        "# ignored, since an encoder does not take them: kv_cache_config",
+    ]
+    with caplog.at_level(logging.WARNING):
+        config = engine_config(read_settings(flags), Path("folder"))
+    assert isinstance(config, TrtllmConfig) and config.role == "encode" and "kv_cache_config" not in config.arguments
+    assert [record.args for record in caplog.records] == [("kv_cache_config",)]
+    signature = CONTRACT["callables"]["tensorrt_llm.llmapi.MultimodalEncoder.__init__"]["params"]
+    named = {parameter["name"] for parameter in signature} - {"self", "model", "kwargs"}
+    assert named == set(ENCODER_TAKES) - {"max_batch_size"}, "which is one of the keywords that 1.2.1 passes on"
+
+
+def test_an_encoder_refuses_other_types_of_numbers() -> None:
+    flags = ["--engine", "trtllm", "--override-engine-args", '{"dtype": "fp8"}']
+    assert effective(read_settings(flags)).arguments["dtype"] == "fp8"
+    with pytest.raises(EngineArgsError, match="OVERRIDE_ENGINE_ARGS: dtype: an encoder takes auto, float16"):
+        effective(read_settings([*flags, "--disaggregation-mode", "encode"]))
 
 
 @pytest.mark.parametrize(
