@@ -34,6 +34,8 @@ class Job:
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
     begun: bool = False
+    fault: str | None = None
+    """What it is to fail of, in time."""
     streams: list[DeltaIterator] = field(default_factory=list)
 
     @property
@@ -78,8 +80,9 @@ class Job:
 
     def _check(self) -> None:
         """Takes the fault that waits for this request, and a generation request's state."""
-        if faults.request_error is not None and not faults.request_error_after:
-            raise RequestError(faults.take("request_error"))
+        self.fault = faults.take("request_error")
+        if self.fault is not None and not faults.request_error_after:
+            raise RequestError(self.fault)
         if self.kind == "generation_only":
             restored = restore(self.disaggregated, self.result.prompt_token_ids)
             if self.fields["seed"] is None:
@@ -106,9 +109,9 @@ class Job:
                 self.push(self._response(index, merge(waiting)))
                 waiting = []
                 responses += 1
-                if faults.request_error is not None and responses >= faults.request_error_after:
+                if self.fault is not None and responses >= faults.request_error_after:
                     await stream.aclose()
-                    raise RequestError(faults.take("request_error"))
+                    raise RequestError(self.fault)
             if delta.finish_reason is not None:
                 return
             if self.aborted:
