@@ -1,5 +1,6 @@
-# Targets: cpu (default), the embedded engine on any machine; trtllm, on NVIDIA's TensorRT-LLM release image.
+# Targets: cpu (default), the embedded engine on any machine; trtllm, TensorRT-LLM on NVIDIA's release image, for machines with GPUs.
 #   docker build --target cpu -t trellis .
+#   docker build --target trtllm -t trellis-trtllm .    # to be run as docs/tensorrt-llm.md shows, with --engine trtllm
 # Health is liveness, which needs no API key; a replica still loading its model is live and not ready.
 
 FROM nvcr.io/nvidia/tensorrt-llm/release:1.2.1 AS trtllm

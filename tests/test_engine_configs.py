@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "deploy/engine_configs"
 BALANCER = "deepseek_r1/eplb.yaml"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 GUIDE = (FOLDER.parent.parent / "docs/tensorrt-llm.md").read_text(encoding="utf-8")
-NOT_OURS = {"CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN"}
+NOT_OURS = {"CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN", "TLLM_LOG_LEVEL"}
 MOUNT = "/config/"  # where the README mounts the folder
 DEEPSEEK_R1_EXPERTS = 256
 

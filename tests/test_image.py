@@ -1,10 +1,12 @@
 """Container image, compose file, proxy and settings agree with one another."""
 
 import re
+import resource
 from pathlib import Path
 
 import yaml
 
+from server.doctor import check_limits
 from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +27,6 @@ def test_compose_image_proxy_and_settings_agree() -> None:
         assert server["volumes"] == [f"model-cache:{of_target['CACHE_DIR']}"]
     gpu = compose["services"]["tensorrt-llm"]
     assert {server["build"]["target"], gpu["build"]["target"]} <= set(re.findall(r" AS (\w+)", image))
-    assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     assert nginx["depends_on"]["server"]["condition"] == "service_healthy"
     assert nginx["volumes"][0].startswith("./deploy/nginx/trellis.conf:")
     assert nginx["ports"] == ["{0}:{0}".format(*re.findall(r"listen (\d+);", CONFIGURATION))]
@@ -35,6 +36,20 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     assert f"client_max_body_size {default.max_body_mb:.0f}m;" in CONFIGURATION
     (kept,) = re.findall(r"keepalive_timeout (\d+)s;  # less", CONFIGURATION)
     assert int(kept) < default.keep_alive_seconds
+
+
+def test_tensorrt_llm_starts_as_the_doctor_wants_it() -> None:
+    """With GPUs, the host's shared memory and limits that suffice, and engine arguments that are there."""
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["tensorrt-llm"]
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    environment = service["environment"]
+    assert environment["ENGINE"] == "trtllm" and service["ipc"] == "host"
+    assert {name.lower() for name in environment if not name.startswith("HF_")} <= Settings.model_fields.keys()
+    limits = {name: resource.RLIM_INFINITY if value == -1 else value for name, value in service["ulimits"].items()}
+    assert {finding.level for finding in check_limits(limits["memlock"], limits["stack"])} == {"ok"}
+    (mounted,) = [volume.split(":") for volume in service["volumes"] if volume.startswith("./")]
+    arguments = environment["EXTRA_ENGINE_ARGS"].partition(":-")[2].removesuffix("}")
+    assert arguments.startswith(mounted[1]) and (ROOT / mounted[0] / arguments.removeprefix(f"{mounted[1]}/")).is_file()
 
 
 def test_the_image_is_pinned_and_not_roots() -> None:
