@@ -21,7 +21,7 @@ from engine import handoff, logits
 from engine.kv_events import Created, Removed, Stored, Updated
 from engine.stats import InflightBatchingStats, KvCacheStats
 from engine.trtllm import library
-from engine.trtllm.arguments import Layer, forced, merge, problems, pruned
+from engine.trtllm.arguments import problems, pruned
 from engine.trtllm.disaggregation import BACKEND, ContextState, EncoderState, context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
 from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, SamplingParams
@@ -157,11 +157,10 @@ SETTINGS = [
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode", "encode"])
 @pytest.mark.parametrize("publishing", [False, True])
 @pytest.mark.parametrize("flags", [[], SETTINGS])
-def test_arguments_of_any_settings(role: Any, publishing: bool, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_any_settings(role: str, publishing: bool, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
-    settings = read_settings(["--engine", "trtllm", *flags])
-    layers = [Layer("settings", effective(settings).arguments)]
-    arguments = merge([*layers, *forced(layers[0].values, role, publishing)]).arguments
+    flags = [*flags, "--disaggregation-mode", role, "--publish-kv-events", str(publishing)]
+    arguments = effective(read_settings(["--engine", "trtllm", *flags])).arguments
     assert problems(arguments) == []
     for taken in (arguments, pruned(arguments)):
         assert fields_unknown_to("TorchLlmArgs", taken) == []

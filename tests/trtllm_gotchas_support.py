@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from fake_trtllm_support import PROMPT, found, model_folder, trt  # noqa: F401 - a fixture
 
 from engine.config import TrtllmConfig
-from engine.trtllm.arguments import Layer, defaults, forced, merge
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.model_facts import ModelFacts
 from engine.types import GenerateRequest, SamplingParams
+from server.engine_args import effective
+from server.settings import read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "engine" / "trtllm").glob("*.py")}
@@ -40,10 +42,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
     return made
 
 
-def arguments_of(role: Any, *layers: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(role: str, override: dict[str, Any] | None = None) -> dict[str, Any]:
     """As a server's settings make them."""
-    said = [Layer("default", defaults(0.9)), *(Layer("override", values) for values in layers)]
-    return merge([*said, *forced(merge(said).arguments, role, publish_kv_events=False)]).arguments
+    flags = ["--disaggregation-mode", role, "--override-engine-args", json.dumps(override or {})]
+    return effective(read_settings(["--engine", "trtllm", *flags])).arguments
 
 
 @contextlib.asynccontextmanager
