@@ -14,7 +14,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve doctor test check bench
+.PHONY: help serve doctor config test check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -24,6 +24,9 @@ serve: $(RUNTIME)  ## Start the server; settings are environment variables or AR
 
 doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtllm" asks what TensorRT-LLM needs
 	@exec $(BIN)/python -m server doctor $(ARGS)
+
+config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; ARGS are settings
+	@exec $(BIN)/python -m server config $(ARGS)
 
 test: $(DEV)  ## Run the tests; ARGS go to pytest
 	@exec $(BIN)/python -m pytest $(ARGS)

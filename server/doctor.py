@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from server.engine_args import Parallelism, parallelism
+from engine.trtllm.arguments import Effective
+from server.engine_args import Parallelism, effective, parallelism
 from server.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.serving import listen
 from server.settings import DEFAULT_MODEL, EngineArgsError, Settings, visible_devices
@@ -67,8 +68,11 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield from faults
         if needs is not None:
             ranks = needs.ranks
+            yield from check_role(settings)
             if gpus:
                 yield check_parallelism(len(gpus), needs)
+    else:
+        yield from check_role(settings)
     if settings.engine != "fake":
         yield from check_model(settings.model)
         folder = Path(settings.model).expanduser()
@@ -137,6 +141,19 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
         return parallelism(settings), []
     except EngineArgsError as error:
         return None, [Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults]
+
+
+def check_role(settings: Settings) -> Iterator[Finding]:
+    """What a role other than the whole does to arguments that have no other fault."""
+    role = settings.disaggregation_mode
+    if role == "aggregated":
+        return
+    found = effective(settings) if settings.engine == "trtllm" else Effective()
+    effects = [f"forces {path} to {json.dumps(found.value(path))}" for path, layer in sorted(found.origins.items()) if layer == "role"]
+    effects += [f"ignores {name}" for name in found.ignored]
+    yield Finding(
+        "problem", "; ".join([f"the role {role} is not served by this version", *effects]), "set DISAGGREGATION_MODE to aggregated"
+    )
 
 
 def check_parallelism(gpus: int, needs: Parallelism) -> Finding:

@@ -82,10 +82,7 @@ def listing(settings: Settings) -> Iterator[str]:
         found = effective(settings)
         yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
         for path, layer in sorted(found.origins.items()):
-            value: Any = found.arguments
-            for part in path.split("."):
-                value = value[part]
-            yield f"{path}: {json.dumps(value)}  # {layer}"
+            yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         if found.ignored:
             yield f"# ignored, since an encoder does not take them: {', '.join(found.ignored)}"
 

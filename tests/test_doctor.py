@@ -204,6 +204,19 @@ def test_a_run_for_tensorrt_llm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "CUDA_VISIBLE_DEVICES= shows none of 2 GPU(s)" in capsys.readouterr().out
 
 
+def test_a_role_that_is_not_served_yet_and_what_it_forces() -> None:
+    assert list(doctor.check_role(Settings(engine="trtllm"))) == []
+    (prefill,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill"))
+    assert prefill.level == "problem" and "role prefill is not served" in prefill.text
+    assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces disable_overlap_scheduler to true' in prefill.text
+    (encode,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="encode", enable_attention_dp=True))
+    assert encode.text.endswith("ignores enable_attention_dp")
+    (decode,) = [
+        finding for finding in doctor.findings(Settings(engine="fake", disaggregation_mode="decode", port=0)) if "role" in finding.text
+    ]
+    assert decode.text == "the role decode is not served by this version"
+
+
 def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, override_engine_args='{"moe_config": {"backend": "AUTO"}}')
     assert doctor.run(settings) == 1

@@ -47,6 +47,13 @@ class Effective:
     origins: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    def value(self, path: str) -> Any:
+        """The argument of a dotted key of `origins`."""
+        value: Any = self.arguments
+        for part in path.split("."):
+            value = value[part]
+        return value
+
 
 def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict[str, Any]:
     """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time. An encoder
