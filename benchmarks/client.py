@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 from urllib.parse import urlsplit
@@ -34,8 +34,8 @@ class Target:
     endpoint: Endpoint = "chat"
     extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
 
-    def request(self, text: str, max_tokens: int) -> bytes:
-        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`."""
+    def request(self, text: str | list[int], max_tokens: int) -> bytes:
+        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`; completions take token ids as well."""
         url = urlsplit(self.base_url)
         prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
@@ -232,12 +232,18 @@ async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -
     """Run `load` and sum it up. Equal seeds send equal prompts; every request of a seed has its own."""
     rng = random.Random(seed)
     requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
+    started = time.perf_counter()
+    samples = await exchange(target, load, requests)
+    return summarise(samples, time.perf_counter() - started)
+
+
+async def exchange(target: Target, load: Load, requests: Sequence[bytes]) -> list[Sample]:
+    """Send these requests, `load.concurrency` at a time, and return what came of each."""
     samples: list[Sample] = []
     queue = iter(requests)
-    started = time.perf_counter()
     delays = (load.ramp * i / load.concurrency for i in range(load.concurrency))
     await asyncio.gather(*(_worker(target, load, queue, samples, delay) for delay in delays))
-    return summarise(samples, time.perf_counter() - started)
+    return samples
 
 
 def run(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:

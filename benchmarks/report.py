@@ -12,7 +12,18 @@ from statistics import median
 
 from benchmarks.summary import Summary
 
-PACKAGES = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "uvloop", "sse-starlette", "xgrammar")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "sse-starlette",
+    "xgrammar",
+    "triton",
+    "flashinfer-python",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +86,16 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Write the .json and the .md; returns the latter."""
-        folder.mkdir(parents=True, exist_ok=True)
-        page = folder / f"{time.strftime('%Y-%m-%d')}-{self.label}.md"
-        page.write_text(self.markdown())
-        page.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
-        return page
+        return save(folder, self.label, self.markdown(), asdict(self))
+
+
+def save(folder: Path, label: str, markdown: str, content: dict[str, object]) -> Path:
+    """Write the page for people, today's date in its name, and the same as JSON beside it; returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / f"{time.strftime('%Y-%m-%d')}-{label}.md"
+    page.write_text(markdown)
+    page.with_suffix(".json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+    return page
 
 
 def _figures(repeats: list[Summary]) -> list[str]:

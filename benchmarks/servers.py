@@ -84,7 +84,7 @@ class Server:
         """Return once it is ready and has answered one request. Raises RuntimeError, with the end of its log, if it never does."""
         while True:
             if self.process.poll() is not None or time.perf_counter() - started > START_SECONDS:
-                raise RuntimeError(f"{self.spec.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+                raise RuntimeError(f"{self.spec.name} did not start:\n{tail(self.log)}")
             try:
                 self.get(self.spec.health)
                 break
@@ -124,13 +124,16 @@ class Server:
 
 
 @contextmanager
-def serving(spec: Spec, core: int | None = None) -> Iterator[Server]:
-    """Start a server, on `core` alone if one is given, and stop it in the end. Raises RuntimeError if it does not start."""
+def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Iterator[Server]:
+    """Start a server, on `core` alone if one is given, and stop it in the end. Raises RuntimeError if it does not start.
+
+    What it prints goes to the file `log`, or to one that goes with it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="trellis-bench-"))
-    log = folder / f"{spec.name}.log"
+    log = log or folder / f"{spec.name}.log"
     argv = [part.format(port=port) for part in spec.argv]
     with pinned(core), log.open("wb") as output:
         started = time.perf_counter()
@@ -144,6 +147,11 @@ def serving(spec: Spec, core: int | None = None) -> Iterator[Server]:
     finally:
         server.stop()
         shutil.rmtree(folder)
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    return log.read_text(errors="replace")[-3000:]
 
 
 @contextmanager

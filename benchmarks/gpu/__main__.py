@@ -1,0 +1,209 @@
+"""`python -m benchmarks.gpu`: see the package's description."""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import benchmarks.gpu
+from benchmarks.gpu.cells import WORKLOADS, Workload
+from benchmarks.gpu.load import Clients
+from benchmarks.gpu.model import SHAPES, SMALL, Shape, write_folder, write_weights
+from benchmarks.gpu.report import GpuReport
+from benchmarks.gpu.worker import Job, Measure, Measured, Started, work
+from benchmarks.servers import Server, Spec, serving, tail
+from benchmarks.summary import Summary
+from engine.config import EmbeddedConfig
+from server.compose import engine_config
+from server.settings import read_settings
+
+DEFAULTS = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "attention": "flashinfer",
+    "max-batch-size": "256",
+    "max-num-tokens": "8192",
+    "max-seq-len": "8192",
+    "engine-on-death": "exit",
+}
+CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "1024"}
+"""Few tokens a step, so that prompts are split and computed beside decoding sequences."""
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers and engines are stopped
+    shown = {key: value for key, value in vars(args).items() if key not in ("output", "label", "shape", "flags", "commit")}
+    flags = " ".join(f"--{name} {value}" for name, value in args.flags.items())
+    report = GpuReport(args.label, {**shown, "server": flags}, anchored=SHAPES[args.shape_name] is SHAPES["llama-8b"])
+    if args.commit:
+        report.machine["commit"] = args.commit
+    for key, value in report.facts().items():
+        print(f"{key}: {value}")
+    with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
+        args.logs = args.logs or Path(folder)
+        args.logs.mkdir(parents=True, exist_ok=True)
+        run = Run(args, report, Path(folder))
+        if args.http:
+            run.over_http()
+        if args.in_process:
+            run.in_process()
+        passed = run.check() if args.check else True
+    print("\n" + report.markdown())
+    print(f"written to {report.write(args.output)}")
+    errors = sum(summary.errors for runs in (report.http, report.in_process) for row in runs.values() for summary in row)
+    return 0 if passed and not errors else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=benchmarks.gpu.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cells", default=",".join(WORKLOADS), help="workloads by name, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3, help="of each workload, after a warm-up")
+    parser.add_argument("--starts", type=int, default=2, help="of the server, each timed; the last is loaded")
+    parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="measure over HTTP")
+    parser.add_argument("--in-process", action=argparse.BooleanOptionalAction, default=True, help="measure the engine alone")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=False, help="hold the output against float32")
+    parser.add_argument("--shape", dest="shape_name", choices=SHAPES, default="llama-8b", help="tiny: to try this out on a CPU")
+    parser.add_argument("--load-format", choices=["dummy", "auto"], default="dummy", help="auto writes and loads random weights")
+    parser.add_argument("--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes of the client")
+    parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
+    parser.add_argument("--commit", default="", help="what to report where there is no git")
+    parser.add_argument("--label", default="gpu", help="name of the result files")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of server and engines; default: one that is removed")
+    args, flags = parser.parse_known_args()
+    wrong = [name for name in args.cells.split(",") if name not in WORKLOADS]
+    if wrong:
+        parser.error(f"no such cells: {', '.join(wrong)}; there are {', '.join(WORKLOADS)}")
+    args.shape = SHAPES[args.shape_name]
+    args.flags = DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
+    return args
+
+
+def settings_of(flags: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """`--a b --c=d` as names and values, to be laid over the defaults."""
+    settings = {}
+    rest = iter(flags)
+    for flag in rest:
+        name, separator, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not (separator or (value := next(rest, ""))):
+            parser.error(f"{flag} is neither an option of this program nor a setting with a value")
+        settings[name] = value
+    return settings
+
+
+class Run:
+    """The parts of one run, each adding to the report."""
+
+    def __init__(self, args: argparse.Namespace, report: GpuReport, folder: Path) -> None:
+        self._args, self._report, self._folder = args, report, folder
+        self._workloads: list[Workload] = [WORKLOADS[name] for name in args.cells.split(",")]
+        self._began = time.perf_counter()
+
+    def over_http(self) -> None:
+        """Start the server, as often as asked, and load the last one."""
+        args, model = self._args, self._model(self._args.shape, self._args.load_format == "auto")
+        argv = (sys.executable, "-m", "server", "--port", "{port}", *arguments(model, args.flags))
+        spec = Spec("trellis", argv, "/health/ready")
+        with Clients(args.clients, args.shape.vocabulary) as clients:
+            for start in range(1, args.starts + 1):
+                with serving(spec, log=args.logs / f"server-{start}.log") as server:
+                    self._report.starts.append((server.ready_seconds, server.answer_seconds))
+                    self._say(f"start {start}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s")
+                    if start == args.starts:
+                        self._load(server, clients)
+
+    def in_process(self) -> None:
+        """The same workloads on the engine, in a process that has nothing else to do."""
+        args = self._args
+        config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
+        cells = [(workload, repeat) for workload in self._workloads for repeat in range(args.repeats + 1)]
+        asked = [(workload.cell if repeat else workload.warm_up(), self._seed(workload, repeat)) for workload, repeat in cells]
+        queue = iter(cells)
+        for message in work(Job(config, Measure(asked)), args.logs / "in-process.log"):
+            if isinstance(message, Started):
+                self._say(
+                    f"in process: started after {message.seconds:.1f} s, {message.info.num_blocks} KV blocks of {message.info.block_size}"
+                )
+            elif isinstance(message, Measured):
+                self._note("in process", *next(queue), message.summary, self._report.in_process)
+
+    def check(self) -> bool:
+        """Hold the engine's output against float32; False if it differs by more than its type explains."""
+        from benchmarks.gpu.check import check, passes  # noqa: PLC0415 - torch and transformers take seconds that other runs do not need
+
+        args, shape = self._args, min(self._args.shape, SMALL, key=lambda shape: shape.hidden)
+        folder = self._model(shape, weights=True)
+        flags = {name: value for name, value in args.flags.items() if name != "load-format"} | CHECK_FLAGS
+        found = list(check(folder, self._config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log"))
+        self._report.agreements += found
+        passed = all(passes(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+        self._say("check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {agreement}" for agreement in found))
+        self._report.write(args.output)
+        return passed
+
+    def _load(self, server: Server, clients: Clients) -> None:
+        target = replace(server.target, endpoint="completions")
+        for workload in self._workloads:
+            for repeat in range(self._args.repeats + 1):
+                cell = workload.cell if repeat else workload.warm_up()
+                cpu = server.cpu_seconds()
+                summary = clients.run(target, cell, self._seed(workload, repeat))
+                if summary.errors:
+                    self._say(f"{summary.errors} errors, the first: {summary.first_error}\n{tail(server.log)}")
+                if server.process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {server.process.poll()}")
+                cores = (server.cpu_seconds() - cpu) / summary.seconds
+                self._note(f"HTTP (server on {cores:.1f} cores)", workload, repeat, summary, self._report.http)
+
+    def _note(self, where: str, workload: Workload, repeat: int, summary: Summary, runs: dict[str, list[Summary]]) -> None:
+        if repeat:
+            runs.setdefault(workload.name, []).append(summary)
+            self._report.write(self._args.output)  # what there is, should a later part fail
+        what = f"{where} {workload.name} " + (f"run {repeat}" if repeat else "warm-up")
+        self._say(
+            f"{what}: {workload.rate(summary):,.0f} tok/s in {summary.seconds:.2f} s, "
+            f"TTFT {summary.ttft_p50:.0f} / {summary.ttft_p99:.0f} ms, gap {summary.gap_p50:.1f} / {summary.gap_p99:.1f} ms, "
+            f"{summary.chunks:,} chunks for {summary.completion_tokens:,} tokens"
+            + (f", {summary.cached_tokens} tokens found in the cache" if summary.cached_tokens else "")
+            + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else "")
+        )
+
+    def _model(self, shape: Shape, weights: bool) -> Path:
+        """The model's folder, made when it is first asked for."""
+        folder = self._folder / f"hidden-{shape.hidden}-{'weights' if weights else 'dummy'}"
+        if not folder.exists():
+            write_folder(folder, shape)
+            if weights:
+                write_weights(folder, seed=0)
+            self._say(f"made {folder.name}")
+        return folder
+
+    def _seed(self, workload: Workload, repeat: int) -> str:
+        return f"{self._args.seed}/{workload.name}/{repeat}"
+
+    def _config(self, model: Path, flags: dict[str, str]) -> EmbeddedConfig:
+        config = engine_config(read_settings(arguments(model, flags)), model)
+        assert isinstance(config, EmbeddedConfig), "this measures the embedded engine"
+        return config
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", flush=True)
+
+
+def arguments(model: Path, flags: dict[str, str]) -> list[str]:
+    """The server's command line."""
+    return ["--model", str(model), *(part for name, value in flags.items() for part in (f"--{name}", value))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

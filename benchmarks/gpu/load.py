@@ -1,0 +1,81 @@
+"""Load over HTTP from several processes, so that at 256 streams no core of the client is near its limit and times stay true."""
+
+import asyncio
+import multiprocessing
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import uvloop
+
+from benchmarks.client import Load, Sample, Target, exchange
+from benchmarks.gpu.model import FIRST_WORD
+from benchmarks.report import Cell
+from benchmarks.summary import Summary, summarise
+
+LEAD_SECONDS = 0.3
+"""From handing out the work until all begin: enough to make 256 requests of 4,096 tokens."""
+
+
+def token_ids(count: int, vocabulary: int, rng: random.Random) -> list[int]:
+    """A prompt that shares no prefix with another but by chance."""
+    return [rng.randrange(FIRST_WORD, vocabulary) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process sends: as many requests as streams, all at `start`, which is a time of the monotonic clock."""
+
+    target: Target
+    streams: int
+    prompt_tokens: int
+    max_tokens: int
+    vocabulary: int
+    seed: str
+    start: float
+
+
+class Clients:
+    """Processes that load a server together."""
+
+    def __init__(self, processes: int, vocabulary: int) -> None:
+        self._processes, self._vocabulary = processes, vocabulary
+        self._pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> Self:
+        for begun in [self._pool.submit(time.sleep, 0.1) for _ in range(self._processes)]:
+            begun.result()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._pool.shutdown()
+
+    def run(self, target: Target, cell: Cell, seed: str) -> Summary:
+        """`cell.concurrency` requests at once; equal seeds send equal prompts to equally many processes."""
+        start = time.monotonic() + LEAD_SECONDS
+        shares = [len(range(i, cell.concurrency, self._processes)) for i in range(self._processes)]
+        parts = [
+            Part(target, streams, cell.prompt_tokens, cell.max_tokens, self._vocabulary, f"{seed}/{index}", start)
+            for index, streams in enumerate(shares)
+            if streams
+        ]
+        outcomes = list(self._pool.map(send, parts))
+        samples = [sample for outcome in outcomes for sample in outcome[0]]
+        began, ended = min(outcome[1] for outcome in outcomes), max(outcome[2] for outcome in outcomes)
+        return summarise(samples, ended - began)
+
+
+def send(part: Part) -> tuple[list[Sample], float, float]:
+    """In a client's process: the samples, and when the first request was sent and the last stream ended, by the monotonic clock."""
+    rng = random.Random(part.seed)
+    prompts = [token_ids(part.prompt_tokens, part.vocabulary, rng) for _ in range(part.streams)]
+    requests = [part.target.request(prompt, part.max_tokens) for prompt in prompts]
+    load = Load(part.streams, part.streams, part.prompt_tokens, part.max_tokens, timeout=300.0)
+    time.sleep(max(0.0, part.start - time.monotonic()))
+    began = time.monotonic()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        samples = runner.run(exchange(part.target, load, requests))
+    return samples, began, time.monotonic()

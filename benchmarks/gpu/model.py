@@ -1,0 +1,110 @@
+"""Model folders made here: the shape of a real model, with no weights or with random ones, and a tokenizer that only has to decode."""
+
+import json
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
+FIRST_WORD = len(SPECIAL) + 256
+"""The first token id that is neither special nor a single byte."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama. `spread` is the standard deviation of random weights: so large that attention and logits are not flat."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int = 49152
+    max_position: int = 131072
+    spread: float = 0.05
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+LLAMA_8B = Shape(4096, 32, 32, 8, 14336)
+SMALL = Shape(1024, 8, 16, 4, 2816)
+"""Small enough to be computed in float32."""
+SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL, "tiny": Shape(64, 2, 4, 2, 128, vocabulary=1024, max_position=2048, spread=0.2)}
+
+
+def write_folder(folder: Path, shape: Shape) -> None:
+    """config.json, tokenizer and chat template, for `--load-format dummy`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "config.json": _config(shape),
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL[0],
+            "eos_token": SPECIAL[1],
+            "chat_template": CHAT_TEMPLATE,
+            "model_max_length": shape.max_position,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+    _tokenizer(shape.vocabulary).save(str(folder / "tokenizer.json"))
+
+
+def write_weights(folder: Path, seed: int) -> None:
+    """Random weights for a folder that has none yet: bfloat16 safetensors, the same for the same seed."""
+    import torch  # noqa: PLC0415 - seconds that other runs do not need
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": shape.spread,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    }
+
+
+def _tokenizer(vocabulary: int) -> Tokenizer:
+    """Byte-level: special tokens, the 256 bytes, then made-up words, so that nearly every token is text at once."""
+    words = (
+        "\u0120" + "".join(letters) for letters in product(ascii_lowercase, repeat=4)
+    )  # U+0120 is how such a vocabulary writes a space
+    texts = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *islice(words, vocabulary - FIRST_WORD)]
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return tokenizer

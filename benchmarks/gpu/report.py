@@ -1,0 +1,116 @@
+"""The one table, and the file of everything that was measured."""
+
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
+from benchmarks.report import describe_machine, save, table
+from benchmarks.summary import Summary
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.check import Agreement
+
+Runs = dict[str, list[Summary]]
+"""By workload, one for each repeat."""
+
+
+@dataclass(slots=True)
+class GpuReport:
+    """Everything one run found. `anchored`: the model and machine are those of the anchors, which are shown beside."""
+
+    label: str
+    settings: dict[str, object]
+    anchored: bool
+    starts: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds until ready, and until the first token had come."""
+    http: Runs = field(default_factory=dict)
+    in_process: Runs = field(default_factory=dict)
+    agreements: list["Agreement"] = field(default_factory=list)
+    machine: dict[str, object] = field(default_factory=lambda: describe_gpu() | describe_machine())
+
+    def facts(self) -> dict[str, object]:
+        return {**self.machine, **self.settings}
+
+    def markdown(self) -> str:
+        facts = "\n".join(f"- {key}: {value}" for key, value in self.facts().items())
+        parts = [f"# GPU benchmark: {self.label}", facts, self._workloads(), self._starts(), self._agreements()]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        """Write the .json and the .md; returns the latter."""
+        return save(folder, self.label, self.markdown(), asdict(self))
+
+    def _workloads(self) -> str:
+        names = [name for name in WORKLOADS if name in self.http or name in self.in_process]
+        if not names:
+            return ""
+        head = ["requests x (prompt, output)", "HTTP tok/s", "TTFT p50 / p99", "gap p50 / p99"]
+        head += ["in process tok/s", "TTFT p50 / p99", "gap p50 / p99", "HTTP / in process"]
+        head += ["limit", "of limit", "vLLM tok/s", "TTFT p50 / p99", "ours / vLLM", "target"] if self.anchored else []
+        rows = [self._row(WORKLOADS[name]) for name in names]
+        note = "Medians over the repeats, times in ms; a gap is the time between two chunks of a stream."
+        note += f" Of prefill, prompt tokens are counted. HTTP is to keep {HTTP_SHARE} of the rate in process." + (
+            f" vLLM: {VLLM}." if self.anchored else ""
+        )
+        return f"{table(head, rows)}\n\n{note}"
+
+    def _row(self, workload: Workload) -> list[str]:
+        cell, anchors = workload.cell, workload.anchors
+        http, inside = self.http.get(workload.name, []), self.in_process.get(workload.name, [])
+        over_http, in_process = (median(map(workload.rate, runs)) if runs else 0.0 for runs in (http, inside))
+        row = [f"{cell.concurrency} x ({cell.prompt_tokens}, {cell.max_tokens})"]
+        row += [*_figures(workload, http), *_figures(workload, inside), _quotient(over_http, in_process, digits=3)]
+        if self.anchored:
+            best = over_http or in_process
+            row += [f"{anchors.limit:,.0f}", _quotient(best, anchors.limit), f"{anchors.vllm:,.0f}"]
+            row += [_pair(anchors.ttft_p50, anchors.ttft_p99), _quotient(best, anchors.vllm)]
+            row += [f"{anchors.target:,.0f} {'reached' if best >= anchors.target else 'missed'}"]
+        return row
+
+    def _starts(self) -> str:
+        if not self.starts:
+            return ""
+        rows = [[str(i + 1), f"{ready:.1f}", f"{answer:.1f}"] for i, (ready, answer) in enumerate(self.starts)]
+        note = f"The second is to be ready within {READY_SECONDS:g} s; vLLM took {VLLM_READY_SECONDS[0]:g} to {VLLM_READY_SECONDS[1]:g} s."
+        return f"{table(['start', 'ready, s', 'first answer, s'], rows)}\n\n{note}"
+
+    def _agreements(self) -> str:
+        head = ["against float32", "max error", "mean error", "same tokens", "same continuations", "worst margin"]
+        rows = [
+            [a.name, f"{a.max_error:.4f}", f"{a.mean_error:.5f}", f"{a.tokens:.2%}", f"{a.sequences:.1%}", f"{a.worst_margin:.4f}"]
+            for a in self.agreements
+        ]
+        note = (
+            "Errors and margins in nats, of the log-probabilities of the 20 likeliest tokens; transformers computes in the engine's type."
+        )
+        return f"{table(head, rows)}\n\n{note}" if rows else ""
+
+
+def _figures(workload: Workload, runs: list[Summary]) -> list[str]:
+    if not runs:
+        return ["-"] * 3
+    errors = sum(run.errors for run in runs)
+    speed = f"{median(map(workload.rate, runs)):,.0f}" + (f" ({errors} errors)" if errors else "")
+    first = _pair(median(run.ttft_p50 for run in runs), median(run.ttft_p99 for run in runs))
+    return [speed, first, _pair(median(run.gap_p50 for run in runs), median(run.gap_p99 for run in runs), digits=1)]
+
+
+def _pair(low: float, high: float, digits: int = 0) -> str:
+    return " / ".join(f"{value:,.{digits}f}" if value else "-" for value in (low, high))
+
+
+def _quotient(value: float, by: float, digits: int = 2) -> str:
+    return f"{value / by:.{digits}f}" if value and by else "-"
+
+
+def describe_gpu() -> dict[str, object]:
+    """Name, memory and driver of the GPUs; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": "; ".join(found.strip().splitlines())}

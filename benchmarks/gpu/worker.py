@@ -1,0 +1,182 @@
+"""An engine in a process of its own, driven through the Engine seam without HTTP: `python -m benchmarks.gpu.worker`.
+
+Standard input is one `Job`; standard output one message for each result. What the engine prints goes to standard error.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from benchmarks.client import Sample
+from benchmarks.gpu.load import token_ids
+from benchmarks.report import Cell
+from benchmarks.servers import ROOT, tail
+from benchmarks.summary import Summary, summarise
+from engine.base import Engine
+from engine.config import EmbeddedConfig, create_engine
+from engine.errors import EngineError
+from engine.types import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprobs
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Send all requests of a cell at once; answered by `Measured`, one for each cell and in their order."""
+
+    cells: list[tuple[Cell, str]]
+    """With the seed of its prompts."""
+
+
+class Transcribe(msgspec.Struct, frozen=True, tag=True):
+    """Continue prompts greedily, once with each of `batches` of them at a time; answered by one `Transcript` for each."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    logprobs: int
+    batches: list[int]
+
+
+class Job(msgspec.Struct, frozen=True):
+    config: EmbeddedConfig
+    work: Measure | Transcribe
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    seconds: float
+    info: EngineInfo
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    summary: Summary
+
+
+class Continuation(msgspec.Struct, frozen=True):
+    """One prompt's tokens and, for each, its log-probability and the top alternatives'."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Transcript(msgspec.Struct, frozen=True, tag=True):
+    batch: int
+    continuations: list[Continuation]
+
+
+Message = Started | Measured | Transcript
+
+
+def work(job: Job, log: Path) -> Iterator[Message]:
+    """Run `job` in a process and yield what it reports. Raises RuntimeError, with the end of its log, if it fails."""
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.worker"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended before it had read all: its exit status is told below
+                process.stdin.write(msgspec.json.encode(job))
+                process.stdin.close()
+            for line in process.stdout:
+                yield msgspec.json.decode(line, type=Message)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"the engine's process ended with {process.returncode}:\n{tail(log)}")
+
+
+async def run(job: Job, results: IO[bytes]) -> None:
+    started = time.perf_counter()
+    engine = create_engine(job.config)
+    try:
+        await engine.start()
+        _report(results, Started(time.perf_counter() - started, engine.info))
+        if isinstance(job.work, Measure):
+            for cell, seed in job.work.cells:
+                _report(results, Measured(await measure(engine, cell, seed)))
+        else:
+            for batch in job.work.batches:
+                _report(results, Transcript(batch, await transcribe(engine, job.work, batch)))
+    finally:
+        await engine.close()
+
+
+async def measure(engine: Engine, cell: Cell, seed: str) -> Summary:
+    rng = random.Random(seed)
+    prompts = [token_ids(cell.prompt_tokens, engine.info.vocab_size, rng) for _ in range(cell.concurrency)]
+    started = time.perf_counter()
+    samples = await asyncio.gather(*(_sample(engine, prompt, cell.max_tokens, f"{seed}/{i}") for i, prompt in enumerate(prompts)))
+    return summarise(samples, time.perf_counter() - started)
+
+
+async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Continuation]:
+    """The continuations of all prompts, `batch` of them at a time."""
+    places = asyncio.Semaphore(batch)
+
+    async def continuation(index: int, prompt: list[int]) -> Continuation:
+        async with places, aclosing(engine.generate(_request(f"{batch}/{index}", prompt, job.max_tokens, job.logprobs))) as stream:
+            deltas = [delta async for delta in stream]
+        return Continuation(
+            [token for delta in deltas for token in delta.token_ids], [entry for delta in deltas for entry in delta.logprobs]
+        )
+
+    return list(await asyncio.gather(*(continuation(index, prompt) for index, prompt in enumerate(job.prompts))))
+
+
+async def _sample(engine: Engine, prompt: list[int], max_tokens: int, request_id: str) -> Sample:
+    """One request, timed as the HTTP client times its own: a chunk is a delta."""
+    sample = Sample(prompt_tokens=len(prompt))
+    sent = previous = time.perf_counter()
+    try:
+        async with aclosing(engine.generate(_request(request_id, prompt, max_tokens))) as deltas:
+            async for delta in deltas:
+                now = time.perf_counter()
+                if sample.ttft:
+                    sample.gaps.append(now - previous)
+                elif delta.token_ids:
+                    sample.ttft = now - sent
+                previous = now
+                _count(sample, delta)
+    except EngineError as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    sample.seconds = time.perf_counter() - sent
+    return sample
+
+
+def _count(sample: Sample, delta: Delta) -> None:
+    sample.chunks += 1
+    sample.completion_tokens += len(delta.token_ids)
+    if delta.prompt is not None:
+        sample.cached_tokens = delta.prompt.cached_tokens
+
+
+def _request(request_id: str, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+    return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling)
+
+
+def _report(results: IO[bytes], message: Message) -> None:
+    results.write(msgspec.json.encode(message) + b"\n")
+    results.flush()
+
+
+def main() -> None:
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), results))
+
+
+if __name__ == "__main__":
+    main()
