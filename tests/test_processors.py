@@ -5,6 +5,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -144,29 +145,35 @@ EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_
 ON_TENSORRT_LLM = {"PYTHONPATH": FAKE_TRTLLM, "FAKE_TRTLLM_ENGINE": "embedded", "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED)}
 
 
-@pytest.fixture(scope="module", params=["embedded", "trtllm"])
-def server(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[ServerProcess]:
-    flags = ("--engine", request.param, "--model", str(smollm2), "--served-model-name", "smol", "--enable-test-logits-processor", "true")
-    with serving(*flags, environment=ON_TENSORRT_LLM if request.param == "trtllm" else {"THREADS": "1"}) as server:
-        yield server
+def hello_server(model: Path, engine: str, environment: dict[str, str]) -> AbstractContextManager[ServerProcess]:
+    flags = ("--engine", engine, "--model", str(model), "--served-model-name", "smol", "--enable-test-logits-processor", "true")
+    return serving(*flags, environment=environment)
 
 
-def test_every_answer_is_hello_world_after_a_restart_too(server: ServerProcess) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        _expect_hello(client)
+def test_every_answer_on_tensorrt_llm_is_hello_world(smollm2: Path) -> None:
+    with hello_server(smollm2, "trtllm", ON_TENSORRT_LLM) as server:
+        _expect_hello(server)
+        assert "every answer is 'Hello world!'" in server.log
+
+
+def test_every_answer_of_the_embedded_engine_is_hello_world_after_a_restart_too(smollm2: Path) -> None:
+    with hello_server(smollm2, "embedded", {"THREADS": "1"}) as server:
+        _expect_hello(server)
         server.child("engine.host").kill()
         deadline = time.monotonic() + 60
-        while httpx.get(f"{server.url}/health/ready").status_code == 200:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.02)
-        while httpx.get(f"{server.url}/health/ready").status_code != 200:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.1)
-        _expect_hello(client)
-    assert "every answer is 'Hello world!'" in server.log
+        for ready in (False, True):
+            while (httpx.get(f"{server.url}/health/ready").status_code == 200) != ready:
+                assert time.monotonic() < deadline, server.log
+                time.sleep(0.02)
+        _expect_hello(server)
 
 
-def _expect_hello(client: openai.OpenAI) -> None:
+def _expect_hello(server: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        _expect_answers(client)
+
+
+def _expect_answers(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     for fields in ({}, {"temperature": 0}, {"temperature": 2, "seed": 1}, {"n": 2}, {"max_tokens": 50, "top_p": 0.5}):
         answer = client.chat.completions.create(model="smol", messages=messages, **fields)
