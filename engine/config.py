@@ -42,7 +42,10 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
     enable_chunked_prefill: bool = True
-    attention: str = "sdpa"
+    attention: str = "auto"
+    load_format: str = "auto"
+    overlap_scheduler: str = "auto"
+    enable_cuda_graphs: bool = True
     threads: int = 0
     guide_timeout_seconds: float = 15.0
     processors: tuple[ProcessorConfig, ...] = ()

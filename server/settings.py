@@ -80,7 +80,15 @@ class Settings(BaseSettings):
     free_gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Part of the free device memory taken for KV blocks, on a GPU")
     enable_block_reuse: bool = Field(True, description="Reuse the KV blocks of equal prefixes")
     enable_chunked_prefill: bool = Field(True, description="Split long prompts over several steps")
-    attention: Literal["sdpa"] = Field("sdpa", description="Attention kernels of the embedded engine")
+    attention: Literal["auto", "sdpa", "flashinfer"] = Field(
+        "auto",
+        description="Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs), sdpa (torch's, any device); auto chooses",
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="Weights from the model's files, or random ones, for measuring")
+    overlap_scheduler: Literal["auto", "on", "off"] = Field(
+        "auto", description="Prepare the next step of the embedded engine while the device computes; auto does on a GPU"
+    )
+    enable_cuda_graphs: bool = Field(True, description="Run decode steps as CUDA graphs")
     threads: int = Field(0, ge=0, description="Compute threads of the embedded engine; 0 takes the machine's cores")
     fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
 

@@ -1,16 +1,17 @@
 """The engine's turn: schedule, run, postprocess. Synchronous and owned by one thread; `engine/embedded/engine.py` drives it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 
 import torch
 
 from engine.config import EmbeddedConfig
-from engine.embedded.attention import sort_chunks
 from engine.embedded.blocks import BlockPool, EventData
-from engine.embedded.model import Model
-from engine.embedded.sampler import Sampled, Sampler, prompt_logprobs
+from engine.embedded.model import load_model
+from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
+from engine.embedded.sampler import Drawn, Sampled, Sampler
 from engine.embedded.scheduler import Chunk, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineFailure
@@ -22,14 +23,24 @@ Outputs = list[tuple[str, Delta | EngineFailure]]
 """What a step has for each request id that it touched."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that the device has been given."""
+
+    chunks: Sequence_[Chunk]
+    drawn: Drawn | None
+    """The tokens of the chunks that sample, in order."""
+    started: float
+
+
 class EngineCore:
     """Model, block pool, scheduler and sampler, and the sequences that are alive."""
 
     def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
-        self.model = Model(config)
+        self.model = load_model(config)
         self._publish_event = publish
         self._event_id = 0
-        self.pool = BlockPool(len(self.model.cache.data), config.kv_block_size, reuse=config.enable_block_reuse, publish=self._publish)
+        self.pool = BlockPool(self.model.num_blocks, config.kv_block_size, reuse=config.enable_block_reuse, publish=self._publish)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_batch_size,
@@ -42,11 +53,13 @@ class EngineCore:
         self._iteration = self._completed = self._aborted = 0
         self._last = InflightBatchingStats()
         self._latency_ms = 0.0
+        self._overlap = config.overlap_scheduler == "on" or (config.overlap_scheduler == "auto" and self.model.device.type != "cpu")
+        self._launched: _Step | None = None
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._sequences)
+        return bool(self._sequences) or self._launched is not None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its request id must be new."""
@@ -62,21 +75,22 @@ class EngineCore:
             self._audit_when_idle()
 
     def step(self) -> Outputs:
-        """Run one step. A failure in it ends the sequences that took part, and no others."""
-        started, preemptions = time.monotonic(), self.scheduler.preemptions
-        chunks = sort_chunks(self.scheduler.schedule())
-        for chunk in chunks:
-            if chunk.sequence.first_scheduled is None:
-                chunk.sequence.first_scheduled = started
-        try:
-            sampled = self._run(chunks)
-            outputs: Outputs = list(self._postprocess(chunks, sampled))
-        except (RuntimeError, ValueError) as error:
-            outputs = self._fail(chunks, error)
+        """Run one step, and return what is known by then.
+
+        With `overlap` that is the step before: the next one is prepared and launched while the device computes, and its decodes take
+        tokens which the host has yet to see. Without, launch and result follow each other; both give the same tokens.
+        """
+        outputs: Outputs = []
+        if self._launched is not None and any(sequence.sampler.needs_history for sequence in self.scheduler.running):
+            outputs += self._settle()
+        previous, self._launched = self._launched, None
+        launched = self._launch(outputs)
+        if previous is not None:
+            outputs += self._finish_step(previous)
+        self._launched = launched
+        if not self._overlap:
+            outputs += self._settle()
         self._audit_when_idle()
-        self._iteration += 1
-        self._latency_ms = (time.monotonic() - started) * 1e3
-        self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
         return outputs
 
     def stats(self) -> IterationStats:
@@ -93,7 +107,7 @@ class EngineCore:
             max_num_active_requests=self._max_num_seqs,
             num_aborted_requests=self._aborted,
             num_preemptions=scheduler.preemptions,
-            inflight_batching_stats=self._last if self.busy else InflightBatchingStats(),
+            inflight_batching_stats=self._last if self._sequences else InflightBatchingStats(),
             kv_cache_stats=KvCacheStats(
                 max_num_blocks=pool.num_blocks,
                 free_num_blocks=pool.available,
@@ -108,38 +122,68 @@ class EngineCore:
         )
 
     def _audit_when_idle(self) -> None:
-        if not self.busy:
+        if not self._sequences:
             self.scheduler.audit()
 
     def _publish(self, data: EventData) -> None:
         self._publish_event(KvEvent(self._event_id, data, window_size=self.model.context_length))
         self._event_id += 1
 
-    def _run(self, chunks: Sequence_[Chunk]) -> list[Sampled]:
-        """Forward, prompt log-probabilities, sampling; one result for each chunk that samples, in order."""
-        prompt_rows, sample_rows, row = [list[int]() for _ in chunks], [], 0
-        for chunk, rows in zip(chunks, prompt_rows, strict=True):
-            if chunk.sequence.wants_prompt_logprobs:
-                rows += range(row, row + min(chunk.length, chunk.sequence.num_prompt - 1 - chunk.start))
-            if chunk.samples:
-                sample_rows.append(row + chunk.length - 1)
-            row += chunk.length
-        flat = [row for rows in prompt_rows for row in rows]
-        logits = self.model.forward(chunks, [*flat, *sample_rows])
-        with torch.inference_mode():
-            first = 0
-            for chunk, rows in zip(chunks, prompt_rows, strict=True):
-                _report_prompt(chunk, logits[first : first + len(rows)])
-                first += len(rows)
-            states = [chunk.sequence.sampler for chunk in chunks if chunk.samples]
-            return self._sampler.sample(logits[first:], states) if states else []
-
-    def _postprocess(self, chunks: Sequence_[Chunk], sampled: Sequence_[Sampled]) -> Iterator[tuple[str, Delta | EngineFailure]]:
-        results = iter(sampled)
+    def _launch(self, failures: Outputs) -> "_Step | None":
+        """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences that take part."""
+        started, preemptions = time.monotonic(), self.scheduler.preemptions
+        chunks = self.model.ordered(self.scheduler.schedule())
+        if not chunks:
+            return None
         for chunk in chunks:
-            self.scheduler.computed(chunk)
-            if chunk.samples:
-                yield chunk.sequence.request.request_id, self._append(chunk.sequence, next(results))
+            if chunk.sequence.first_scheduled is None:
+                chunk.sequence.first_scheduled = started
+        try:
+            step = self._run(chunks, started)
+        except (RuntimeError, ValueError) as error:
+            failures += self._fail(chunks, error)
+            return None
+        self._iteration += 1
+        self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
+        _note_pending(chunks, 1)
+        return step
+
+    def _settle(self) -> Outputs:
+        """Finish the step under way."""
+        step, self._launched = self._launched, None
+        return [] if step is None else self._finish_step(step)
+
+    def _finish_step(self, step: "_Step") -> Outputs:
+        """Wait for a step and take its tokens into the sequences that are still alive."""
+        _note_pending(step.chunks, -1)
+        outputs: Outputs = []
+        try:
+            results = iter(step.drawn.results() if step.drawn else ())
+            for chunk in step.chunks:
+                sampled = next(results) if chunk.samples else None
+                request_id = chunk.sequence.request.request_id
+                if self._sequences.get(request_id) is not chunk.sequence:
+                    continue
+                self.scheduler.computed(chunk)
+                if sampled is not None:
+                    outputs.append((request_id, self._append(chunk.sequence, sampled)))
+        except (RuntimeError, ValueError) as error:
+            outputs += self._fail(step.chunks, error)
+        self._latency_ms = (time.monotonic() - step.started) * 1e3
+        return outputs
+
+    def _run(self, chunks: Sequence_[Chunk], started: float) -> "_Step":
+        """Forward, prompt log-probabilities, sampling."""
+        logits = self.model.forward(chunks, [*prompt_rows(chunks), *sample_rows(chunks)])
+        with torch.inference_mode():
+            first = report_prompts(chunks, logits)
+            sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+            if not sampling:
+                return _Step(chunks, None, started)
+            drawn = self._sampler.draw(logits[first:] if first else logits, [sequence.sampler for sequence in sampling])
+            if self._overlap:
+                self.model.remember([sequence.slot for sequence in sampling], drawn.tokens)
+            return _Step(chunks, drawn, started)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> Delta | EngineFailure:
         """Take a sampled token into a sequence, unless it asked for none, and the sequence out of the engine if that ended it."""
@@ -151,7 +195,7 @@ class EngineCore:
                 self.abort(sequence.request.request_id)
                 return EngineFailure(sequence.sampler.error)
         finish, stop = self._finish(sequence, sampled.token_id)
-        if finish:
+        if finish is not None:
             del self._sequences[sequence.request.request_id]
             self.scheduler.remove(sequence)
             self._completed += 1
@@ -161,17 +205,17 @@ class EngineCore:
             prompt = _prompt_report(sequence)
         if not wanted:
             return Delta((), finish_reason=finish, prompt=prompt)
-        return Delta((sampled.token_id,), (sampled.logprobs,) if sampled.logprobs is not None else (), finish, stop, prompt)
+        return Delta((sampled.token_id,), () if sampled.logprobs is None else (sampled.logprobs,), finish, stop, prompt)
 
     def _finish(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        sampling = sequence.request.sampling
-        if sequence.num_output > sampling.min_tokens:
+        sampling, count = sequence.request.sampling, sequence.num_output
+        if count > sampling.min_tokens:
             if token in sampling.stop_token_ids:
                 return "stop", token
             # A grammar lets the end of sequence through only when the output is complete: nothing could follow it.
             if token in self.model.eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
                 return "stop", None
-        if sequence.num_output >= sampling.max_tokens or len(sequence.tokens) >= self.model.context_length:
+        if count >= sampling.max_tokens or len(sequence.tokens) >= self.model.context_length:
             return "length", None
         return None, None
 
@@ -179,7 +223,8 @@ class EngineCore:
         failures: Outputs = []
         for chunk in chunks:
             request_id = chunk.sequence.request.request_id
-            if self._sequences.pop(request_id, None):
+            if self._sequences.get(request_id) is chunk.sequence:
+                del self._sequences[request_id]
                 self.scheduler.remove(chunk.sequence)
                 failure = EngineFailure(f"the engine failed on this request: {type(error).__name__}")
                 failure.__cause__ = error
@@ -187,16 +232,11 @@ class EngineCore:
         return failures
 
 
-def _report_prompt(chunk: Chunk, logits: torch.Tensor) -> None:
-    """Append the log-probabilities of the prompt tokens that the chunk's rows predict, skipping those known from before a preemption."""
-    sequence = chunk.sequence
-    if not len(logits):
-        return
-    assert sequence.prompt_logprobs is not None
-    known = max(0, len(sequence.prompt_logprobs) - 1 - chunk.start)
-    first = chunk.start + known + 1
-    targets = sequence.tokens[first : chunk.start + len(logits) + 1]
-    sequence.prompt_logprobs += prompt_logprobs(logits[known:], targets, sequence.request.sampling.prompt_logprobs or 0)
+def _note_pending(chunks: Sequence_[Chunk], change: int) -> None:
+    for chunk in chunks:
+        if chunk.samples:
+            chunk.sequence.pending += change
+            chunk.sequence.sampler.pending = chunk.sequence.pending
 
 
 def _prompt_report(sequence: Sequence) -> PromptReport:

@@ -16,7 +16,7 @@ from engine.embedded.attention import AttentionBackend
 from engine.embedded.linear import is_float32_linear, pack_joined
 from engine.embedded.norm import RmsNorm
 
-_PARTS = {
+PARTS = {
     "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
@@ -83,7 +83,7 @@ def _replace(layers: nn.ModuleList, index: int, rotation: _SignedRotation) -> No
 
 
 def _has_the_parts(layer: nn.Module) -> bool:
-    for path, names in _PARTS.items():
+    for path, names in PARTS.items():
         if {name for name, _ in layer.get_submodule(path).named_children()} != names:
             return False
     modules = dict(layer.named_modules())
@@ -99,13 +99,13 @@ def _computes_the_same(layer: Any) -> bool:
             mine = DecoderLayer(layer, _SignedRotation())
             hidden = torch.linspace(-1, 1, 3 * layer.self_attn.q_proj.in_features).sin().view(1, 3, -1)
             angles = torch.linspace(0, 1, 3 * mine._head_dim // 2).view(1, 3, -1).repeat(1, 1, 2)
-            arguments = {"position_embeddings": (angles.cos(), angles.sin()), "paged": _values_of_first_head}
+            arguments = {"position_embeddings": (angles.cos(), angles.sin()), "paged": values_of_first_head}
             expected = layer(hidden, attention_mask=None, **arguments)
             return torch.allclose(mine(hidden, **arguments), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         except (AttributeError, RuntimeError, TypeError):
             return False
 
 
-def _values_of_first_head(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def values_of_first_head(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """In the place of attention: something that depends on all of its arguments."""
     return query * scale + key[:, :1] + value[:, :1]

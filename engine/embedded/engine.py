@@ -40,6 +40,7 @@ class EmbeddedEngine:
         self._streams: dict[str, DeltaStream] = {}
         self._stats: Latest[IterationStats] = Latest()
         self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
 
@@ -154,7 +155,7 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while self._obey(core):
                     outputs = core.step()
-                    self._call(self._deliver, outputs, core.stats())
+                    self._call(self._deliver, outputs, core.stats(), self._take_events())
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)
             self._call(self._fail_all, EngineDied("the engine died"))
@@ -164,7 +165,7 @@ class EmbeddedEngine:
         while True:
             idle = not core.busy
             if idle:
-                self._call(self._stats.publish, core.stats())
+                self._call(self._deliver, [], core.stats(), self._take_events())
             elif self._commands.empty():
                 return True
             command = self._commands.get()
@@ -175,7 +176,7 @@ class EmbeddedEngine:
     def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
         started = time.monotonic()
         torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
-        core = EngineCore(self._config, self._publish)
+        core = EngineCore(self._config, lambda event: self._new_events.append(event))
         model, config = core.model, self._config
         info = EngineInfo(
             backend="embedded",
@@ -195,8 +196,10 @@ class EmbeddedEngine:
         self._call(_settle, loaded, info)
         return core
 
-    def _publish(self, event: KvEvent) -> None:
-        self._call(self._events.put, event)
+    def _take_events(self) -> list[KvEvent]:
+        """The KV events since the last time: they travel with the outputs of a step."""
+        events, self._new_events = self._new_events, []
+        return events
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Call on the event loop; when that has gone there is nobody to tell."""
@@ -205,8 +208,10 @@ class EmbeddedEngine:
 
     # Back on the event loop.
 
-    def _deliver(self, outputs: Outputs, stats: IterationStats) -> None:
+    def _deliver(self, outputs: Outputs, stats: IterationStats, events: list[KvEvent]) -> None:
         self._stats.publish(stats)
+        for event in events:
+            self._events.put(event)
         for request_id, output in outputs:
             stream = self._streams.get(request_id)
             if stream is None:

@@ -1,6 +1,7 @@
 """Loading a transformers model and running it on flat tokens over our KV blocks."""
 
 import ctypes
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded import decoder, linear
-from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention
+from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention, sort_chunks
 from engine.embedded.linear import can_pack
 from engine.embedded.norm import replace_norms
 from engine.embedded.scheduler import Chunk
@@ -22,32 +23,42 @@ from engine.errors import EngineFailure
 
 MIB = 1 << 20
 
+log = logging.getLogger(__name__)
+
 
 class Model:
     """The weights, the KV cache and one `forward` over the chunks of a step."""
+
+    spare_blocks = 0
+    """Blocks of the cache that belong to the model and not to the pool."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self.device = torch.device(_device(config.device))
         self.dtype = _dtype(config.dtype, self.device)
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
         _check_attention(self.hf_config)
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=self.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-        self._module = module.to(self.device).eval()
+        self._module = _load_module(config, self.hf_config, self.dtype, self.device)
         if self.device.type == "cpu":
             _replace_for_cpu(self._module)
             _give_back_memory()
         self.vocab_size: int = self.hf_config.vocab_size
         self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
-        self.cache = self._allocate(config)
+        self.num_blocks, self.cache = self._allocate(config)
+        self._pending: dict[int, torch.Tensor] = {}
+
+    def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
+        """The tokens, int64 [slots], that were sampled for the running sequences with these slots: they are pending at the next step."""
+        self._pending.update(zip(slots, tokens, strict=True))
+
+    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks of a step as `forward` wants them."""
+        return sort_chunks(chunks)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
-        """Compute the chunks, which `sort_chunks` has sorted, and return the logits [len(rows), vocab] of these flat rows."""
-        tokens = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]]
+        """Compute the chunks, which `ordered` has put in order, and return the logits [len(rows), vocab] of these flat rows."""
+        tokens = [token for chunk in chunks for token in self._tokens(chunk)]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]
         output = self._module(
             input_ids=torch.tensor([tokens], device=self.device),
@@ -59,7 +70,14 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _allocate(self, config: EmbeddedConfig) -> KvCache:
+    def _tokens(self, chunk: Chunk) -> list[int]:
+        sequence = chunk.sequence
+        if chunk.start < len(sequence.tokens):
+            return sequence.tokens[chunk.start : chunk.start + chunk.length]
+        return [int(self._pending[sequence.slot])]
+
+    def _allocate(self, config: EmbeddedConfig) -> tuple[int, KvCache]:
+        """Blocks for the pool, and the cache."""
         text = self.hf_config.get_text_config()
         heads = text.num_key_value_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -67,10 +85,50 @@ class Model:
         memory = config.kv_cache_memory_mb * MIB
         if self.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(self.device)[0] * config.free_gpu_memory_fraction)
-        num_blocks = config.num_blocks or memory // block_bytes
+        num_blocks = config.num_blocks or memory // block_bytes - self.spare_blocks
         if num_blocks < 1:
             raise EngineFailure(f"no room for a KV block: one takes {block_bytes / MIB:.1f} MiB and {memory / MIB:.0f} MiB are set aside")
-        return KvCache(num_blocks, text.num_hidden_layers, config.kv_block_size, heads, head_dim, self.dtype, self.device)
+        shape = (num_blocks + self.spare_blocks, text.num_hidden_layers, config.kv_block_size, heads, head_dim)
+        return num_blocks, KvCache(*shape, self.dtype, self.device)
+
+
+def load_model(config: EmbeddedConfig) -> Model:
+    """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
+    on_gpu = torch.device(_device(config.device)).type == "cuda"
+    if config.attention == "sdpa" or (config.attention == "auto" and not on_gpu):
+        return Model(config)
+    try:
+        from engine.embedded.cuda.model import CudaModel, UnsupportedModelError  # noqa: PLC0415 - needs Triton and FlashInfer
+
+        if not on_gpu:
+            raise UnsupportedModelError("FlashInfer needs a GPU")
+        return CudaModel(config)
+    except (ImportError, UnsupportedModelError) as error:
+        if config.attention == "flashinfer":
+            raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
+        log.warning("attention is torch's own, which is slow on a GPU: %s", error)
+    return Model(config)
+
+
+def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model, in place on the device: weights go straight there from the files, or are random (`dummy`)."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.load_format == "dummy":
+        with torch.device(device):
+            return _random(hf_config, dtype)
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        config.model,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        device_map={"": device} if device.type != "cpu" else None,
+    )
+    return module.eval()
+
+
+def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()  # type: ignore[no-untyped-call]
 
 
 def _device(name: str) -> str:

@@ -57,6 +57,7 @@ class SamplerState:
         self.matcher = matcher
         self.tokens = list(prompt)
         self.num_prompt = len(self.tokens)
+        self.pending = 0
         self.processors = [create(name) for name in sampling.processors]
         self.processor_failed = False
         # top_k 1 is greedy too: the lowest id wins a tie, where truncation would keep both.
@@ -74,11 +75,15 @@ class SamplerState:
             self.seen[self.tokens] = True
         self._always_masked = self.forbidden is not None or bool(sampling.bad_words) or matcher is not None
         self._always_edited = self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+        self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
+        """Whether the token is the one with the largest logit, and that is all."""
+        self.needs_history = matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
+        """Whether the next token cannot be sampled before the host has seen the last one."""
 
     @property
     def position(self) -> int:
-        """Number of output tokens so far."""
-        return len(self.tokens) - self.num_prompt
+        """Number of output tokens so far, a pending one included."""
+        return len(self.tokens) + self.pending - self.num_prompt
 
     @property
     def has_mask(self) -> bool:
@@ -124,28 +129,63 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """One token for each state. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
+        return self.draw(logits, states).results()
+
+    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
+        """As `sample`, but the result may still be on its way: on a GPU this returns as soon as all is queued."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
+        if all(state.plain for state in states):
+            return Drawn(logits.argmax(dim=1))
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
-        if not (edited or random or reported):
-            return [Sampled(token, None) for token in logits.argmax(dim=1).tolist()]
         raw = logits[reported].float() if reported else None
         logits = logits.float().contiguous()
         if edited:
             part = take(logits, edited)
             edit(part, [states[row] for row in edited])
             put(logits, edited, part)
-        tokens: list[int] = logits.argmax(dim=1).tolist() if len(random) < len(states) else [0] * len(states)
+        tokens = logits.argmax(dim=1) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
         if random:
-            drawn = _draw(take(logits, random), [states[row] for row in random])
-            for row, token in zip(random, drawn, strict=True):
-                tokens[row] = token
-        logprobs: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            counts = [states[row].sampling.logprobs or 0 for row in reported]
-            logprobs = dict(zip(reported, _report(raw, [tokens[row] for row in reported], counts), strict=True))
-        return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+            tokens[random] = _draw(take(logits, random), [states[row] for row in random])
+        if raw is None:
+            return Drawn(tokens)
+        return Drawn(tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported]))
+
+
+class Drawn:
+    """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
+
+    def __init__(self, tokens: torch.Tensor, reported: Sequence[int] = (), report: Report | None = None) -> None:
+        self.tokens = tokens
+        self._on_host = to_host(tokens)
+        self._reported = reported
+        self._report = report
+        self._done = _recorded(tokens.device)
+
+    def results(self) -> list[Sampled]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._on_host.tolist()
+        if self._report is None:
+            return [Sampled(token, None) for token in tokens]
+        entries = dict(zip(self._reported, self._report.entries(), strict=True))
+        return [Sampled(token, entries.get(row)) for row, token in enumerate(tokens)]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, complete once the stream has come this far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -153,7 +193,11 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
     report: list[TokenLogprobs] = []
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[start : start + _ROWS_AT_ONCE]
-        report += _report(logits[start : start + len(part)].float(), part, [count] * len(part))
+        chosen = torch.tensor(part, device=logits.device)
+        found = Report(logits[start : start + len(part)].float(), chosen, [count] * len(part))
+        if (done := _recorded(logits.device)) is not None:
+            done.synchronize()
+        report += found.entries()
     return report
 
 
@@ -163,42 +207,47 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
+def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
     weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
-    tokens = [0] * len(states)
     seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
     free = [row for row, state in enumerate(states) if state.sampling.seed is None]
+    tokens = logits.new_empty(len(states), dtype=torch.int64)
     if seeded:
-        for row, token in zip(seeded, race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded]), strict=True):
-            tokens[row] = token
+        tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
     if free:
-        quantiles = [uniform(states[row].seed, states[row].position) for row in free]
-        for row, token in zip(free, quantile(take(weights, free), quantiles), strict=True):
-            tokens[row] = token
+        tokens[free] = quantile(take(weights, free), [uniform(states[row].seed, states[row].position) for row in free])
     return tokens
 
 
-def _report(logits: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """The chosen token and its `counts[i]` best alternatives. `logits` is float32 [N, vocab]; ties are listed by id."""
-    ids = torch.tensor(chosen, device=logits.device).unsqueeze(1)
-    values = logits.gather(1, ids)
-    norms: list[float] = logits.logsumexp(dim=1).tolist()
-    ranks: list[int] = ((logits > values).sum(dim=1) + 1).tolist()
-    chosen_values: list[float] = values.squeeze(1).tolist()
-    # A few more than asked for, so that ties at the end are cut by id and not by accident.
-    best = logits.topk(min(max(counts) + 8, logits.shape[1]), dim=1)
-    best_values, best_ids = best.values.tolist(), best.indices.tolist()
-    report = []
-    for row, (token, value, norm) in enumerate(zip(chosen, chosen_values, norms, strict=True)):
-        entries = [_logprob(token, value - norm, ranks[row])]
-        alternatives = sorted(zip(best_values[row], best_ids[row], strict=True), key=lambda pair: (-pair[0], pair[1]))
-        rank = 1
-        for index, (other, token_id) in enumerate(alternatives[: counts[row]]):
-            if other < alternatives[index - 1][0]:
-                rank = index + 1
-            entries.append(_logprob(token_id, other - norm, rank))
-        report.append(tuple(entries))
-    return report
+class Report:
+    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32 [N, vocab].
+
+    What there is to compute is queued at once; `entries` may be read when the stream has come this far.
+    """
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> None:
+        self._counts = counts
+        values = logits.gather(1, chosen.unsqueeze(1))
+        ranks = (logits > values).sum(dim=1) + 1
+        # A few more than asked for, so that ties at the end are cut by id and not by accident.
+        best = logits.topk(min(max(counts) + 8, logits.shape[1]), dim=1)
+        of_device = (chosen, values.squeeze(1), logits.logsumexp(dim=1), ranks, best.values, best.indices)
+        self._parts = [to_host(part) for part in of_device]
+
+    def entries(self) -> list[TokenLogprobs]:
+        """For each row the chosen token, then its alternatives; ties are listed by id."""
+        report: list[TokenLogprobs] = []
+        rows = zip(*(part.tolist() for part in self._parts), self._counts, strict=True)
+        for token, value, norm, own_rank, best_values, best_ids, count in rows:
+            entries = [_logprob(token, value - norm, own_rank)]
+            alternatives = sorted(zip(best_values, best_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            rank = 1
+            for index, (other, token_id) in enumerate(alternatives[:count]):
+                if other < alternatives[index - 1][0]:
+                    rank = index + 1
+                entries.append(_logprob(token_id, other - norm, rank))
+            report.append(tuple(entries))
+        return report
 
 
 def _logprob(token_id: int, logprob: float, rank: int) -> Logprob:

@@ -8,7 +8,7 @@ mostly from the prefix cache.
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.embedded.blocks import BlockPool
 from engine.embedded.sequence import Sequence
@@ -17,18 +17,26 @@ PROMPT_LOGPROB_TOKENS = 256
 """Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`tokens[start : start + length]` of a sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
     length: int
+    samples: bool
+    """Whether the step reaches the last token, so that the next one is sampled."""
+    starts: int
+    """The sequence's, when the chunk was made."""
+
+    @classmethod
+    def next_of(cls, sequence: Sequence, length: int) -> "Chunk":
+        start = sequence.computed
+        return cls(sequence, start, length, start + length == sequence.length, sequence.starts)
 
     @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last token, so that the next one is sampled."""
-        return self.start + self.length == len(self.sequence.tokens)
+    def current(self) -> bool:
+        """Whether the sequence still has what the chunk computed."""
+        return self.sequence.starts == self.starts and self.sequence.slot >= 0
 
 
 class Scheduler:
@@ -41,6 +49,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of rank."""
         self.preemptions = 0
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._chunked = chunked_prefill
@@ -51,29 +60,41 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a finished or aborted sequence and free its blocks."""
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        else:
+            self.waiting.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty only when nothing waits or runs."""
-        budget = self._max_num_tokens
-        chunks: list[Chunk] = []
+        """The chunks of the next step, taken as computed from now on; empty when all that runs waits for its last pending token."""
         preempted = self.preemptions
-        for sequence in self._decodes_first():
-            if sequence in self.running and self._grow(sequence) and (length := self._length(sequence, budget, chunks)):
-                chunks.append(Chunk(sequence, sequence.computed, length))
+        prompts: list[Sequence] = []
+        chunks: list[Chunk] = []
+        for sequence in list(self.running):  # decodes first
+            if sequence.remaining > 1:
+                prompts.append(sequence)
+            elif not sequence.spent and sequence.slot >= 0 and len(chunks) < self._max_num_tokens and self._grow(sequence):
+                chunks.append(Chunk.next_of(sequence, 1))
+        budget = self._max_num_tokens - len(chunks)
+        for sequence in prompts:
+            if sequence.slot >= 0 and self._grow(sequence) and (length := self._length(sequence, budget, chunks)):
+                chunks.append(Chunk.next_of(sequence, length))
                 budget -= length
         if self.waiting and preempted == self.preemptions:
             self._admit(budget, chunks)
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.start + chunk.length
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
         """A step has written the keys and values of a chunk: its full blocks become reusable."""
         sequence, size = chunk.sequence, self.pool.block_size
-        sequence.computed = chunk.start + chunk.length
-        full = sequence.computed // size
-        if full <= sequence.stored:
+        full = (chunk.start + chunk.length) // size
+        if full <= sequence.stored or not chunk.current:
             return
         first, keys = sequence.stored, sequence.extend_keys(size)
         chain = [(sequence.blocks[i], keys[i], sequence.tokens[i * size : (i + 1) * size]) for i in range(first, full)]
@@ -84,9 +105,6 @@ class Scheduler:
         """Assert that every block is accounted for."""
         self.pool.audit([sequence.blocks for sequence in (*self.running, *self.waiting)])
 
-    def _decodes_first(self) -> list[Sequence]:
-        return sorted(self.running, key=lambda sequence: sequence.remaining > 1)
-
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """The largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
         if self._chunked:
@@ -95,6 +113,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give the sequence blocks for all its tokens, preempting others of a later rank, or itself, when there are none."""
+        if sequence.length <= len(sequence.blocks) * self.pool.block_size:
+            return True
         while (needed := self._blocks_for(sequence)) > self.pool.available:
             victim = self.running[-1]
             self._preempt(victim)
@@ -104,7 +124,7 @@ class Scheduler:
         return True
 
     def _blocks_for(self, sequence: Sequence) -> int:
-        return -(-len(sequence.tokens) // self.pool.block_size) - len(sequence.blocks)
+        return -(-sequence.length // self.pool.block_size) - len(sequence.blocks)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
@@ -127,7 +147,7 @@ class Scheduler:
                 sequence.computed = 0
                 return
             self._start(sequence, matched, needed)
-            chunks.append(Chunk(sequence, sequence.computed, length))
+            chunks.append(Chunk.next_of(sequence, length))
             budget -= length
 
     def _start(self, sequence: Sequence, matched: list[int], missed: int) -> None:
@@ -137,6 +157,8 @@ class Scheduler:
         self.pool.missed += missed
         if not sequence.num_output:
             sequence.cached_tokens = sequence.computed
+        sequence.slot = self._slots.pop()
+        sequence.starts += 1
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
 
@@ -150,7 +172,8 @@ class Scheduler:
     def _candidates(self) -> Iterator[Sequence]:
         """Waiting sequences in order, without those whose next block a running prompt is computing just now: they wait to share it."""
         size = self.pool.block_size
-        coming = {key for s in self.running if s.remaining > 1 for key in s.extend_keys(size)[s.stored :]} if self.pool.reuse else set()
+        prompts = [s for s in self.running if s.stored < s.num_prompt // size] if self.pool.reuse else []
+        coming = {key for s in prompts for key in s.extend_keys(size)[s.stored :]}
         for sequence in list(self.waiting):
             keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
             if not sequence.wants_prompt_logprobs and any(key in coming for key in keys):

@@ -17,8 +17,8 @@ class Sequence:
     """Its tokens, and how many of them have keys and values in its blocks.
 
     `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, one more
-    token is sampled. Preemption drops `blocks` and sets `computed` back; the tokens and the sampler's state stay, so the output does
-    not change.
+    token is sampled, and is *pending* until the host has it. Preemption drops `blocks` and sets `computed` back; the tokens and the
+    sampler's state stay, so the output does not change.
     """
 
     request: GenerateRequest
@@ -28,8 +28,15 @@ class Sequence:
     arrival: float
     """`time.monotonic()` at submission."""
     tokens: list[int]
+    pending: int = 0
+    """Tokens that were sampled and that the host has not seen yet: 0, or 1 while the next step is prepared ahead."""
     computed: int = 0
+    """How many tokens have keys and values, the step under way included."""
     blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Its number among the running sequences, for what a model keeps of each; -1 while it waits."""
+    starts: int = 0
+    """How often it was admitted: what was launched before a preemption does not count afterwards."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
     stored: int = 0
@@ -40,18 +47,29 @@ class Sequence:
     reported: bool = False
     """Whether the prompt report has been given out."""
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def length(self) -> int:
+        """Tokens, a pending one included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def remaining(self) -> int:
         """Tokens still to compute before the next one can be sampled; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
+
+    @property
+    def spent(self) -> bool:
+        """Whether the pending token is the last one that was asked for."""
+        return self.pending > 0 and self.num_output + self.pending >= self.request.sampling.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -35,8 +35,8 @@ class Truncation(NamedTuple):
         return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
-    """One token id for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1), ids in order.
+def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
+    """One token id, int64 [N], for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1), ids in order.
 
     In a flat distribution the least change of the weights moves every later id, and so the choice.
     """
@@ -44,12 +44,11 @@ def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     chunk, rest = _invert(chunks.sum(dim=2).double(), _column(uniforms, weights, torch.float64))
     inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1)
     offset, _ = _invert(inside.double(), rest)
-    ids: list[int] = (chunk * _CHUNK + offset).squeeze(1).tolist()
-    return ids
+    return (chunk * _CHUNK + offset).squeeze(1)
 
 
-def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[int]:
-    """One token id for each of `rows` of `weights`, drawn by the exponential race: the id with the largest weight / noise wins.
+def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """One token id, int64 [rows], for each of `rows` of `weights`, drawn by the exponential race: the largest weight / noise wins.
 
     Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the choice only if the
     two best were about to swap. Costs one exponential per id.
@@ -58,8 +57,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
     for row, (seed, position) in zip(rows, keys, strict=True):
         noise = np.random.Generator(np.random.Philox(key=seed & _PHILOX_KEY, counter=position << 128))
         exponentials = torch.from_numpy(noise.standard_exponential(weights.shape[1], dtype=np.float32)).to(weights.device)
-        ids.append(int((weights[row] / exponentials.clamp_(min=1e-30)).argmax()))
-    return ids
+        ids.append((weights[row] / exponentials.clamp_(min=1e-30)).argmax())
+    return torch.stack(ids)
 
 
 def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,18 +102,22 @@ def _thresholds(scaled: torch.Tensor, weights: torch.Tensor, truncations: Sequen
         if limited:
             kept = kept.masked_fill(part < thresholds[nucleus], 0)
         goals = kept.sum(dim=1, keepdim=True) * _column([truncations[row].top_p for row in nucleus], scaled)
-        reached, missed = _reach(best[nucleus], goals)
-        if missed and best.shape[1] < vocab_size:
-            reached[missed], _ = _reach(_descending(take(part, missed)), goals[missed])
+        if scaled.device.type != "cpu":  # looking at what was missed would wait for the device; sorting is cheap there
+            reached, _ = _reach(_descending(part), goals)
+        else:
+            reached, last = _reach(best[nucleus], goals)
+            missed: list[int] = torch.nonzero(last == best.shape[1])[:, 0].tolist()
+            if missed and best.shape[1] < vocab_size:
+                reached[missed], _ = _reach(_descending(take(part, missed)), goals[missed])
         thresholds[nucleus] = torch.maximum(reached, thresholds[nucleus])
     return thresholds
 
 
-def _reach(best: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """The scaled logit at which the running mass of the sorted `best` reaches each goal, [N, 1], and the rows where it does not."""
+def _reach(best: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scaled logit at which the running mass of the sorted `best`, [N, M], reaches each goal, [N, 1], and its index, [N]: M where the
+    goal lies behind."""
     last = torch.searchsorted(best.exp().cumsum(dim=1), goals)
-    missed: list[int] = torch.nonzero(last[:, 0] == best.shape[1])[:, 0].tolist()
-    return best.gather(1, last.clamp(max=best.shape[1] - 1)), missed
+    return best.gather(1, last.clamp(max=best.shape[1] - 1)), last[:, 0]
 
 
 def take(batch: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

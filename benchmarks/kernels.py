@@ -1,0 +1,206 @@
+"""Times the parts of a decode step on one GPU, each against the memory's bandwidth: products, attention, and what lies between.
+
+    python -m benchmarks.kernels            # on a machine with a GPU, triton and flashinfer
+
+The shape is that of Llama-3.1-8B. Every figure is the median over replays of a CUDA graph that runs the operation once for each of
+`COPIES` copies of its weights, so that nothing is found in the cache.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+HIDDEN, HEADS, KV_HEADS, DIM, MIDDLE, VOCABULARY = 4096, 32, 8, 128, 14336, 49152
+SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+COPIES = 8
+BLOCK = 32
+
+
+def timed(work: Callable[[], Any], repeats: int = 10) -> float:
+    """Median seconds of a replay of `work`, captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def say(name: str, seconds: float, size: float, flops: float = 0) -> None:
+    extra = f" {flops / seconds / 1e12:7.0f} TFLOP/s" if flops else ""
+    print(f"{name:44s} {seconds * 1e6 / COPIES:9.2f} us {size / seconds / 1e12:6.2f} TB/s{extra}", flush=True)
+
+
+def products(rows: int) -> None:
+    total = 0.0
+    for name, (n, k) in SHAPES.items():
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        seconds = timed(lambda: [functional.linear(x, weight) for weight in weights])
+        total += seconds / COPIES
+        say(f"cublas {name} rows={rows}", seconds, COPIES * (n * k * 2 + rows * (n + k) * 2), COPIES * 2.0 * rows * n * k)
+    print(f"  32 layers of products, rows={rows}: {total * 32 * 1e3:.2f} ms", flush=True)
+
+
+def gemvs() -> None:
+    from engine.embedded.cuda import kernels
+
+    tiles = [(4, 1024, 4), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (16, 512, 4), (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (16, 256, 4)]
+    for name, (n, k) in SHAPES.items():
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
+        x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
+        norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
+        residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
+        arguments: dict[str, Any] = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "gated": True}}.get(name, {"residual": residual})
+        results = []
+        for pdl in (True, False):
+            kernels.PDL = pdl
+            for tile in tiles:
+                if k % tile[1]:
+                    continue
+                try:
+                    seconds = timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights])
+                    results.append((seconds, tile, pdl))
+                except Exception as error:
+                    print("gemv", name, tile, pdl, "failed:", str(error)[:300], flush=True)
+        kernels.PDL = True
+        for seconds, tile, pdl in sorted(results)[:4]:
+            say(f"gemv {name} tile={tile} pdl={pdl}", seconds, COPIES * n * k * 2)
+        plain = [r for r in results if not r[2]]
+        say(f"gemv {name} best without pdl {min(plain)[1]}", min(plain)[0], COPIES * n * k * 2)
+
+
+def decode_attention(batch: int, length: int) -> None:
+    from flashinfer.xqa import xqa
+
+    width = -(-length // BLOCK)
+    cache = torch.randn(batch * width, COPIES, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    tables = torch.randperm(batch * width, device="cuda", dtype=torch.int32).view(batch, width)
+    padded = torch.zeros(batch, 256, device="cuda", dtype=torch.int32)
+    padded[:, :width] = tables
+    lengths = torch.full((batch, 1), length, device="cuda", dtype=torch.int32).view(torch.uint32)
+    query = torch.randn(batch, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    workspace = torch.zeros(256 << 20, device="cuda", dtype=torch.uint8)
+    semaphores = torch.zeros(8 << 20, device="cuda", dtype=torch.uint8).view(torch.uint32)
+    size = COPIES * batch * length * 2 * KV_HEADS * DIM * 2
+    for pages in (tables, padded):
+        for pdl in (False, True):
+            seconds = timed(
+                lambda: [
+                    xqa(query, cache[:, i, 0], cache[:, i, 1], pages, lengths, out, workspace, semaphores, KV_HEADS, BLOCK,
+                        q_scale=1.0, enable_pdl=pdl)
+                    for i in range(COPIES)
+                ]
+            )  # fmt: skip
+            say(f"xqa batch={batch} length={length} width={pages.shape[1]} pdl={pdl}", seconds, size)
+    keys = cache[tables.long(), COPIES - 1, 0].flatten(1, 2)[:, :length]
+    values = cache[tables.long(), COPIES - 1, 1].flatten(1, 2)[:, :length]
+    expected = functional.scaled_dot_product_attention(
+        query.transpose(1, 2).float(), keys.transpose(1, 2).float(), values.transpose(1, 2).float(), enable_gqa=True
+    )
+    print("  xqa largest error", float((out.transpose(1, 2).float() - expected).abs().max()), flush=True)
+    import flashinfer
+
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    begun = torch.arange(0, batch + 1, dtype=torch.int32) * width
+    last = torch.full((batch,), (length - 1) % BLOCK + 1, dtype=torch.int32)
+    wrapper.plan(begun, tables.flatten(), last, HEADS, KV_HEADS, DIM, BLOCK, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    rows = query[:, 0]
+    seconds = timed(lambda: [wrapper.run(rows, (cache[:, i, 0], cache[:, i, 1])) for i in range(COPIES)])
+    say(f"fa2 decode batch={batch} length={length}", seconds, size)
+
+
+def prefill_attention(count: int, length: int) -> None:
+    import flashinfer
+
+    rows, width = count * length, length // BLOCK
+    cache = torch.randn(count * width, 2, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    pages = torch.arange(count * width, dtype=torch.int32, device="cuda")
+    query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    key = torch.randn(rows, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    begun = torch.arange(0, count + 1, dtype=torch.int32) * length
+    flops = COPIES * count * length * length * 2.0 * HEADS * DIM
+    for backend in ("fa3", "fa2"):
+        workspace = torch.zeros(256 << 20, device="cuda", dtype=torch.uint8)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+        ragged.plan(begun, begun, HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        seconds = timed(lambda: [ragged.run(query, key, key) for _ in range(COPIES)])
+        say(f"ragged {backend} {count}x{length}", seconds, 0, flops)
+        paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        last = torch.full((count,), BLOCK, dtype=torch.int32)
+        paged.plan(
+            begun, torch.arange(0, count + 1, dtype=torch.int32) * width, pages, last, HEADS, KV_HEADS, DIM, BLOCK,
+            causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        )  # fmt: skip
+        seconds = timed(lambda: [paged.run(query, (cache[:, 1, 0], cache[:, 1, 1])) for _ in range(COPIES)])
+        say(f"paged {backend} {count}x{length}", seconds, 0, flops)
+
+
+def between(rows: int) -> None:
+    from engine.embedded.cuda import kernels
+
+    x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    residual, weight = torch.randn_like(x), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    seconds = timed(lambda: [kernels.add_rms_norm(x, residual, weight, 1e-5) for _ in range(COPIES)])
+    say(f"add_rms_norm rows={rows}", seconds, COPIES * rows * HIDDEN * 8)
+    wide = torch.randn(rows, 2 * MIDDLE, device="cuda", dtype=torch.bfloat16)
+    seconds = timed(lambda: [kernels.silu_mul(wide) for _ in range(COPIES)])
+    say(f"silu_mul rows={rows}", seconds, COPIES * rows * MIDDLE * 6)
+    cache = torch.zeros(max(64, rows // BLOCK + 1), 2, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    rotations = torch.randn(8192, DIM, device="cuda")
+    positions = torch.arange(rows, device="cuda", dtype=torch.int32) % 8192
+    slots = torch.arange(rows, device="cuda", dtype=torch.int64)
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device="cuda", dtype=torch.bfloat16)
+    keys, values = cache.view(-1)[:], cache.view(-1)[BLOCK * KV_HEADS * DIM :]
+    seconds = timed(
+        lambda: [kernels.rotate_and_store(qkv, (HEADS, KV_HEADS, DIM), rotations, positions, slots, keys, values) for _ in range(COPIES)]
+    )
+    say(f"rotate_and_store rows={rows}", seconds, COPIES * rows * (HEADS * 2 + KV_HEADS * 5) * DIM * 2)
+
+
+def main() -> None:
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    parts: dict[str, Callable[[], Any]] = {
+        "copy": lambda: _copy(),
+        "products": lambda: [products(rows) for rows in (1, 16, 64, 128, 256, 8192)],
+        "gemv": gemvs,
+        "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],
+        "decode": lambda: [decode_attention(*cell) for cell in ((1, 256), (64, 640), (256, 640))],
+        "prefill": lambda: [prefill_attention(*cell) for cell in ((16, 512), (2, 4096))],
+    }
+    for name in sys.argv[1:] or parts:
+        started = time.monotonic()
+        try:
+            parts[name]()
+        except Exception as error:
+            print(name, "failed:", repr(error)[:2000], flush=True)
+        print(f"[{name}: {time.monotonic() - started:.1f} s]", flush=True)
+
+
+def _copy() -> None:
+    source = torch.empty(1 << 32, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    say("copy 4 GiB, read and written", timed(lambda: target.copy_(source)) * COPIES, 2 * COPIES * (1 << 32))
+    wide = source.view(torch.int32)
+    say("sum of 4 GiB, read", timed(lambda: wide.sum()) * COPIES, COPIES * (1 << 32))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Triton kernels for what lies between matrix products and attention, and for the products themselves when there are few rows.
+
+A decode step streams every weight once, so its time is that of the memory; what these save are passes over activations and the gaps
+between kernels. All are bound to the stream order of one CUDA graph. With programmatic dependent launch (`launch_pdl`) a kernel may
+start while the one before it drains: it reads weights, which nothing writes, and waits (`gdc_wait`) before it touches what others wrote.
+"""
+
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+PDL = True
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    scale = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    gdc_wait()
+    value = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * size + columns, inside, 0.0).to(tl.float32)
+        tl.store(residual + row * size + columns, value.to(residual.dtype.element_ty), inside)
+        value = value.to(residual.dtype.element_ty).to(tl.float32)
+    gdc_launch_dependents()
+    value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
+    tl.store(out + row * size + columns, (value.to(out.dtype.element_ty).to(tl.float32) * scale).to(out.dtype.element_ty), inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm over the last dimension: [rows, size]."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _add_rms_norm[(len(x),)](x, x, weight, out, x.shape[1], epsilon, False, block, num_warps=8, launch_pdl=PDL)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`residual += x`, in place, and its RMSNorm."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _add_rms_norm[(len(x),)](x, residual, weight, out, x.shape[1], epsilon, True, block, num_warps=8, launch_pdl=PDL)
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gdc_wait()
+    gate = tl.load(gate_up + row * 2 * size + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + columns, inside, 0.0).to(tl.float32)
+    gdc_launch_dependents()
+    tl.store(out + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up: [rows, 2 * size] with the gates first, to [rows, size]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, size))
+    _silu_mul[(rows, triton.cdiv(size, 2048))](gate_up, out, size, 2048, num_warps=8, launch_pdl=PDL)
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, query, rotations, positions, slots, keys, values,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    is_query, is_key, exists = head < HEADS, head < HEADS + KV_HEADS, head < HEADS + 2 * KV_HEADS
+    gdc_wait()
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64) * (KV_HEADS * DIM)
+    cos = tl.load(rotations + position * DIM + half)
+    sin = tl.load(rotations + position * DIM + HALF + half)
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + half
+    low, high = tl.load(source, exists, 0.0), tl.load(source + HALF, exists, 0.0)
+    gdc_launch_dependents()
+    first, second = low.to(tl.float32), high.to(tl.float32)
+    low = tl.where(is_key, (first * cos - second * sin).to(low.dtype), low)
+    high = tl.where(is_key, (second * cos + first * sin).to(high.dtype), high)
+    tl.store(source, low, is_key & (head >= HEADS))
+    tl.store(source + HALF, high, is_key & (head >= HEADS))
+    to_query = query + (row * HEADS + head) * DIM + half
+    to_keys = keys + slot + (head - HEADS) * DIM + half
+    to_values = values + slot + (head - HEADS - KV_HEADS) * DIM + half
+    target = tl.where(is_query, to_query, tl.where(is_key, to_keys, to_values))
+    tl.store(target, low, exists)
+    tl.store(target + HALF, high, exists)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    heads: tuple[int, int, int],
+    rotations: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Rotary embedding, and the step's keys and values into their cache rows; the rotated keys also stay in `qkv`.
+
+    `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim] has the cosines of
+    half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the first of `keys` and of `values`,
+    whose strides are those of one row. Returns the queries, [rows, heads, dim].
+    """
+    count, kv_count, dim = heads
+    query = qkv.new_empty((len(qkv), count, dim))
+    group = 8
+    _rotate_and_store[(len(qkv), triton.cdiv(count + 2 * kv_count, group))](
+        qkv, query, rotations, positions, slots, keys, values, count, kv_count, dim, dim // 2, group, num_warps=4, launch_pdl=PDL
+    )
+    return query
+
+
+@triton.jit
+def _gemv(
+    x, weight, norm, out, epsilon, N,
+    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tiles = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    first = tl.load(tiles, eviction_policy="evict_first")
+    if GATED:
+        first_up = tl.load(tiles + N * K, eviction_policy="evict_first")
+    gdc_launch_dependents()
+    gdc_wait()
+    scale = 1.0
+    if NORM:
+        whole = tl.arange(0, KP)
+        values = tl.load(x + whole, whole < K, 0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values) / K + epsilon)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        value = tl.load(x + start + k).to(tl.float32)
+        if NORM:
+            value = (value * scale).to(x.dtype.element_ty).to(tl.float32) * tl.load(norm + start + k).to(tl.float32)
+            value = value.to(x.dtype.element_ty).to(tl.float32)
+        if start == 0:
+            tile = first
+        else:
+            tile = tl.load(tiles + start, eviction_policy="evict_first")
+        acc += tile.to(tl.float32) * value[None, :]
+        if GATED:
+            if start == 0:
+                tile_up = first_up
+            else:
+                tile_up = tl.load(tiles + N * K + start, eviction_policy="evict_first")
+            acc_up += tile_up.to(tl.float32) * value[None, :]
+    total = tl.sum(acc, 1)
+    if GATED:
+        gate = total.to(out.dtype.element_ty).to(tl.float32)
+        total = gate * tl.sigmoid(gate) * tl.sum(acc_up, 1)
+    if ADD:
+        total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(out + n).to(tl.float32)
+    tl.store(out + n, total.to(out.dtype.element_ty))
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    tile: tuple[int, int, int] = (8, 1024, 4),
+) -> torch.Tensor:
+    """x · weightᵀ for one row: x [1, K], weight [N, K].
+
+    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place; `gated` takes
+    the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2].
+    """
+    K = x.shape[1]
+    N = weight.shape[0] // 2 if gated else weight.shape[0]
+    block_n, block_k, warps = _fitting(tile, N, K)
+    out = residual if residual is not None else x.new_empty((1, N))
+    scale, epsilon = norm if norm is not None else (x, 0.0)
+    _gemv[(N // block_n,)](
+        x, weight, scale, out, epsilon, N, K, norm is not None, residual is not None, gated,
+        block_n, block_k, triton.next_power_of_2(K), num_warps=warps, launch_pdl=PDL,
+    )  # fmt: skip
+    return out
+
+
+def fits_gemv(weight: torch.Tensor) -> bool:
+    """Whether `gemv` takes a weight of this shape."""
+    return weight.shape[1] % 64 == 0 and weight.shape[0] % 16 == 0
+
+
+def _fitting(tile: tuple[int, int, int], n: int, k: int) -> tuple[int, int, int]:
+    """A tile of about as many values that divides [n, k]."""
+    block_n, block_k, warps = tile
+    while k % block_k:
+        block_k //= 2
+        block_n = min(2 * block_n, 16)
+    while n % block_n:
+        block_n //= 2
+    return block_n, block_k, warps
