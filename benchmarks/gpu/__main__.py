@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,15 +49,12 @@ def main() -> int:
         args.logs = args.logs or Path(folder)
         args.logs.mkdir(parents=True, exist_ok=True)
         run = Run(args, report, Path(folder))
-        if args.http:
-            run.over_http()
-        if args.in_process:
-            run.in_process()
-        passed = run.check() if args.check else True
+        for wanted, part in ((args.http, run.over_http), (args.in_process, run.in_process), (args.check, run.check)):
+            if wanted:
+                run.attempt(part)
     print("\n" + report.markdown())
     print(f"written to {report.write(args.output)}")
-    errors = sum(summary.errors for runs in (report.http, report.in_process) for row in runs.values() for summary in row)
-    return 0 if passed and not errors else 1
+    return 1 if run.failed else 0
 
 
 def parse() -> argparse.Namespace:
@@ -102,12 +100,21 @@ def settings_of(flags: list[str], parser: argparse.ArgumentParser) -> dict[str, 
 
 
 class Run:
-    """The parts of one run, each adding to the report."""
+    """The parts of one run, each adding to the report. `failed`: something broke, or was wrong."""
 
     def __init__(self, args: argparse.Namespace, report: GpuReport, folder: Path) -> None:
         self._args, self._report, self._folder = args, report, folder
         self._workloads: list[Workload] = [WORKLOADS[name] for name in args.cells.split(",")]
         self._began = time.perf_counter()
+        self.failed = False
+
+    def attempt(self, part: Callable[[], None]) -> None:
+        """Do a part. One that breaks says so and leaves the next ones their turn: a machine's time is scarce."""
+        try:
+            part()
+        except RuntimeError as error:
+            self.failed = True
+            self._say(f"{part.__name__} broke: {error}")
 
     def over_http(self) -> None:
         """Start the server, as often as asked, and load the last one."""
@@ -137,8 +144,8 @@ class Run:
             elif isinstance(message, Measured):
                 self._note("in process", *next(queue), message.summary, self._report.in_process)
 
-    def check(self) -> bool:
-        """Hold the engine's output against float32; False if it differs by more than its type explains."""
+    def check(self) -> None:
+        """Hold the engine's output against float32: it fails if it differs by more than its type explains."""
         from benchmarks.gpu.check import check, passes  # noqa: PLC0415 - torch and transformers take seconds that other runs do not need
 
         args, shape = self._args, min(self._args.shape, SMALL, key=lambda shape: shape.hidden)
@@ -147,9 +154,9 @@ class Run:
         found = list(check(folder, self._config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log"))
         self._report.agreements += found
         passed = all(passes(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+        self.failed |= not passed
         self._say("check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {agreement}" for agreement in found))
         self._report.write(args.output)
-        return passed
 
     def _load(self, server: Server, clients: Clients) -> None:
         target = replace(server.target, endpoint="completions")
@@ -159,13 +166,15 @@ class Run:
                 cpu = server.cpu_seconds()
                 summary = clients.run(target, cell, self._seed(workload, repeat))
                 if summary.errors:
-                    self._say(f"{summary.errors} errors, the first: {summary.first_error}\n{tail(server.log)}")
+                    time.sleep(1)  # for the server's last words
+                    self._say(f"{summary.errors} errors; the server's log ends with\n{tail(server.log)}")
                 if server.process.poll() is not None:
                     raise RuntimeError(f"the server ended with {server.process.poll()}")
                 cores = (server.cpu_seconds() - cpu) / summary.seconds
                 self._note(f"HTTP (server on {cores:.1f} cores)", workload, repeat, summary, self._report.http)
 
     def _note(self, where: str, workload: Workload, repeat: int, summary: Summary, runs: dict[str, list[Summary]]) -> None:
+        self.failed |= summary.errors > 0
         if repeat:
             runs.setdefault(workload.name, []).append(summary)
             self._report.write(self._args.output)  # what there is, should a later part fail

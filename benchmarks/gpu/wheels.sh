@@ -18,7 +18,8 @@ packages="
     prometheus-fastapi-instrumentator pydantic pydantic-core pydantic-settings python-dotenv pyzmq sse-starlette starlette
     typing-extensions typing-inspection uvicorn xgrammar
 "
-requirements="flashinfer-python==0.6.13 $(for name in $packages; do grep "^$name==" constraints.txt; done) $(grep '^pytest-asyncio==' constraints-dev.txt)"
+pinned=$(for name in $packages; do grep "^$name==" constraints.txt || exit 1; done)
+requirements="flashinfer-python==0.6.13 $pinned $(grep '^pytest-asyncio==' constraints-dev.txt)"
 
 platforms=
 for tag in manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do
