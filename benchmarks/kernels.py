@@ -87,44 +87,34 @@ def gemvs() -> None:
 
 
 def decode_attention(batch: int, length: int) -> None:
-    from flashinfer.xqa import xqa
+    """Ours beside FlashInfer's, each between products, so that nothing is warm."""
+    import flashinfer
+
+    from engine.embedded.cuda.kernels import DecodeAttention
 
     width = -(-length // BLOCK)
     cache = torch.randn(batch * width, COPIES, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     tables = torch.randperm(batch * width, device="cuda", dtype=torch.int32).view(batch, width)
-    padded = torch.zeros(batch, 256, device="cuda", dtype=torch.int32)
-    padded[:, :width] = tables
-    lengths = torch.full((batch, 1), length, device="cuda", dtype=torch.int32).view(torch.uint32)
-    query = torch.randn(batch, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    positions = torch.full((batch,), length - 1, device="cuda", dtype=torch.int32)
+    query = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
-    workspace = torch.zeros(256 << 20, device="cuda", dtype=torch.uint8)
-    semaphores = torch.zeros(8 << 20, device="cuda", dtype=torch.uint8).view(torch.uint32)
-    size = COPIES * batch * length * 2 * KV_HEADS * DIM * 2
-    for pages in (tables, padded):
-        for pdl in (False, True):
-            seconds = timed(
-                lambda: [
-                    xqa(query, cache[:, i, 0], cache[:, i, 1], pages, lengths, out, workspace, semaphores, KV_HEADS, BLOCK,
-                        q_scale=1.0, enable_pdl=pdl)
-                    for i in range(COPIES)
-                ]
-            )  # fmt: skip
-            say(f"xqa batch={batch} length={length} width={pages.shape[1]} pdl={pdl}", seconds, size)
-    keys = cache[tables.long(), COPIES - 1, 0].flatten(1, 2)[:, :length]
-    values = cache[tables.long(), COPIES - 1, 1].flatten(1, 2)[:, :length]
-    expected = functional.scaled_dot_product_attention(
-        query.transpose(1, 2).float(), keys.transpose(1, 2).float(), values.transpose(1, 2).float(), enable_gqa=True
-    )
-    print("  xqa largest error", float((out.transpose(1, 2).float() - expected).abs().max()), flush=True)
-    import flashinfer
-
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    attend = DecodeAttention(HEADS, KV_HEADS, DIM, DIM**-0.5, torch.device("cuda"))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(256 << 20, device="cuda", dtype=torch.uint8), use_tensor_cores=True)
     begun = torch.arange(0, batch + 1, dtype=torch.int32) * width
     last = torch.full((batch,), (length - 1) % BLOCK + 1, dtype=torch.int32)
     wrapper.plan(begun, tables.flatten(), last, HEADS, KV_HEADS, DIM, BLOCK, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-    rows = query[:, 0]
-    seconds = timed(lambda: [wrapper.run(rows, (cache[:, i, 0], cache[:, i, 1])) for i in range(COPIES)])
-    say(f"fa2 decode batch={batch} length={length}", seconds, size)
+    weight, x = torch.randn(2 * MIDDLE, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+    size = COPIES * batch * length * 2 * KV_HEADS * DIM * 2
+    alone = timed(lambda: [functional.linear(x, weight) for _ in range(COPIES)])
+    kinds: dict[str, Callable[[int], Any]] = {
+        "ours": lambda i: attend(query, cache[:, i, 0], cache[:, i, 1], tables, positions, out),
+        "flashinfer": lambda i: wrapper.run(query, (cache[:, i, 0], cache[:, i, 1])),
+    }
+    for name, run in kinds.items():
+        seconds = timed(lambda: [(functional.linear(x, weight), run(i)) for i in range(COPIES)]) - alone
+        say(f"{name} decode batch={batch} length={length}", seconds, size)
+    error = float((kinds["flashinfer"](COPIES - 1) - out).abs().max())
+    print(f"  largest difference {error:.4f}", flush=True)
 
 
 def prefill_attention(count: int, length: int) -> None:

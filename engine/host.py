@@ -27,6 +27,9 @@ from engine.errors import EngineError, EngineFailure
 
 STOP_SECONDS = 2.0
 """How long a host that was told to stop may take over it."""
+_SWITCH_SECONDS = 0.0005
+"""How long the loop and an engine's thread hold the interpreter when the other one wants it: a tenth of Python's own value, so that
+neither a GPU nor a message waits."""
 _HIGH_WATER_MARK = 4096
 """Batches that may wait for a client before it counts as stuck."""
 
@@ -263,6 +266,7 @@ def _take_stdout() -> TextIO:
 def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # the grammar worker inherits that
+    sys.setswitchinterval(_SWITCH_SECONDS)
     control = _take_stdout()
     line = b""
     while not line.endswith(b"\n"):

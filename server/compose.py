@@ -35,7 +35,7 @@ def model_folder(settings: Settings) -> Path | None:
         return folder if folder.is_dir() else None
     from engine.embedded.model_store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
-    return resolve_model(settings.model, settings.cache_dir)
+    return resolve_model(settings.model, settings.cache_dir, weights=settings.load_format != "dummy")
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -59,8 +59,8 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         from server import engine_args  # noqa: PLC0415 - other engines do without
 
         found = engine_args.effective(settings)
-        for name in found.ignored:
-            log.warning("the argument %s is ignored: an encoder does not take it", name)
+        for name, reason in found.ignored.items():
+            log.warning("the argument %s is ignored: %s", name, reason)
         arguments = dict(found.arguments)
         return TrtllmConfig(
             model=str(folder),

@@ -13,18 +13,18 @@ from engine.trtllm.arguments import (
     attention_dp_size,
     defaults,
     encoder_problems,
-    for_encoder,
     forced,
     gpus_per_replica,
     merge,
     parallel_sizes,
     problems,
+    taken,
 )
 from server.settings import EngineArgsError, Settings
 
 _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
-    "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code",
+    "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code", "load_format",
 )  # fmt: skip
 _OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
 _OF_KV_CACHE = {
@@ -45,7 +45,7 @@ class Parallelism:
 
 
 def effective(settings: Settings) -> Effective:
-    """All layers merged and checked; of those for an encoder, what an encoder takes. Raises EngineArgsError."""
+    """All layers merged and checked, less what the role does not take. Raises EngineArgsError."""
     role = settings.disaggregation_mode
     layers = [
         Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
@@ -55,10 +55,11 @@ def effective(settings: Settings) -> Effective:
     ]
     layers += forced(merge(layers).arguments, role, settings.publish_kv_events)
     found = merge(layers)
-    faults = problems(found.arguments, _backend(found, settings)) or (encoder_problems(found.arguments) if role == "encode" else [])
+    backend = _backend(found, settings)
+    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if role == "encode" else [])
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
-    return for_encoder(found) if role == "encode" else found
+    return taken(found, role, backend)
 
 
 def parallelism(settings: Settings) -> Parallelism:
@@ -83,8 +84,8 @@ def listing(settings: Settings) -> Iterator[str]:
         yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
         for path, layer in sorted(found.origins.items()):
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
-        if found.ignored:
-            yield f"# ignored, since an encoder does not take them: {', '.join(found.ignored)}"
+        for name, reason in found.ignored.items():
+            yield f"# {name} is ignored: {reason}"
 
 
 def _backend(found: Effective, settings: Settings) -> str:
@@ -98,6 +99,8 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
     if not values.get("max_seq_len", 1):
         del values["max_seq_len"]
+    if not settings.enable_cuda_graphs:
+        values["cuda_graph_config"] = None
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
     return values | ({"kv_cache_config": cache} if cache else {})
 

@@ -15,6 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
+from engine.types import EngineInfo
 from routers.state import Replica
 
 _LAG_PAUSE = 0.05
@@ -30,6 +31,7 @@ class ServerMetrics:
         self._folder = folder
         self._model_name = model_name
         self._stats: IterationStats | None = None
+        self._info: EngineInfo | None = None
         self._queued = Gauge(
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for their turn in the engine",
@@ -51,15 +53,20 @@ class ServerMetrics:
             page = CollectorRegistry()
             MultiProcessCollector(page, str(self._folder))  # type: ignore[no-untyped-call]
         engine = CollectorRegistry()
+        if self._info is not None:
+            engine.register(_InfoCollector(self._info, self._model_name))
         if self._stats is not None:
             queued = page.get_sample_value("trtllm_num_requests_queued", {"model_name": self._model_name}) or 0.0
             engine.register(_EngineCollector(self._stats, self._model_name, queued))
         return generate_latest(page) + generate_latest(engine)
 
     async def watch_engine(self, engine: AdmissionEngine) -> None:
-        """Keep the newest statistics. Ends when the engine closes."""
+        """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
+        self._info = engine.info
         async for stats in engine.stats():
             self._stats = stats
+            if engine.healthy:  # again, since after a restart it is another engine's; one that closes says nothing of itself
+                self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self, replica: Replica) -> None:
@@ -73,12 +80,43 @@ class ServerMetrics:
             self._queued.set(replica.engine.waiting if replica.engine is not None else 0)
 
 
-class _EngineCollector:
+class _Collector:
+    """Metrics of one engine, labelled with its model."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+class _InfoCollector(_Collector):
+    """What the engine said of itself when it had started."""
+
+    def __init__(self, info: EngineInfo, model_name: str) -> None:
+        super().__init__(model_name)
+        self._info = info
+
+    def collect(self) -> Iterable[Metric]:
+        info = self._info
+        yield self._gauge("model_load_time_seconds", "How long the model took to load", info.load_seconds)
+        yield self._gauge("kv_cache_block_size", "Tokens in a KV block", info.block_size)
+        yield self._gauge("data_parallel_size", "Ranks with a KV cache of their own", info.data_parallel_size)
+
+
+class _EngineCollector(_Collector):
     """One moment of the engine, under TensorRT-LLM's names."""
 
     def __init__(self, stats: IterationStats, model_name: str, queued: float) -> None:
+        super().__init__(model_name)
         self._stats = stats
-        self._model_name = model_name
         self._queued = queued
 
     def collect(self) -> Iterable[Metric]:
@@ -99,13 +137,3 @@ class _EngineCollector:
         )
         yield self._counter("iterations", "Steps of the engine", stats.iteration)
         yield self._gauge("iteration_latency_seconds", "The engine's latest step", stats.iter_latency_ms / 1e3)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family

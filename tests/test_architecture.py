@@ -48,7 +48,7 @@ LONGER_FILES = {
 LONGER_FUNCTIONS: dict[str, str] = {}
 MORE_PARAMETERS = {
     f"engine/embedded/cuda/kernels.py:{kernel}": "a Triton kernel's parameters are its tensors and constants"
-    for kernel in ("_add_rms_norm", "_rotate_and_store", "_gemv")
+    for kernel in ("_add_rms_norm", "_rotate_and_store", "_gemv", "_attend")
 }
 
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]

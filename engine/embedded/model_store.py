@@ -27,28 +27,29 @@ class ModelError(Exception):
     """There is no model to serve; the message says what is wrong and what cures it."""
 
 
-def resolve_model(model: str, cache_dir: Path) -> Path:
+def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
     """Folder with config.json, safetensors and tokenizer.json for a model setting.
 
     `model` is the built-in name, a folder, or a Hugging Face id. Converting the built-in takes seconds and is done once per
-    `cache_dir`, however many processes ask at the same time; blocks. ModelError: there is no such model.
+    `cache_dir`, however many processes ask at the same time; blocks. A folder without `weights` is enough if they are to be random.
+    ModelError: there is no such model.
     """
     cache_dir = cache_dir.expanduser()
     if model == BUILTIN:
         return _builtin(cache_dir)
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return _checked(folder)
+        return _checked(folder, weights)
     if folder.exists():
         raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or {BUILTIN}")
-    return _checked(_download(model))
+    return _checked(_download(model), weights)
 
 
-def _checked(folder: Path) -> Path:
+def _checked(folder: Path, weights: bool) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         missing.insert(1 if "config.json" in missing else 0, "*.safetensors")
     if missing:
         binary = "*.safetensors" in missing and any(folder.glob("*.bin"))

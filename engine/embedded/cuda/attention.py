@@ -1,26 +1,21 @@
-"""FlashInfer over our KV blocks: XQA for decodes, FlashAttention for prompts.
+"""Attention over our KV blocks on a GPU: FlashInfer for prompts, a kernel of our own for decodes.
 
 What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths and cache rows
 follow. So a decode step needs no planning and fits a CUDA graph. Prompts are planned on the host, once for each step.
 """
 
-import math
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Any
 
 import flashinfer
 import torch
-from flashinfer.xqa import xqa
 
 from engine.embedded.attention import KvCache
+from engine.embedded.cuda.kernels import DecodeAttention
 from engine.embedded.scheduler import Chunk
 
-BLOCK_SIZES = (16, 32, 64, 128)
-XQA_CAPABILITIES = (9, 10, 12)
-"""Major compute capabilities that XQA is written for."""
 _WORKSPACE_BYTES = 256 << 20
-_SEMAPHORE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +27,8 @@ class Step:
     decodes: int
     pages: torch.Tensor
     """int32 [decodes, blocks]: the block table of each decode."""
-    lengths: torch.Tensor
-    """uint32 [decodes, 1]: tokens of each, the new one included."""
+    positions: torch.Tensor
+    """int32 [decodes]: the position of each decode's new token."""
     prompts: "_Prompts | None"
 
 
@@ -44,7 +39,7 @@ class _Prompts:
     """Whether no prompt has anything before its chunk, so that keys and values are those of the step."""
 
 
-class FlashInferAttention:
+class CudaAttention:
     """The tables of running sequences, and attention over them."""
 
     def __init__(self, cache: KvCache, heads: int, scale: float, max_num_seqs: int, context_length: int) -> None:
@@ -56,8 +51,7 @@ class FlashInferAttention:
         self._tabled: list[tuple[list[int] | None, int]] = [(None, 0)] * (max_num_seqs + 1)
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
         self._stride = cache.layers * 2 * cache.block_size
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._semaphores = torch.zeros(_SEMAPHORE_BYTES, dtype=torch.uint8, device=self._device).view(torch.uint32)
+        self._decode = DecodeAttention(heads, cache.heads, cache.head_dim, scale, self._device)
         # Two of each, in turn: a plan is copied from pinned memory that the next one overwrites.
         self._wrappers = [self._make_wrappers() for _ in range(2)]
 
@@ -85,8 +79,7 @@ class FlashInferAttention:
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> Step:
         """A step of decodes alone, all of it computed on the device. `slots` and `positions`: int32 [tokens]."""
         pages = self.tables.index_select(0, slots)
-        lengths = (positions + 1).view(torch.uint32).unsqueeze(1)
-        return Step(self._rows(pages, positions), len(slots), pages, lengths, None)
+        return Step(self._rows(pages, positions), len(slots), pages, positions, None)
 
     def mixed(self, chunks: Sequence_[Chunk], slots: torch.Tensor, positions: torch.Tensor) -> Step:
         """A step of `chunks`, decodes first. `slots` and `positions`: int32 [tokens]."""
@@ -94,8 +87,7 @@ class FlashInferAttention:
         cells = slots.long() * self.width + positions // self._cache.block_size
         rows = self.tables.view(-1)[cells].long() * self._stride + positions % self._cache.block_size
         pages = self.tables.index_select(0, slots[:decodes])
-        lengths = (positions[:decodes] + 1).view(torch.uint32).unsqueeze(1)
-        return Step(rows, decodes, pages, lengths, self._plan(chunks[decodes:]) if decodes < len(chunks) else None)
+        return Step(rows, decodes, pages, positions[:decodes], self._plan(chunks[decodes:]) if decodes < len(chunks) else None)
 
     def __call__(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and `value` are the
@@ -103,12 +95,9 @@ class FlashInferAttention:
         """
         out = torch.empty_like(query)
         keys, values = self._layers[layer]
-        count, cache = step.decodes, self._cache
+        count = step.decodes
         if count:
-            xqa(
-                query[:count].unsqueeze(1), keys, values, step.pages, step.lengths, out[:count].unsqueeze(1), self._workspace,
-                self._semaphores, cache.heads, cache.block_size, q_scale=self._scale * math.sqrt(cache.head_dim), enable_pdl=True,
-            )  # fmt: skip
+            self._decode(query[:count], keys, values, step.pages, step.positions, out[:count])
         if step.prompts is not None and step.prompts.ragged:
             step.prompts.wrapper.run(query[count:], key[count:], value[count:], out=out[count:])
         elif step.prompts is not None:

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from engine.embedded.attention import KvCache
 from engine.embedded.cuda import kernels
-from engine.embedded.cuda.attention import FlashInferAttention, Step
+from engine.embedded.cuda.attention import CudaAttention, Step
 from engine.embedded.decoder import PARTS, values_of_first_head
 
 # Rows of the weight and columns for each program, and its warps, measured on an H200 (benchmarks/kernels.py, docs/log.md).
@@ -33,7 +33,7 @@ class _Layer:
 class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers."""
 
-    def __init__(self, model: Any, attention: FlashInferAttention, context_length: int) -> None:
+    def __init__(self, model: Any, attention: CudaAttention, context_length: int) -> None:
         inner, first = model.model, model.model.layers[0].self_attn
         dim = first.head_dim
         self.scale: float = first.scaling
@@ -83,6 +83,9 @@ def is_llama_kind(model: Any) -> bool:
     """Whether the parts are those that `LlamaDecoder` knows, without biases; `trial` shows the rest."""
     inner = getattr(model, "model", None)
     if inner is None or not {"embed_tokens", "layers", "norm", "rotary_emb"} <= {name for name, _ in inner.named_children()}:
+        return False
+    dim = inner.layers[0].self_attn.head_dim
+    if dim & (dim - 1):
         return False
     for layer in inner.layers:
         for path, names in PARTS.items():

@@ -10,12 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import EmbeddedConfig
-from engine.embedded.cuda.attention import BLOCK_SIZES, XQA_CAPABILITIES, FlashInferAttention
+from engine.embedded.cuda.attention import CudaAttention
 from engine.embedded.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.model import Model
 from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
-from engine.errors import EngineFailure
 from engine.types import GenerateRequest, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class CudaModel(Model):
         super().__init__(config)
         first = self._module.model.layers[0].self_attn
         heads = first.q_proj.out_features // first.head_dim
-        self._attention = FlashInferAttention(self.cache, heads, first.scaling, config.max_batch_size, self.context_length)
+        self._attention = CudaAttention(self.cache, heads, first.scaling, config.max_batch_size, self.context_length)
         with torch.inference_mode():
             expected = trial_by_transformers(self._module)
             self._decoder = LlamaDecoder(self._module, self._attention, self.context_length)
@@ -154,10 +153,8 @@ class CudaModel(Model):
 
 def _check(config: EmbeddedConfig) -> None:
     """What can be known before anything is loaded."""
-    if torch.cuda.get_device_capability()[0] not in XQA_CAPABILITIES:
-        raise UnsupportedModelError(f"XQA does not run on {torch.cuda.get_device_name()}")
-    if config.kv_block_size not in BLOCK_SIZES:
-        raise EngineFailure(f"kv_block_size {config.kv_block_size}: FlashInfer takes {', '.join(map(str, BLOCK_SIZES))}")
+    if torch.cuda.get_device_capability() < (9, 0):
+        raise UnsupportedModelError(f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}")
     hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
     with torch.device("meta"):
         if not is_llama_kind(AutoModelForCausalLM.from_config(hf_config)):  # type: ignore[no-untyped-call]
