@@ -112,6 +112,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences in one step."""
     max_num_tokens: int
     """Most tokens in one step."""
+    data_parallel_size: int = 1
+    """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is one rank's."""
     load_seconds: float = 0.0
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""

@@ -208,7 +208,8 @@ def test_a_role_that_is_not_served_yet_and_what_it_forces() -> None:
     assert list(doctor.check_role(Settings(engine="trtllm"))) == []
     (prefill,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill"))
     assert prefill.level == "problem" and "role prefill is not served" in prefill.text
-    assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces disable_overlap_scheduler to true' in prefill.text
+    assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces cache_transceiver_config.kv_transfer_timeout_ms' in prefill.text
+    assert "forces disable_overlap_scheduler to true" in prefill.text
     (encode,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="encode", enable_attention_dp=True))
     assert encode.text.endswith("ignores enable_attention_dp")
     (decode,) = [

@@ -1,7 +1,6 @@
 """Arguments of TensorRT-LLM's `LLM`: our models of them against the contract, the layers, and what is refused before a GPU is needed."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from engine.config import TrtllmConfig
 from engine.trtllm import llm_args, llm_configs
 from engine.trtllm.arguments import (
-    AUTODEPLOY_REFUSES,
-    ENCODER_TAKES,
     EVENT_BUFFER_SIZE,
+    KV_TRANSFER_TIMEOUT_MS,
     Layer,
     attention_dp_size,
     defaults,
@@ -23,10 +20,8 @@ from engine.trtllm.arguments import (
     gpus_per_replica,
     merge,
     problems,
-    pruned,
 )
 from server.cli import main
-from server.compose import engine_config
 from server.engine_args import effective
 from server.settings import EngineArgsError, read_settings
 
@@ -97,15 +92,6 @@ def test_what_1_2_1_would_refuse_is_named(arguments: dict[str, Any], named: str)
     assert found and all(line.startswith(named) for line in found)
 
 
-def test_autodeploy_knows_its_own_names_and_is_spared_what_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    arguments = {"tensor_parallel_size": 2, "scheduler_config": {}, "max_batch_size": 4, "world_size": 2}
-    assert problems(arguments, "_autodeploy") == []
-    with caplog.at_level(logging.WARNING):
-        assert pruned(arguments) == {"max_batch_size": 4, "world_size": 2}
-    assert [record.args for record in caplog.records] == [("scheduler_config",), ("tensor_parallel_size",)]
-    assert set(CONTRACT["models"]["auto_deploy.LlmArgs"]["forbidden_non_default"]) <= set(AUTODEPLOY_REFUSES)
-
-
 trees = st.recursive(
     st.none() | st.integers() | st.text(max_size=3), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
 )
@@ -153,9 +139,28 @@ def test_roles_and_publishing_have_the_last_word() -> None:
     kept = merge(list(forced({"kv_cache_config": {"event_buffer_max_size": 7}}, "aggregated", publish_kv_events=True))).arguments
     assert "kv_cache_config" not in kept
     prefill = merge(list(forced({}, "prefill", publish_kv_events=False))).arguments
-    assert prefill == {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
-    decode = merge(list(forced({"cache_transceiver_config": {"backend": "UCX"}}, "decode", publish_kv_events=False))).arguments
-    assert decode == {}
+    transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}
+    assert prefill == {"cache_transceiver_config": transceiver, "disable_overlap_scheduler": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "added"),
+    [
+        ({"backend": "UCX"}, {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}),
+        ({"backend": "UCX", "kv_transfer_timeout_ms": 5}, None),
+        ({"backend": "UCX", "kv_transfer_timeout_ms": None}, None),
+        ({"kv_transfer_timeout_ms": 5}, {"backend": "DEFAULT"}),
+    ],
+)
+def test_what_a_layer_says_of_the_transceiver_wins_over_the_roles_defaults(said: dict[str, Any], added: dict[str, Any] | None) -> None:
+    decode = merge(list(forced({"cache_transceiver_config": said}, "decode", publish_kv_events=False))).arguments
+    assert decode == ({} if added is None else {"cache_transceiver_config": added})
+
+
+def test_a_transceiver_that_is_no_mapping_is_named() -> None:
+    flags = ["--engine", "trtllm", "--disaggregation-mode", "decode", "--override-engine-args", '{"cache_transceiver_config": "UCX"}']
+    with pytest.raises(EngineArgsError, match="OVERRIDE_ENGINE_ARGS: cache_transceiver_config"):
+        effective(read_settings(flags))
 
 
 def test_sizes() -> None:
@@ -197,37 +202,13 @@ def test_config_shows_what_a_role_forces(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "DISAGGREGATION_MODE=prefill  # set\n" in shown and "# arguments of tensorrt_llm.LLM\n" in shown
     assert "disable_overlap_scheduler: true  # role\n" in shown and 'cache_transceiver_config.backend: "DEFAULT"  # role\n' in shown
+    assert f"cache_transceiver_config.kv_transfer_timeout_ms: {KV_TRANSFER_TIMEOUT_MS}  # role\n" in shown
 
 
-def test_an_encoder_takes_few_arguments_and_one_request(
-    extra: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    flags = ["--engine", "trtllm", "--disaggregation-mode", "encode", "--publish-kv-events", "true", "--dtype", "float16"]
-    assert effective(read_settings(flags)).arguments == {"max_batch_size": 1, "dtype": "float16"}
-    flags += ["--tensor-parallel-size", "2", "--trust-remote-code", "true", "--extra-engine-args", str(extra)]
-    assert main(["config", *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[-6:] == [
-        "# arguments of tensorrt_llm.llmapi.MultimodalEncoder",
-        'dtype: "float16"  # setting',
-        "max_batch_size: 64  # EXTRA_ENGINE_ARGS",
-        "tensor_parallel_size: 2  # setting",
-        "trust_remote_code: true  # setting",
-        "# ignored, since an encoder does not take them: kv_cache_config",
-    ]
-    with caplog.at_level(logging.WARNING):
-        config = engine_config(read_settings(flags), Path("folder"))
-    assert isinstance(config, TrtllmConfig) and config.role == "encode" and "kv_cache_config" not in config.arguments
-    assert [record.args for record in caplog.records] == [("kv_cache_config",)]
-    signature = CONTRACT["callables"]["tensorrt_llm.llmapi.MultimodalEncoder.__init__"]["params"]
-    named = {parameter["name"] for parameter in signature} - {"self", "model", "kwargs"}
-    assert named == set(ENCODER_TAKES) - {"max_batch_size"}, "which is one of the keywords that 1.2.1 passes on"
-
-
-def test_an_encoder_refuses_other_types_of_numbers() -> None:
-    flags = ["--engine", "trtllm", "--override-engine-args", '{"dtype": "fp8"}']
-    assert effective(read_settings(flags)).arguments["dtype"] == "fp8"
-    with pytest.raises(EngineArgsError, match="OVERRIDE_ENGINE_ARGS: dtype: an encoder takes auto, float16"):
-        effective(read_settings([*flags, "--disaggregation-mode", "encode"]))
+def test_settings_of_all_engines_reach_this_one_too() -> None:
+    found = effective(read_settings(["--engine", "trtllm", "--load-format", "dummy", "--enable-cuda-graphs", "false"]))
+    assert found.arguments["load_format"] == "dummy" and found.arguments["cuda_graph_config"] is None
+    assert {"load_format", "cuda_graph_config"} & effective(read_settings(["--engine", "trtllm"])).arguments.keys() == set()
 
 
 @pytest.mark.parametrize(

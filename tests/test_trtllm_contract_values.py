@@ -21,7 +21,7 @@ from engine import handoff, logits
 from engine.kv_events import Created, Removed, Stored, Updated
 from engine.stats import InflightBatchingStats, KvCacheStats
 from engine.trtllm import library
-from engine.trtllm.arguments import problems, pruned
+from engine.trtllm.arguments import problems
 from engine.trtllm.disaggregation import BACKEND, ContextState, EncoderState, context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
 from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, SamplingParams
@@ -150,7 +150,7 @@ SETTINGS = [
     "--dtype=bfloat16", "--max-seq-len=4096", "--max-batch-size=8", "--max-num-tokens=512", "--enable-chunked-prefill=false",
     "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--expert-parallel-size=2", "--enable-attention-dp=true",
     "--gpus-per-node=4", "--guided-decoding-backend=llguidance", "--trust-remote-code=true", "--kv-block-size=64",
-    "--enable-block-reuse=true", "--free-gpu-memory-fraction=0.5",
+    "--enable-block-reuse=true", "--free-gpu-memory-fraction=0.5", "--load-format=dummy", "--enable-cuda-graphs=false",
 ]  # fmt: skip
 
 
@@ -161,8 +161,9 @@ def test_arguments_of_any_settings(role: str, publishing: bool, flags: list[str]
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
     flags = [*flags, "--disaggregation-mode", role, "--publish-kv-events", str(publishing)]
     arguments = effective(read_settings(["--engine", "trtllm", *flags])).arguments
+    pruned = effective(read_settings(["--engine", "trtllm", *flags, "--backend", "_autodeploy"])).arguments
     assert problems(arguments) == []
-    for taken in (arguments, pruned(arguments)):
+    for taken in (arguments, pruned):
         assert fields_unknown_to("TorchLlmArgs", taken) == []
     name = "MultimodalEncoder" if role == "encode" else "LLM"
     constructor(name).bind(**{**arguments, "model": "."})
@@ -187,6 +188,7 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     inputs = keywords["inputs"]
     assert inputs == ({"prompt": "<image>"} if source == "encoding" else [5, 6])
     assert isinstance(inputs, list) or inputs.keys() <= API["typed_dicts"]["TextPrompt"].keys()
+    assert keywords["sampling_params"].add_special_tokens == (source != "encoding"), "its text has those of its template"
     assert keywords["cache_salt"] == "salt" and keywords["streaming"] is not context_only
     assert (keywords["disaggregated_params"] is None) == (source == "prompt" and not context_only)
 
@@ -194,7 +196,7 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
 def test_media_are_submitted_under_the_keys_of_a_text_prompt() -> None:
     keywords = library.encode(SimpleNamespace(generate_async=dict), "<image>", ["pixels"])
     signature("tensorrt_llm.llmapi.MultimodalEncoder.generate_async", drop=1).bind(**keywords)
-    assert keywords == {"inputs": {"prompt": "<image>", "multi_modal_data": {"image": ["pixels"]}}}
+    assert keywords["inputs"] == {"prompt": "<image>", "multi_modal_data": {"image": ["pixels"]}}
     assert keywords["inputs"].keys() <= API["typed_dicts"]["TextPrompt"].keys()
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kv_events import Created, EventDiff, Removed, Stored, Updated
-from engine.trtllm.events import iteration_stats, kv_event
+from engine.trtllm.events import iteration_stats, kv_capacity, kv_event
 from engine.trtllm.outputs import FLOOR, Outputs
 from engine.trtllm.sampling import MASKED, bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import Delta, GenerateRequest, Guide, GuideKind, SamplingParams
@@ -225,9 +226,44 @@ def test_events() -> None:
 
 
 @pytest.mark.parametrize("data", [{"type": "exploded"}, {"type": "removed"}, {}])
-def test_what_is_no_event_is_left_out_and_said(data: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert kv_event(raw(data)) is None
-    assert "left out" in caplog.text
+def test_what_is_no_event_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        kv_event(raw(data))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"iter": "seven"},
+        {"iterLatencyMS": "slow"},
+        {"numActiveRequests": [1]},
+        {"kvCacheStats": {"maxNumBlocks": "x"}},
+        {"kvCacheStats": [1]},
+    ],
+)
+def test_what_are_no_statistics_are_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises((msgspec.ValidationError, AttributeError, TypeError, ValueError)):
+        iteration_stats(broken)
+
+
+def test_the_capacity_of_the_cache_is_the_engines_own_word_or_unknown() -> None:
+    assert kv_capacity({"kvCacheStats": {"maxNumBlocks": 10, "tokensPerBlock": 64}}) == (10, 64)
+    for silent in ({}, {"kvCacheStats": None}, {"kvCacheStats": {"maxNumBlocks": 10}}, {"kvCacheStats": {"tokensPerBlock": 64}}):
+        assert kv_capacity(silent) is None
+    for cache in (
+        {"maxNumBlocks": 0, "tokensPerBlock": 64},
+        {"maxNumBlocks": -1, "tokensPerBlock": 64},
+        {"maxNumBlocks": 1, "tokensPerBlock": 0},
+    ):
+        with pytest.raises(EngineFailure, match="free_gpu_memory_fraction"):
+            kv_capacity({"kvCacheStats": cache})
+
+
+@pytest.mark.parametrize("fault", [{"outputs": []}, {"outputs": [Output(token_ids=[5], logprobs=[{5: None}])]}, {"outputs": None}])
+def test_a_response_of_an_unknown_shape_is_that_requests_failure(fault: dict[str, Any]) -> None:
+    run = Run(logprobs=1)
+    with pytest.raises(EngineFailure, match="cannot be understood"):
+        run.outputs.feed(SimpleNamespace(cached_tokens=0, **fault))
 
 
 def test_statistics_may_lack_every_key() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_trtllm_support import found, trt  # noqa: F401 - a fixture for every test here
 
 from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig
@@ -19,7 +20,6 @@ from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, Encoding, GenerateRequest, Handoff, SamplingParams
-from tests.fake_trtllm_support import found, trt  # noqa: F401 - a fixture for every test here
 
 PROMPT = tuple(range(10, 80))
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
@@ -209,10 +209,32 @@ def test_handles_wrapped_in_a_tuple_are_unwrapped() -> None:
     assert disaggregation.context_keywords(encoding)["multimodal_embedding_handles"] == [{"method_key": 2}]
 
 
+def handles_of(encoding: Encoding) -> tuple[Any, Any]:
+    keywords = disaggregation.context_keywords(encoding)
+    found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
+    return keywords["multimodal_embedding_handles"], keywords.get("multimodal_hashes")
+
+
+def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
+    """Of two images `mm_embedding_handle` is but one. A handle for both goes without hashes, of which 1.2.1 wants as many as handles."""
+    first, second, hashes = {"method_key": 1}, {"method_key": 2}, [[1] * 8, [2] * 8]
+    make = found("tensorrt_llm.llmapi.DisaggregatedParams")
+    both = make(multimodal_embedding_handles=[first, second], multimodal_hashes=hashes)
+    assert handles_of(disaggregation.encoding_of(_Result(both, (), first), "")) == ([first, second], hashes)
+    for params in (make(), None):
+        assert handles_of(disaggregation.encoding_of(_Result(params, (), second), "")) == ([second], None)
+    shared = make()
+    shared.multimodal_embedding_handles, shared.multimodal_hashes = [first], hashes
+    assert handles_of(disaggregation.encoding_of(_Result(shared, (), first), "")) == ([first], None)
+
+
 def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
     empty = found("tensorrt_llm.llmapi.DisaggregatedParams")()
-    with pytest.raises(EngineFailure, match="transceiver"):
-        disaggregation.handoff_of(_Result(empty, ()), Delta((1,), finish_reason="length"), ())
+    without_a_token = found("tensorrt_llm.llmapi.DisaggregatedParams")(ctx_request_id=7, opaque_state=b"state")
+    without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
+    for params in (None, empty, without_a_token, without_an_id):
+        with pytest.raises(EngineFailure, match="transceiver"):
+            disaggregation.handoff_of(_Result(params, ()), Delta((1,), finish_reason="length"), ())
     with pytest.raises(EngineFailure, match="no embeddings"):
         disaggregation.encoding_of(_Result(empty, ()), "")
 
@@ -247,7 +269,8 @@ def test_a_handoff_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Result:
-    def __init__(self, params: Any, prompt: tuple[int, ...]) -> None:
+    def __init__(self, params: Any, prompt: tuple[int, ...], handle: Any = None) -> None:
         self.disaggregated_params = params
+        self.mm_embedding_handle = handle
         self.prompt_token_ids = list(prompt)
         self.outputs = [self]

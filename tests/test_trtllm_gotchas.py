@@ -126,7 +126,8 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
     async with running(folder, "prefill", **said) as prefill, running(folder, "decode", **said) as decode:
         handed = await prefill.prefill(request())
         assert await tokens(decode, request(handoff=handed)) == [6, 7, 5, 6, 7]
-    assert arguments_of("prefill", {"cache_transceiver_config": {"backend": "UCX"}})["cache_transceiver_config"] == {"backend": "UCX"}
+    chosen = arguments_of("prefill", {"cache_transceiver_config": {"backend": "UCX"}})["cache_transceiver_config"]
+    assert chosen == {"backend": "UCX", "kv_transfer_timeout_ms": 60_000}, "or blocks that nobody fetches are kept for ever"
     async with running(folder) as aggregated:
         with pytest.raises(InvalidRequest, match=r"cache_transceiver_config\.backend"):
             await aggregated.prefill(request())

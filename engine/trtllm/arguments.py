@@ -1,10 +1,9 @@
-"""The arguments of `LLM`: layers of them merged, checked against TensorRT-LLM 1.2.1, and cut down to what AutoDeploy takes.
+"""The arguments of `LLM`: layers of them merged, checked against TensorRT-LLM 1.2.1, and cut down to what AutoDeploy or an encoder takes.
 
 All of it is pure: it needs neither a GPU nor the package, so that a wrong key is named at the start and not after minutes of loading.
 """
 
 import copy
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +18,20 @@ Role = Literal["aggregated", "prefill", "decode", "encode"]
 
 EVENT_BUFFER_SIZE = 100_000
 """KV-cache events that the engine keeps for the publisher, unless something else is set."""
+KV_TRANSFER_TIMEOUT_MS = 60_000
+"""How long blocks are kept for a replica that decodes, unless something else is set: longer than any transfer takes, and as long as a
+request waits for its turn by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost would keep theirs.
+"""
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 AUTODEPLOY_REFUSES = (
     "build_config", "scheduler_config", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
     "moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp", "cp_config",
 )  # fmt: skip
-ENCODER_TAKES = ("max_batch_size", "trust_remote_code", "tensor_parallel_size", "dtype")
-"""The arguments of `MultimodalEncoder` that are ours to set."""
+ENCODER_TAKES = ("max_batch_size", "max_num_tokens", "trust_remote_code", "tensor_parallel_size", "dtype")
+"""The arguments of `MultimodalEncoder` that are ours to set: those that it names, and two of those that it passes on."""
+DONE_HERE = ("num_postprocess_workers", "postprocess_tokenizer_dir")
+"""Arguments for workers that make text of tokens, which is done above the engine, and through which tokens would not come back."""
 ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Effective:
-    """What all layers come to. `origins` names for each dotted key the layer that set it last; `ignored` arguments were set for nothing."""
+    """What all layers come to. `origins` names for each dotted key the layer that set it last; `ignored` has what was set for nothing,
+    and why.
+    """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: dict[str, str] = field(default_factory=dict)
 
     def value(self, path: str) -> Any:
         """The argument of a dotted key of `origins`."""
@@ -81,8 +86,12 @@ def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) ->
     if publish_kv_events and role != "encode":
         events = {} if _get(arguments, "kv_cache_config", "event_buffer_max_size") else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
         yield Layer("publishing", {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})})
-    if role in ("prefill", "decode") and not _get(arguments, "cache_transceiver_config", "backend"):
-        yield Layer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
+    said = arguments.get("cache_transceiver_config") or {}
+    if role in ("prefill", "decode") and isinstance(said, Mapping):
+        if not said.get("backend"):
+            yield Layer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
+        if "kv_transfer_timeout_ms" not in said:  # null is said, too: no limit
+            yield Layer("role", {"cache_transceiver_config": {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}})
     if role == "prefill":
         yield Layer("role", {"disable_overlap_scheduler": True})
 
@@ -105,12 +114,19 @@ def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str
     return list(_contradictions(arguments))
 
 
-def for_encoder(effective: Effective) -> Effective:
-    """What `MultimodalEncoder` takes of the arguments, and the names of the others."""
+def taken(effective: Effective, role: Role, backend: str = "pytorch") -> Effective:
+    """What the role's class, `LLM` or `MultimodalEncoder`, is given of the arguments; the others are ignored."""
+    names = effective.arguments.keys()
+    if role == "encode":
+        ignored = dict.fromkeys(sorted(names - set(ENCODER_TAKES)), "an encoder does not take it")
+    else:
+        refused = sorted(names & set(AUTODEPLOY_REFUSES)) if backend == "_autodeploy" else []
+        ignored = dict.fromkeys(refused, "AutoDeploy does not take it")
+        ignored |= dict.fromkeys(sorted(names & set(DONE_HERE)), "this server makes text of tokens itself")
     return Effective(
-        {name: value for name, value in effective.arguments.items() if name in ENCODER_TAKES},
-        {path: layer for path, layer in effective.origins.items() if path in ENCODER_TAKES},
-        tuple(sorted(effective.arguments.keys() - set(ENCODER_TAKES))),
+        {name: value for name, value in effective.arguments.items() if name not in ignored},
+        {path: layer for path, layer in effective.origins.items() if path.partition(".")[0] not in ignored},
+        ignored,
     )
 
 
@@ -118,14 +134,6 @@ def encoder_problems(arguments: Mapping[str, Any]) -> list[str]:
     """What `MultimodalEncoder` refuses of arguments without other `problems`."""
     dtype = arguments.get("dtype", "auto")
     return [] if dtype in ENCODER_DTYPES else [f"dtype: an encoder takes {', '.join(ENCODER_DTYPES)}"]
-
-
-def pruned(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What AutoDeploy takes of the arguments, with one warning for each that it does not."""
-    for name in AUTODEPLOY_REFUSES:
-        if name in arguments:
-            log.warning("the argument %s is ignored: AutoDeploy does not take it", name)
-    return {name: value for name, value in arguments.items() if name not in AUTODEPLOY_REFUSES}
 
 
 def parallel_sizes(arguments: Mapping[str, Any], backend: str = "pytorch") -> dict[str, int]:

@@ -55,32 +55,40 @@ def handoff_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Handoff:
     if delta.finish_reason == "stop":
         return Handoff(version=VERSION, backend=BACKEND, first=delta)
     params = result.outputs[0].disaggregated_params
-    if params is None or params.ctx_request_id is None:
+    if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
         raise EngineFailure("the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?")
     expanded = tuple(result.prompt_token_ids)
     return Handoff(
         version=VERSION,
         backend=BACKEND,
         first=msgspec.structs.replace(delta, finish_reason=None),
-        state=_encoded(params, ContextState),
+        state=msgspec.msgpack.encode(ContextState(**_values(params, ContextState))),
         prompt_token_ids=() if expanded == prompt else expanded,
     )
 
 
 def encoding_of(result: Any, prompt: str) -> Encoding:
-    """What an encoder's result hands on: of the result itself, since that of `outputs` is filled too early. Raises EngineFailure."""
+    """What an encoder's result hands on. Its own parameters have a handle for each image; those of `outputs` are filled too early, and
+    `mm_embedding_handle`, for want of the others, is one. Raises EngineFailure.
+    """
     params = result.disaggregated_params
-    if params is None or not params.multimodal_embedding_handles:
-        raise EngineFailure("the encoder returned no embeddings")
-    return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=_encoded(params, EncoderState))
-
-
-def _encoded(params: Any, state: type[msgspec.Struct]) -> bytes:
-    values = {name: getattr(params, name) for name in state.__struct_fields__}
+    values = {} if params is None else _values(params, EncoderState)
     handles = values.get("multimodal_embedding_handles")
     if isinstance(handles, tuple):  # 1.2.1 wraps the list in a tuple when the request had parameters of its own
-        values["multimodal_embedding_handles"] = handles[0]
-    return msgspec.msgpack.encode(state(**values))
+        handles = handles[0]
+    if not handles and result.mm_embedding_handle is not None:
+        handles = [result.mm_embedding_handle]
+    if not handles:
+        raise EngineFailure("the encoder returned no embeddings")
+    hashes = values.get("multimodal_hashes")
+    if hashes is not None and len(hashes) != len(handles):  # images that share a handle: 1.2.1 takes a hash for each handle, or none
+        values["multimodal_hashes"] = None
+    state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
+    return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))
+
+
+def _values(params: Any, state: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in state.__struct_fields__}
 
 
 def _decoded(source: Handoff | Encoding, state: type[T]) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.config import TrtllmConfig
-from engine.errors import EngineDied, EngineError, EngineNotReady
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
 from engine.types import Encoding
@@ -32,14 +32,16 @@ class TrtllmEncoder:
         started = time.monotonic()
         self._encoder = library.load(self._config)
         self.load_seconds = time.monotonic() - started
+        log.info("TensorRT-LLM has loaded the encoder of %s in %.1f s", self._config.model, self.load_seconds)
 
     async def encode(self, prompt: str, images: Sequence[Any]) -> Encoding:
-        """Encode a prompt's `images` (PIL, RGB), in order: `prompt` is text with the model's placeholders for them. Cancelling aborts.
-        Raises InvalidRequest, EngineUnavailable and EngineFailure.
+        """Encode a prompt's `images` (PIL, RGB), in order: `prompt` is text as a chat template makes it, with the model's placeholders for
+        them and its special tokens, since none are added. Cancelling aborts. Raises InvalidRequest, EngineUnavailable and EngineFailure.
         """
-        if self._encoder is None:
+        encoder = self._encoder
+        if encoder is None:
             raise EngineNotReady("the encoder is not running")
-        result = library.encode(self._encoder, prompt, images)
+        result = library.encode(encoder, prompt, images)
         try:
             await result
             return encoding_of(result, prompt)
@@ -50,8 +52,10 @@ class TrtllmEncoder:
             raise
         except Exception as error:  # of TensorRT-LLM's making
             failure = library.translate(error, started=False)
-            if isinstance(failure, EngineDied):
-                log.critical("%s", failure, exc_info=error)
+            if isinstance(failure, EngineDied) and library.is_alive(encoder):
+                failure = EngineFailure(f"the encoder failed on this request: {type(error).__name__}: {error}")
+            if not isinstance(failure, InvalidRequest):
+                log.error("%s", failure, exc_info=error)
             raise failure from error
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
@@ -19,7 +20,7 @@ from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest, merge
 from engine.trtllm import library
 from engine.trtllm.disaggregation import BACKEND, handoff_of
-from engine.trtllm.events import iteration_stats
+from engine.trtllm.events import iteration_stats, kv_capacity
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
@@ -65,9 +66,12 @@ class TrtllmEngine:
         self._facts = read_model_facts(Path(self._config.model))
         started = time.monotonic()
         self._llm = library.load(self._config)
+        seconds = time.monotonic() - started
+        log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
-            stats = await self._first_stats()
-            self._info = self._describe(stats, time.monotonic() - started)
+            first = await self._first_stats()
+            self._info = self._describe(kv_capacity(first), seconds)
+            stats = iteration_stats(first)
         except BaseException:
             await self.close()
             raise
@@ -75,7 +79,7 @@ class TrtllmEngine:
             self._spawn(poll_kv_events(self._llm, self._events.put))
         self._publish(stats)
         self._spawn(poll_stats(self._llm, self._publish))
-        threading.Thread(target=self._watch, name="trtllm-health", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if self._config.role == "decode" and request.handoff is None and not request.prefill_locally:
@@ -104,7 +108,7 @@ class TrtllmEngine:
         return self._stats.values()
 
     async def close(self) -> None:
-        self._info = None
+        self._dead = True
         self._stop_watching.set()
         self._fail_all(EngineNotReady("the engine is closing"))
         while self._tasks:  # Python 3.11's wait_for, which the library waits with, can lose a cancellation
@@ -164,6 +168,7 @@ class TrtllmEngine:
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
             stream.fail(error)
+            run.abandon()
         except Exception as error:  # of TensorRT-LLM's making: one kind is about this request, all others are the engine's end
             failure = library.translate(error, started=started)
             stream.fail(failure)
@@ -179,28 +184,36 @@ class TrtllmEngine:
 
     def _publish(self, stats: IterationStats) -> None:
         """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
-        self._newest = replace(stats, num_aborted_requests=self._aborted)
+        self._newest = replace(stats, num_aborted_requests=self._aborted, timestamp=stats.timestamp or time.time())
         if not self._running:
             cache = stats.kv_cache_stats
             freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
             self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
         self._stats.publish(self._newest)
 
-    async def _first_stats(self) -> IterationStats:
-        """Run one token: events and statistics exist from the first request on, and the statistics know the size of the KV cache."""
+    async def _first_stats(self) -> dict[str, Any]:
+        """Run one token: events and statistics exist from the first request on, and the statistics know the size of the KV cache. Empty if
+        there are none, or none that can be read.
+        """
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
             await library.warm_up(self._llm, prompt, self._facts)
             found = [raw async for raw in self._llm.get_stats_async(timeout=2)]
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
-        if not found or not found[-1].get("kvCacheStats"):
-            log.warning("the engine reports no statistics, so that the size of its KV cache is not known")
-        return iteration_stats(found[-1] if found else {})
+        try:
+            iteration_stats(last := found[-1] if found else {})
+        except (AttributeError, msgspec.ValidationError, TypeError, ValueError) as error:
+            log.warning("the engine's first statistics cannot be read: %s", error)
+            return {}
+        return last
 
-    def _describe(self, stats: IterationStats, seconds: float) -> EngineInfo:
+    def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
+        """`capacity` is in blocks, and tokens in one."""
         arguments, facts = self._llm.args, self._facts
-        cache = stats.kv_cache_stats
+        if capacity is None:
+            log.warning("the engine does not report the size of its KV cache (is enable_iter_perf_stats off?): it is shown as 0")
+            capacity = 0, arguments.kv_cache_config.tokens_per_block
         return EngineInfo(
             backend="trtllm",
             model=self._config.model,
@@ -209,23 +222,24 @@ class TrtllmEngine:
             context_length=arguments.max_seq_len or facts.max_position_embeddings,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
-            block_size=cache.tokens_per_block or arguments.kv_cache_config.tokens_per_block,
-            num_blocks=cache.max_num_blocks,
+            num_blocks=capacity[0],
+            block_size=capacity[1],
+            data_parallel_size=arguments.tensor_parallel_size if arguments.enable_attention_dp else 1,
             max_num_seqs=arguments.max_batch_size or 2048,
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
             guides=GUIDES if arguments.guided_decoding_backend else (),
         )
 
-    def _watch(self) -> None:
+    def _watch(self, llm: Any) -> None:
         """In a thread of its own, so that a loop that is stuck inside the engine is no obstacle."""
         while not self._stop_watching.wait(HEALTH_SECONDS):
-            if not library.is_alive(self._llm):
+            if not library.is_alive(llm):
                 with contextlib.suppress(RuntimeError):  # the loop has gone
                     self._loop.call_soon_threadsafe(self._die, EngineDied("the engine has shut itself down"))
                 return
 
-    def _die(self, failure: EngineDied, cause: Exception | None = None) -> None:
+    def _die(self, failure: EngineDied, cause: BaseException | None = None) -> None:
         if not self._dead and self._info is not None:
             self._dead = True
             log.critical("%s", failure, exc_info=cause)
@@ -238,7 +252,13 @@ class TrtllmEngine:
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """What follows requests and polls handles all that can go wrong there: one that ends by an error is a bug, and not a silent one."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(EngineDied(f"the engine is not watched any more: {type(error).__name__}: {error}"), error)
 
 
 class _Run:
@@ -256,6 +276,11 @@ class _Run:
     def abort(self) -> None:
         self._aborted = True
         if not self._transferring:
+            self.result.abort()
+
+    def abandon(self) -> None:
+        """Nobody follows the result any more."""
+        if not self.result.finished:
             self.result.abort()
 
     def transferred(self) -> None:

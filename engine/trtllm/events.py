@@ -1,28 +1,24 @@
 """TensorRT-LLM's KV-cache events and iteration statistics, dicts in their JSON shapes, as our types. Pure."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
 
-log = logging.getLogger(__name__)
 
-
-def kv_event(raw: Mapping[str, Any]) -> KvEvent | None:
-    """The event, or None for what is none that we know. Hashes are taken as unsigned 64-bit, whichever way they are signed."""
-    try:
-        return msgspec.convert(_unsigned(raw), KvEvent)
-    except msgspec.ValidationError as error:
-        log.warning("a KV-cache event was left out: %s", error)
-        return None
+def kv_event(raw: Mapping[str, Any]) -> KvEvent:
+    """Hashes are taken as unsigned 64-bit, whichever way they are signed. Raises msgspec.ValidationError for what is no event we know."""
+    return msgspec.convert(_unsigned(raw), KvEvent)
 
 
 def iteration_stats(raw: Mapping[str, Any]) -> IterationStats:
-    """Every key is optional there: what is missing is 0. The timestamp is the engine's text or number; ours is in seconds."""
+    """Every key is optional there: what is missing is 0. The timestamp is the engine's text or number; ours is in seconds. Raises
+    AttributeError, msgspec.ValidationError, TypeError and ValueError for what are no statistics.
+    """
     cache = raw.get("kvCacheStats") or {}
     blank = {"maxNumBlocks": 0, "freeNumBlocks": 0, "usedNumBlocks": 0, "tokensPerBlock": 0}
     return IterationStats(
@@ -36,6 +32,20 @@ def iteration_stats(raw: Mapping[str, Any]) -> IterationStats:
         kv_cache_stats=msgspec.convert(blank | _set(cache), KvCacheStats, strict=False),
         inflight_batching_stats=msgspec.convert(_set(raw.get("inflightBatchingStats") or {}), InflightBatchingStats, strict=False),
     )
+
+
+def kv_capacity(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """KV blocks and the tokens in one; None if the statistics do not tell. Raises EngineFailure for a cache that holds nothing."""
+    cache = raw.get("kvCacheStats") or {}
+    blocks, size = cache.get("maxNumBlocks"), cache.get("tokensPerBlock")
+    if blocks is None or size is None:
+        return None
+    if blocks <= 0 or size <= 0:
+        raise EngineFailure(
+            f"the engine has a KV cache of {blocks} blocks of {size} tokens: no memory is left for it. Raise "
+            "kv_cache_config.free_gpu_memory_fraction, spread the model over more GPUs, or free what else is on them"
+        )
+    return int(blocks), int(size)
 
 
 def _int(raw: Mapping[str, Any], key: str) -> int:

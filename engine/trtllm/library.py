@@ -11,11 +11,13 @@ from msgspec.structs import replace
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.logits import factory
-from engine.trtllm.arguments import pruned
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
+
+_OF_THE_REQUEST = (AssertionError, RuntimeError, TypeError, ValueError)
+"""How 1.2.1 says that it cannot do what a request asks for, RequestError and NotImplementedError among the second."""
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +25,6 @@ log = logging.getLogger(__name__)
 def load(config: TrtllmConfig) -> Any:
     """The `LLM`, or the `MultimodalEncoder` of an encode replica, loaded: minutes, for a large model. Raises EngineFailure."""
     arguments = copy.deepcopy(config.arguments)  # some of what it is handed is changed there
-    if config.backend == "_autodeploy":
-        arguments = pruned(arguments)
     try:
         from tensorrt_llm import LLM  # noqa: PLC0415 - takes seconds, and is there on GPU machines only
         from tensorrt_llm.llmapi import MultimodalEncoder  # noqa: PLC0415
@@ -49,13 +49,17 @@ def shutdown(llm: Any) -> None:
 
 
 def is_alive(llm: Any) -> bool:
-    """Whether the executor runs. It shuts itself down after any error that is not one request's."""
-    return bool(llm._check_health())
+    """Whether the executor runs. It shuts itself down after any error that is not one request's; one that cannot say is as good as gone."""
+    try:
+        return bool(llm._check_health())
+    except Exception as error:
+        log.error("TensorRT-LLM's executor does not say whether it runs: %s: %s", type(error).__name__, error)
+        return False
 
 
 def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, *, context_only: bool = False) -> Any:
     """Start a request; the result is an async iterator of itself. Context-only computes the prompt and one token, and answers once.
-    Raises InvalidRequest and EngineDied.
+    Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
@@ -63,27 +67,28 @@ def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, *, context_onl
     try:
         return llm.generate_async(
             inputs=_inputs(request),
-            sampling_params=sampling_params(sampling, facts),
+            sampling_params=sampling_params(sampling, facts, templated=request.encoding is not None),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             cache_salt=request.cache_salt or None,
         )
     except EngineError:
         raise
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise InvalidRequest(str(error)) from error
     except Exception as error:
-        raise translate(error, started=False) from error
+        raise refusal(llm, error) from error
 
 
 def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
-    """Start to encode PIL `images` for a text with their placeholders; the result is awaitable. Raises InvalidRequest and EngineDied."""
+    """Start to encode PIL `images` for a text with their placeholders; the result is awaitable. Raises as `submit` does."""
+    from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
+
     try:
-        return encoder.generate_async(inputs={"prompt": prompt, "multi_modal_data": {"image": list(images)}})
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise InvalidRequest(str(error)) from error
+        return encoder.generate_async(
+            inputs={"prompt": prompt, "multi_modal_data": {"image": list(images)}},
+            sampling_params=Parameters(add_special_tokens=False),
+        )
     except Exception as error:
-        raise translate(error, started=False) from error
+        raise refusal(encoder, error) from error
 
 
 async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
@@ -94,12 +99,16 @@ async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
     log.info("the first token took %.1f s", time.monotonic() - started)
 
 
-def sampling_params(sampling: SamplingParams, facts: ModelFacts) -> Any:
-    """A fresh object for each request, since the engine changes it. Raises InvalidRequest."""
+def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: bool = False) -> Any:
+    """A fresh object for each request, since the engine changes it. Of a `templated` prompt, text that has its special tokens already, the
+    engine's tokenizer is to add none: a second beginning of sequence would shift every position. Raises InvalidRequest.
+    """
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
 
     keywords = sampling_keywords(sampling, facts.eos_token_ids)
+    if templated:
+        keywords["add_special_tokens"] = False
     if (bias := bias_of(sampling)) is not None:
         keywords["embedding_bias"] = _bias_tensor(bias, facts.vocab_size)
     if sampling.guide is not None:
@@ -109,9 +118,21 @@ def sampling_params(sampling: SamplingParams, facts: ModelFacts) -> Any:
     return Parameters(**keywords)
 
 
+def refusal(llm: Any, error: Exception) -> EngineError:
+    """Ours for what a call raised instead of starting a request. While the executor runs, that is about this request alone: a check of
+    theirs on what it asks for, or else something that no request can help, such as a processor that cannot be pickled.
+    """
+    said = f"{type(error).__name__}: {error}"
+    if not is_alive(llm):
+        return EngineDied(f"the engine died: {said}")
+    if isinstance(error, _OF_THE_REQUEST):
+        return InvalidRequest(str(error) or said)
+    return EngineFailure(f"the engine could not take this request: {said}")
+
+
 def translate(error: Exception, *, started: bool) -> EngineError:
-    """Ours for theirs. A RequestError is about one request: before its first token something was wrong with it, later the engine failed on
-    it. Everything else means that the executor is gone or going.
+    """Ours for what a result raised while it was followed. A RequestError is about one request: before its first token something was wrong
+    with it, later the engine failed on it. Everything else means that the executor is gone or going.
     """
     from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
 

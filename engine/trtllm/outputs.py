@@ -23,7 +23,15 @@ class Outputs:
         self._reported = request.handoff is not None
 
     def feed(self, result: Any) -> Delta | None:
-        """The delta of a response, or None if there is nothing to pass on yet. Raises EngineFailure where the engine gave up."""
+        """The delta of a response, or None if there is nothing to pass on yet. Raises EngineFailure where the engine gave up, or said what
+        cannot be understood.
+        """
+        try:
+            return self._delta(result)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EngineFailure(f"the engine's response cannot be understood: {type(error).__name__}: {error}") from error
+
+    def _delta(self, result: Any) -> Delta | None:
         output = result.outputs[0]
         if output.finish_reason in ("cancelled", "timeout"):
             raise EngineFailure(f"the engine ended the request: {output.finish_reason}")
