@@ -82,7 +82,9 @@ def small_model(kind: str) -> nn.Module:
 class Attention:
     """Causal attention of one sequence to itself, in the place of the paged one."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
+    ) -> torch.Tensor:
         parts = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.embedded.blocks import BlockPool
+from engine.embedded.groups import BlockGroups
 from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.priority import PRIORITY_SECONDS, rank
@@ -78,7 +79,7 @@ class Machine:
 
 def machine(*, blocks: int = 16, seqs: int = 4, budget: int = 16, chunked: bool = True, reuse: bool = True) -> Machine:
     pool = BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None)
-    return Machine(Scheduler(pool, max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked), budget, seqs, chunked)
+    return Machine(Scheduler(BlockGroups([pool]), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked), budget, seqs, chunked)
 
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
@@ -123,7 +124,7 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
     for sequence in sequences:
         if sequence.request.request_id not in aborted:
             assert sequence.tokens == expected(list(sequence.request.prompt_token_ids), sequence.request.sampling.max_tokens)
-    assert runner.scheduler.pool.used == 0
+    assert runner.scheduler.blocks.stats().used_num_blocks == 0
 
 
 def test_pressure_preempts_the_last_and_spares_the_first() -> None:

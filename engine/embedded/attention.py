@@ -8,24 +8,28 @@ reference, for any device.
 import math
 import mmap
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from engine.embedded.blocks import first_block
+from engine.embedded.groups import Table
+from engine.embedded.layout import LayerGroup
 from engine.embedded.scheduler import Chunk
 
 ATTENTION_NAME = "trellis_paged"
+OPTIONS = ("sliding_window", "softcap", "s_aux")
+"""What layers may hand over besides: the window, a bound on scores, sinks."""
 MAX_PADDING = 1.25
 """Decodes attend in one batch as long as its padded length stays below this multiple of the real one."""
 
 
 class KvCache:
-    """Keys and values of all blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that all
-    layers of a block are one contiguous range."""
+    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that
+    all layers of a block are one contiguous range."""
 
     def __init__(
         self, num_blocks: int, layers: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -52,8 +56,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class AttentionBackend(Protocol):
     """One step's attention. Built once per step from its chunks, then called once per layer."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim]."""
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
+    ) -> torch.Tensor:
+        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim].
+
+        `options` are those of OPTIONS that the layer has.
+        """
         ...
 
 
@@ -66,87 +75,105 @@ def paged_attention(
     *,
     scaling: float,
     paged: AttentionBackend,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    return paged(module.layer_idx, query, key, value, scaling).unsqueeze(0), None
+    options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    return paged(module.layer_idx, query, key, value, scaling, **options).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decodes:
+class StepAttention:
+    """A step's attention for all layers: each group has its own tables and cache."""
+
+    def __init__(self, caches: Sequence_[KvCache], groups: Sequence_[LayerGroup], chunks: Sequence_[Chunk]) -> None:
+        self._of_layer: dict[int, tuple[SdpaAttention, int]] = {}
+        for index, (cache, group) in enumerate(zip(caches, groups, strict=True)):
+            attention = SdpaAttention(cache, [(chunk, chunk.sequence.tables[index]) for chunk in chunks], group.window)
+            self._of_layer.update((layer, (attention, number)) for number, layer in enumerate(group.layers))
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
+    ) -> torch.Tensor:
+        attention, number = self._of_layer[layer]
+        return attention(number, query, key, value, _Scores(scale, options.get("softcap")))
+
+
+class _Scores(NamedTuple):
+    """How products of queries and keys become scores."""
+
+    scale: float
+    softcap: float | None
+    """A bound that they approach, as Gemma 2 has it; None for none."""
+
+
+class _Decodes(NamedTuple):
     """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
 
     rows: slice
     gathered: Sequence_[torch.Tensor]
     """For each layer the flat [2 * count * width] indices of key, then value block rows."""
     length: int
-    """Tokens of the longest."""
+    """Most tokens that one has from its first block on."""
     mask: torch.Tensor | None
-    """[count, 1, 1, length], 0 where there is a token and -inf behind the end; None if all are of one length."""
+    """[count, 1, 1, length], 0 where there is a token in sight and -inf elsewhere; None if that is everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One sequence's chunk: its rows in the step, the gathered block rows of every layer, and the mask; both None for plain causal
-    attention to itself."""
+class _Prefill(NamedTuple):
+    """One sequence's chunk: its rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
+    mask, None for a causal one."""
 
     rows: slice
     length: int
+    """Tokens from its first block on."""
     gathered: Sequence_[torch.Tensor] | None
     mask: torch.Tensor | None
 
 
 class SdpaAttention:
-    """torch's scaled dot product attention over gathered blocks: decodes in padded batches, prompts one by one.
+    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by one.
 
-    `chunks` must be sorted so that decodes (length 1) come first, in order of length: `sort_chunks`. What the layers share is computed
-    once, for all of them: a step of one token is bound by the number of operations.
+    `chunks` come with their tables in the group, and must be sorted so that decodes (length 1) come first, in order of length:
+    `sort_chunks`. What the layers share is computed once, for all of them: a step of one token is bound by the number of operations.
     """
 
-    def __init__(self, cache: KvCache, chunks: Sequence_[Chunk]) -> None:
-        self._cache = cache
+    def __init__(self, cache: KvCache, chunks: Sequence_[tuple[Chunk, Table]], window: int | None) -> None:
+        self._cache, self._window = cache, window
         self._written = self._of_layers(self._write_rows(chunks), cache.block_size)
-        decodes = [chunk for chunk in chunks if chunk.length == 1]
-        self._decodes = [self._decode_batch(first, decodes[first:last]) for first, last in pairwise(_cuts(decodes, cache.block_size))]
+        decodes = [(chunk.start, table) for chunk, table in chunks if chunk.length == 1]
+        widths = [position // cache.block_size + 1 - self._first(position) for position, _ in decodes]
+        self._decodes = [self._decode_batch(first, decodes[first:last]) for first, last in pairwise(_cuts(widths))]
         self._prefills: list[_Prefill] = []
         row = len(decodes)
-        for chunk in chunks[len(decodes) :]:
-            self._prefills.append(self._prefill(row, chunk))
+        for chunk, table in chunks[len(decodes) :]:
+            self._prefills.append(self._prefill(row, chunk, table))
             row += chunk.length
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """As `AttentionBackend`, with the layer's number in the group."""
         self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
-        outputs = [self._attend_decodes(batch, layer, query[batch.rows], scale) for batch in self._decodes]
-        outputs += [self._attend_prefill(chunk, layer, query, key, value, scale) for chunk in self._prefills]
+        outputs = [self._attend_decodes(batch, layer, query[batch.rows], scores) for batch in self._decodes]
+        outputs += [self._attend_prefill(chunk, layer, query, (key, value), scores) for chunk in self._prefills]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scores: _Scores) -> torch.Tensor:
         """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
         keys, values = self._gather(batch.gathered[layer], len(query), batch.length)
         grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
-        return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=scale).reshape(query.shape)
+        return _attend(grouped, keys, values, batch.mask, scores).reshape(query.shape)
 
     def _attend_prefill(
-        self, chunk: _Prefill, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, chunk: _Prefill, layer: int, query: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], scores: _Scores
     ) -> torch.Tensor:
         if chunk.gathered is None:
-            keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in (key, value))
+            keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in own)
         else:
             keys, values = self._gather(chunk.gathered[layer], 1, chunk.length)
-        attended = functional.scaled_dot_product_attention(
-            query[chunk.rows].transpose(0, 1).unsqueeze(0),
-            keys,
-            values,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return attended[0].transpose(0, 1)
+        queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
+        return _attend(queries, keys, values, chunk.mask, scores, causal=chunk.mask is None)[0].transpose(0, 1)
 
     def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
@@ -161,39 +188,74 @@ class SdpaAttention:
         layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
         return (both + layers * (2 * values)).unbind(0)
 
-    def _write_rows(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
+    def _write_rows(self, chunks: Sequence_[tuple[Chunk, Table]]) -> torch.Tensor:
         """The token row of layer 0's keys for every token of the step: [tokens]."""
         size, stride = self._cache.block_size, self._cache.layers * 2 * self._cache.block_size
         rows = [
-            chunk.sequence.blocks[position // size] * stride + position % size
-            for chunk in chunks
+            table[position // size] * stride + position % size
+            for chunk, table in chunks
             for position in range(chunk.start, chunk.start + chunk.length)
         ]
         return torch.tensor(rows, device=self._cache.data.device)
 
-    def _table(self, blocks: Sequence_[int], width: int) -> list[int]:
+    def _first(self, position: int) -> int:
+        """Index of the first block that a token attends to."""
+        return first_block(position, self._window, self._cache.block_size)
+
+    def _key_rows(self, blocks: Sequence_[int], width: int) -> list[int]:
+        """The row of layer 0's keys for each block, filled up to `width`."""
         stride = 2 * self._cache.layers
-        return [block * stride for block in blocks[:width]] + [0] * (width - len(blocks))
+        return [block * stride for block in blocks] + [0] * (width - len(blocks))
 
-    def _decode_batch(self, first: int, batch: Sequence_[Chunk]) -> _Decodes:
-        cache = self._cache
-        lengths = [chunk.start + 1 for chunk in batch]
-        width = -(-lengths[-1] // cache.block_size)
-        tables = torch.tensor([row for chunk in batch for row in self._table(chunk.sequence.blocks, width)], device=cache.data.device)
+    def _decode_batch(self, row: int, batch: Sequence_[tuple[int, Table]]) -> _Decodes:
+        size, device = self._cache.block_size, self._cache.data.device
+        firsts = [self._first(position) for position, _ in batch]
+        lengths = [position + 1 - first * size for (position, _), first in zip(batch, firsts, strict=True)]
+        longest = max(lengths)
+        width = -(-longest // size)
+        rows: list[int] = []
+        for (position, table), first in zip(batch, firsts, strict=True):
+            rows += self._key_rows(table[first : position // size + 1], width)
         mask = None
-        if lengths[0] != lengths[-1]:
-            behind = torch.arange(lengths[-1]) >= torch.tensor(lengths).unsqueeze(1)
-            mask = torch.zeros(behind.shape, dtype=cache.data.dtype).masked_fill_(behind, -math.inf)[:, None, None].to(cache.data.device)
-        return _Decodes(slice(first, first + len(batch)), self._of_layers(tables, 1), lengths[-1], mask)
+        if min(lengths) != longest or longest > (self._window or longest):
+            ends, index = torch.tensor(lengths).unsqueeze(1), torch.arange(longest)
+            hidden = index >= ends
+            if self._window is not None:
+                hidden |= index < ends - self._window
+            mask = torch.zeros(hidden.shape, dtype=self._cache.data.dtype).masked_fill_(hidden, -math.inf)[:, None, None].to(device)
+        return _Decodes(slice(row, row + len(batch)), self._of_layers(torch.tensor(rows, device=device), 1), longest, mask)
 
-    def _prefill(self, row: int, chunk: Chunk) -> _Prefill:
+    def _prefill(self, row: int, chunk: Chunk, table: Table) -> _Prefill:
         size, device = self._cache.block_size, self._cache.data.device
         rows, end = slice(row, row + chunk.length), chunk.start + chunk.length
-        if not chunk.start:
-            return _Prefill(rows, end, None, None)
-        table = torch.tensor(self._table(chunk.sequence.blocks, -(-end // size)), device=device)
-        mask = torch.arange(end, device=device) <= torch.arange(chunk.start, end, device=device).unsqueeze(1)
-        return _Prefill(rows, end, self._of_layers(table, 1), mask)
+        first = self._first(chunk.start)
+        gathered, mask = None, None
+        if chunk.start:
+            blocks = table[first : -(-end // size)]
+            gathered = self._of_layers(torch.tensor(self._key_rows(blocks, len(blocks)), device=device), 1)
+        if chunk.start or (self._window is not None and end > self._window):
+            queries, keys = torch.arange(chunk.start, end, device=device).unsqueeze(1), torch.arange(first * size, end, device=device)
+            mask = keys <= queries
+            if self._window is not None:
+                mask &= keys > queries - self._window
+        return _Prefill(rows, end - first * size, gathered, mask)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: _Scores, causal: bool = False
+) -> torch.Tensor:
+    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the shape of `query`."""
+    if scores.softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+    keys, values = (part.repeat_interleave(query.shape[1] // keys.shape[1], 1) for part in (keys, values))
+    weights = torch.tanh(query @ keys.transpose(2, 3) * (scores.scale / scores.softcap)) * scores.softcap
+    if causal:
+        mask = torch.ones(weights.shape[2:], dtype=torch.bool, device=weights.device).tril_()
+    if mask is not None:
+        weights = weights.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else weights + mask
+    return weights.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
 def sort_chunks(chunks: Sequence_[Chunk]) -> list[Chunk]:
@@ -201,15 +263,16 @@ def sort_chunks(chunks: Sequence_[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.start))
 
 
-def _cuts(decodes: Sequence_[Chunk], block_size: int) -> list[int]:
-    """Where to cut decodes, sorted by length, into batches of little padding: the first index of each, and the end."""
-    if not decodes:
+def _cuts(widths: Sequence_[int]) -> list[int]:
+    """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but for one more or less:
+    the first index of each batch, and the end."""
+    if not widths:
         return []
-    cuts, real = [0], 0
-    for index, chunk in enumerate(decodes):
-        width = chunk.start // block_size + 1
-        if real and (index - cuts[-1] + 1) * width > MAX_PADDING * (real + width):
+    cuts, real, widest = [0], 0, 0
+    for index, width in enumerate(widths):
+        widest = max(widest, width)
+        if real and (index - cuts[-1] + 1) * widest > MAX_PADDING * (real + width):
             cuts.append(index)
-            real = 0
+            real, widest = 0, width
         real += width
-    return [*cuts, len(decodes)]
+    return [*cuts, len(widths)]

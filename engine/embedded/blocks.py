@@ -1,7 +1,8 @@
 """The KV block pool: who holds which block, which prefixes can be reused, and what to evict.
 
-A block holds the keys and values of `block_size` consecutive tokens, all layers. A full block is named by a key, the BLAKE3 hash of
-its parent's key and its tokens, so a key stands for a whole prefix; the chain starts at a root made from the request's cache salt.
+A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group (`engine/embedded/groups.py`). A full
+block is named by a key, the BLAKE3 hash of its parent's key and its tokens, so a key stands for a whole prefix; the chain starts at a root
+made from the request's cache salt.
 A block is in one of three states:
 
     held    by one or more sequences (reference count > 0)
@@ -36,13 +37,22 @@ def event_hash(key: BlockKey) -> int:
     return int.from_bytes(key[:8], "little")
 
 
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """Index in its sequence of the first block that a token at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
 class BlockPool:
     """Allocation, sharing and eviction of `num_blocks` blocks. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool, publish: Callable[[EventData], None]) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, reuse: bool, publish: Callable[[EventData], None], window: int | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse
+        self.window = window
+        """How many tokens, itself included, a token of these layers attends to; None for all."""
         self._publish = publish
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -51,8 +61,6 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         self.alloc_total = 0
         self.alloc_new = 0
-        self.reused = 0
-        self.missed = 0
         publish(Created((num_blocks, 0)))
 
     @property
@@ -64,6 +72,14 @@ class BlockPool:
     def used(self) -> int:
         """Blocks held by sequences."""
         return self.num_blocks - self.available
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether a block with this key can be reused."""
+        return key in self._block_of
+
+    def first(self, position: int) -> int:
+        """Index in its sequence of the first block that a token at `position` attends to."""
+        return first_block(position, self.window, self.block_size)
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """The longest run of reusable blocks for a chain of keys, not yet held."""
@@ -86,7 +102,6 @@ class BlockPool:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
-        self.reused += len(blocks)
         self.alloc_total += len(blocks)
 
     def allocate(self, count: int) -> list[int]:

@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.blocks import BlockPool, EventData
+from engine.embedded.groups import BlockGroups
 from engine.embedded.model import load_model
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
 from engine.embedded.sampler import Drawn, Sampled, Sampler
@@ -16,7 +18,7 @@ from engine.embedded.scheduler import Chunk, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
-from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
+from engine.stats import InflightBatchingStats, IterationStats
 from engine.types import Delta, FinishReason, PromptReport
 
 Outputs = list[tuple[str, Delta | EngineFailure]]
@@ -34,15 +36,26 @@ class _Step:
 
 
 class EngineCore:
-    """Model, block pool, scheduler and sampler, and the sequences that are alive."""
+    """Model, block pools, scheduler and sampler, and the sequences that are alive."""
 
     def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
         self.model = load_model(config)
         self._publish_event = publish
         self._event_id = 0
-        self.pool = BlockPool(self.model.num_blocks, config.kv_block_size, reuse=config.enable_block_reuse, publish=self._publish)
+        self.blocks = BlockGroups(
+            [
+                BlockPool(
+                    group.num_blocks,
+                    config.kv_block_size,
+                    reuse=config.enable_block_reuse,
+                    publish=partial(self._publish, group.window or self.model.context_length),
+                    window=group.window,
+                )
+                for group in self.model.groups
+            ]
+        )
         self.scheduler = Scheduler(
-            self.pool,
+            self.blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             chunked_prefill=config.enable_chunked_prefill,
@@ -95,8 +108,7 @@ class EngineCore:
 
     def stats(self) -> IterationStats:
         """The engine as it is now, with the figures of its last step."""
-        pool, scheduler = self.pool, self.scheduler
-        looked_up = pool.reused + pool.missed
+        scheduler = self.scheduler
         return IterationStats(
             timestamp=time.time(),
             iteration=self._iteration,
@@ -108,25 +120,15 @@ class EngineCore:
             num_aborted_requests=self._aborted,
             num_preemptions=scheduler.preemptions,
             inflight_batching_stats=self._last if self._sequences else InflightBatchingStats(),
-            kv_cache_stats=KvCacheStats(
-                max_num_blocks=pool.num_blocks,
-                free_num_blocks=pool.available,
-                used_num_blocks=pool.used,
-                tokens_per_block=pool.block_size,
-                alloc_total_blocks=pool.alloc_total,
-                alloc_new_blocks=pool.alloc_new,
-                reused_blocks=pool.reused,
-                missed_blocks=pool.missed,
-                cache_hit_rate=pool.reused / looked_up if looked_up else 0.0,
-            ),
+            kv_cache_stats=self.blocks.stats(),
         )
 
     def _audit_when_idle(self) -> None:
         if not self._sequences:
             self.scheduler.audit()
 
-    def _publish(self, data: EventData) -> None:
-        self._publish_event(KvEvent(self._event_id, data, window_size=self.model.context_length))
+    def _publish(self, window: int, data: EventData) -> None:
+        self._publish_event(KvEvent(self._event_id, data, window_size=window))
         self._event_id += 1
 
     def _launch(self, failures: Outputs) -> "_Step | None":

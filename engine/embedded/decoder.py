@@ -106,6 +106,6 @@ def _computes_the_same(layer: Any) -> bool:
             return False
 
 
-def values_of_first_head(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """In the place of attention: something that depends on all of its arguments."""
+def values_of_first_head(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **__: Any) -> torch.Tensor:
+    """In the place of attention: something that depends on queries, keys, values and the scale."""
     return query * scale + key[:, :1] + value[:, :1]

@@ -101,7 +101,7 @@ class EmbeddedEngine:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         info, prompt = self.info, request.prompt_token_ids
-        capacity = min(info.context_length, info.num_blocks * info.block_size)
+        capacity = min(info.context_length, self._capacity)
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if len(prompt) + request.sampling.max_tokens > capacity:
@@ -178,6 +178,7 @@ class EmbeddedEngine:
         torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
         model, config = core.model, self._config
+        self._capacity = core.blocks.capacity
         info = EngineInfo(
             backend="embedded",
             model=config.model,
@@ -186,8 +187,8 @@ class EmbeddedEngine:
             context_length=model.context_length,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            block_size=core.pool.block_size,
-            num_blocks=core.pool.num_blocks,
+            block_size=core.blocks.block_size,
+            num_blocks=core.blocks.pools[0].num_blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,

@@ -15,7 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded import decoder, linear
-from engine.embedded.attention import ATTENTION_NAME, KvCache, SdpaAttention, sort_chunks
+from engine.embedded.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks
+from engine.embedded.layout import Attends, LayerGroup, ask, share
 from engine.embedded.linear import can_pack
 from engine.embedded.norm import replace_norms
 from engine.embedded.scheduler import Chunk
@@ -30,21 +31,33 @@ class Model:
     """The weights, the KV cache and one `forward` over the chunks of a step."""
 
     spare_blocks = 0
-    """Blocks of the cache that belong to the model and not to the pool."""
+    """Blocks of each cache that belong to the model and not to the pool."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self.device = torch.device(_device(config.device))
         self.dtype = _dtype(config.dtype, self.device)
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
-        _check_attention(self.hf_config)
+        self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
+        attends = ask(self._module, self.hf_config, self.context_length)
         if self.device.type == "cpu":
             _replace_for_cpu(self._module)
             _give_back_memory()
         self.vocab_size: int = self.hf_config.vocab_size
-        self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
-        self.num_blocks, self.cache = self._allocate(config)
+        self.groups = self._share(config, attends)
+        self.caches = [
+            KvCache(
+                group.num_blocks + self.spare_blocks,
+                len(group.layers),
+                config.kv_block_size,
+                attends.kv_heads,
+                attends.head_dim,
+                self.dtype,
+                self.device,
+            )
+            for group in self.groups
+        ]
         self._pending: dict[int, torch.Tensor] = {}
 
     def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
@@ -54,6 +67,11 @@ class Model:
     def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks of a step as `forward` wants them."""
         return sort_chunks(chunks)
+
+    @property
+    def cache(self) -> KvCache:
+        """The cache of the first group: the only one where attention is full in every layer."""
+        return self.caches[0]
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
@@ -65,7 +83,7 @@ class Model:
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
             logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
-            paged=SdpaAttention(self.cache, chunks),
+            paged=StepAttention(self.caches, self.groups, chunks),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -76,20 +94,13 @@ class Model:
             return sequence.tokens[chunk.start : chunk.start + chunk.length]
         return [int(self._pending[sequence.slot])]
 
-    def _allocate(self, config: EmbeddedConfig) -> tuple[int, KvCache]:
-        """Blocks for the pool, and the cache."""
-        text = self.hf_config.get_text_config()
-        heads = text.num_key_value_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        block_bytes = text.num_hidden_layers * 2 * config.kv_block_size * heads * head_dim * self.dtype.itemsize
+    def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
         memory = config.kv_cache_memory_mb * MIB
         if self.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(self.device)[0] * config.free_gpu_memory_fraction)
-        num_blocks = config.num_blocks or memory // block_bytes - self.spare_blocks
-        if num_blocks < 1:
-            raise EngineFailure(f"no room for a KV block: one takes {block_bytes / MIB:.1f} MiB and {memory / MIB:.0f} MiB are set aside")
-        shape = (num_blocks + self.spare_blocks, text.num_hidden_layers, config.kv_block_size, heads, head_dim)
-        return num_blocks, KvCache(*shape, self.dtype, self.device)
+        layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.dtype.itemsize
+        memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
+        return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
 
 
 def load_model(config: EmbeddedConfig) -> Model:
@@ -164,12 +175,6 @@ def _give_back_memory() -> None:
     """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's 540."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
-
-
-def _check_attention(config: PreTrainedConfig) -> None:
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise EngineFailure(f"the embedded engine runs models with full attention only; {config.model_type} has {', '.join(sorted(kinds))}")
 
 
 def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:

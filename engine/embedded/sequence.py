@@ -17,7 +17,7 @@ class Sequence:
     """Its tokens, and how many of them have keys and values in its blocks.
 
     `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, one more
-    token is sampled, and is *pending* until the host has it. Preemption drops `blocks` and sets `computed` back; the tokens and the
+    token is sampled, and is *pending* until the host has it. Preemption drops `tables` and sets `computed` back; the tokens and the
     sampler's state stay, so the output does not change.
     """
 
@@ -32,7 +32,8 @@ class Sequence:
     """Tokens that were sampled and that the host has not seen yet: 0, or 1 while the next step is prepared ahead."""
     computed: int = 0
     """How many tokens have keys and values, the step under way included."""
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Its blocks in each group of layers, by their index (`engine/embedded/groups.py`); none while it waits."""
     slot: int = -1
     """Its number among the running sequences, for what a model keeps of each; -1 while it waits."""
     starts: int = 0
@@ -51,6 +52,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its blocks in the first group: all of them where attention is full in every layer."""
+        return self.tables[0]
 
     @property
     def num_output(self) -> int:

@@ -35,6 +35,8 @@ class CudaModel(Model):
     def __init__(self, config: EmbeddedConfig) -> None:
         _check(config)
         super().__init__(config)
+        if len(self.groups) > 1 or self.groups[0].window is not None:
+            raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         first = self._module.model.layers[0].self_attn
         heads = first.q_proj.out_features // first.head_dim
         self._attention = CudaAttention(self.cache, heads, first.scaling, config.max_batch_size, self.context_length)
@@ -123,7 +125,7 @@ class CudaModel(Model):
         blocks = [len(self.cache.data) - 1] * 2
         request = GenerateRequest(request_id="", prompt_token_ids=(0,) * 2 * size, sampling=SamplingParams(max_tokens=1))
         # Without a sampler: nothing is sampled.
-        first, second = (Sequence(request, None, 0.0, 0.0, [0] * 2 * size, blocks=blocks, slot=self._spare_slot) for _ in range(2))  # type: ignore[arg-type]
+        first, second = (Sequence(request, None, 0.0, 0.0, [0] * 2 * size, tables=[blocks], slot=self._spare_slot) for _ in range(2))  # type: ignore[arg-type]
         for starts in ((0, 0), (size, 2 * size - 1)):
             chunks = [Chunk(sequence, start, 2 * size - start, True, 0) for sequence, start in zip((first, second), starts, strict=True)]
             self.forward(self.ordered(chunks), [0, 1])
