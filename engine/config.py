@@ -48,6 +48,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     enable_cuda_graphs: bool = True
     threads: int = 0
     guide_timeout_seconds: float = 15.0
+    cache_dir: str = ""
+    """Folder for code that is compiled for this machine; empty takes the settings' default."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
 
@@ -65,6 +67,11 @@ class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
 
 
 EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
+
+
+def more_stop_seconds(config: EngineConfig) -> float:
+    """How much longer than others this engine may take to stop: TensorRT-LLM has worker processes to end."""
+    return 10.0 if isinstance(config, TrtllmConfig) else 0.0
 
 
 def create_engine(config: EngineConfig) -> Engine:

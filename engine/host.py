@@ -22,7 +22,7 @@ import zmq
 
 from engine import wire
 from engine.base import Engine
-from engine.config import create_engine
+from engine.config import create_engine, more_stop_seconds
 from engine.errors import EngineError, EngineFailure
 
 STOP_SECONDS = 2.0
@@ -212,6 +212,8 @@ async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -
             if await _completed(asyncio.create_task(engine.start()), stop):
                 await _serve(EngineHost(engine, socket), stop, control)
         finally:
+            # However a broken engine's library takes its end: the parent waits for that of the process, to start another.
+            threading.Thread(target=_exit_by_force, args=(options,), daemon=True).start()
             await engine.close()
     finally:
         socket.close(linger=0)
@@ -240,19 +242,24 @@ async def _completed(task: asyncio.Task[None], stop: asyncio.Event) -> bool:
     return False
 
 
-def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, address: str) -> None:
+def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions) -> None:
     """Wait for the parent to go, and exit; by force if the loop does not obey. Runs in a thread, so that a stuck step cannot hinder it."""
     while os.read(0, 4096):
         pass
     loop.call_soon_threadsafe(stop.set)
-    time.sleep(STOP_SECONDS)
-    wire.remove_socket_file(address)
+    _exit_by_force(options)
+
+
+def _exit_by_force(options: wire.HostOptions) -> None:
+    """In a thread: end the process, unless it ends by itself in time."""
+    time.sleep(STOP_SECONDS + more_stop_seconds(options.config))
+    wire.remove_socket_file(options.address)
     os._exit(1)
 
 
 async def _main(options: wire.HostOptions, control: TextIO) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    threading.Thread(target=_stop_at_end_of_input, args=(loop, stop, options.address), daemon=True).start()
+    threading.Thread(target=_stop_at_end_of_input, args=(loop, stop, options), daemon=True).start()
     await run(options, stop, control)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from engine import wire
-from engine.config import EngineConfig
+from engine.config import EngineConfig, more_stop_seconds
 from engine.errors import EngineFailure
 
 _FIRST_PAUSE = 0.5
@@ -48,6 +48,7 @@ class EngineProcess:
         self._folder = None if address else _private_folder()
         self.address = address or f"ipc://{self._folder}/engine.sock"
         self._options = msgspec.json.encode(wire.HostOptions(config, self.address, log_level)) + b"\n"
+        self._stop_seconds = _STOP_SECONDS + more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -82,7 +83,7 @@ class EngineProcess:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
         if self._host is not None:
-            await self._host.stop()
+            await self._host.stop(self._stop_seconds)
             self._host = None
         wire.remove_socket_file(self.address)
         if self._folder is not None:
@@ -154,12 +155,12 @@ class _Host:
         when = "died" if self.ready_at is not None else "failed to start"
         return "\n".join([f"the engine process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
-    async def stop(self) -> None:
-        """End the process: by the end of its input, else by SIGKILL."""
+    async def stop(self, seconds: float) -> None:
+        """End the process: by the end of its input, after `seconds` by SIGKILL."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+            await asyncio.wait_for(self.process.wait(), seconds)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()

@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import msgspec
 import pytest
 import trtllm_gotchas_support
+from engine_cases import FAKE_TRTLLM
 from fake_trtllm_support import found
 from http_support import application
-from trtllm_gotchas_support import request, running, tokens, until
+from trtllm_gotchas_support import ROOT, request, running, tokens, until
 
 from engine import logits
 from engine.config import TrtllmConfig
@@ -22,9 +27,11 @@ from engine.handoff import VERSION
 from engine.trtllm import engine as engine_module
 from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
+from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_stats
 from engine.types import Encoding
+from engine.wire import HostOptions
 
 trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
 REFUSALS: list[tuple[Exception, type[EngineError]]] = [
@@ -220,3 +227,54 @@ async def test_metrics_show_how_long_loading_took_and_the_size_of_things() -> No
     values = {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in page if line.startswith("trtllm_")}
     assert values["trtllm_kv_cache_block_size"] == 32 and values["trtllm_kv_cache_max_blocks"] == 65536
     assert values["trtllm_data_parallel_size"] == 1 and values["trtllm_model_load_time_seconds"] >= 0
+
+
+HANGING = """
+import sys, threading
+from engine import host
+from engine.trtllm import library
+
+host.more_stop_seconds = lambda config: 0.0
+library.shutdown = lambda llm: threading.Event().wait()
+library.is_alive = lambda llm: False
+sys.exit(host.main())
+"""
+
+
+def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
+    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
+    options = HostOptions(TrtllmConfig(model=str(folder)), f"ipc://{tmp_path}/engine.sock", "info")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}
+    process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(options) + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of 1.2.1's makes classes of nested configurations, and cannot make one of null."""
+    module = found("tensorrt_llm.llmapi.llm_args")
+    original = module.update_llm_args_with_extra_dict
+
+    def update(llm_args: dict[str, Any], extra: dict[str, Any]) -> Any:
+        assert None not in extra.values()
+        return original(llm_args, extra)
+
+    monkeypatch.setattr(module, "update_llm_args_with_extra_dict", update)
+    async with running(folder, speculative_config=None, cuda_graph_config=None) as engine:
+        assert engine._llm.args.speculative_config is None and engine._llm.args.cuda_graph_config is None
+
+
+async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
+    for made in (TrtllmEngine(TrtllmConfig(model=str(folder))), TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))):
+        with pytest.raises(ZeroDivisionError):
+            async with made:
+                assert made.healthy
+                raise ZeroDivisionError
+        assert not made.healthy and found("tensorrt_llm._test").live() == 0

@@ -50,12 +50,8 @@ def arguments_of(role: str, override: dict[str, Any] | None = None) -> dict[str,
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, role: Any = "aggregated", **arguments: Any) -> AsyncIterator[TrtllmEngine]:
-    engine = TrtllmEngine(TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments)))
-    await engine.start()
-    try:
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments))) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 def request(**fields: Any) -> GenerateRequest:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -49,6 +49,13 @@ class TrtllmEngine:
         self._aborted = 0
         self._newest: IterationStats
         self._stop_watching = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def info(self) -> EngineInfo:
@@ -198,15 +205,15 @@ class TrtllmEngine:
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
             await library.warm_up(self._llm, prompt, self._facts)
-            found = [raw async for raw in self._llm.get_stats_async(timeout=2)]
+            first: dict[str, Any] = await anext(aiter(self._llm.get_stats_async(timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
         try:
-            iteration_stats(last := found[-1] if found else {})
+            iteration_stats(first)
         except (AttributeError, msgspec.ValidationError, TypeError, ValueError) as error:
             log.warning("the engine's first statistics cannot be read: %s", error)
             return {}
-        return last
+        return first
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """`capacity` is in blocks, and tokens in one."""

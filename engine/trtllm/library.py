@@ -30,12 +30,14 @@ def load(config: TrtllmConfig) -> Any:
         from tensorrt_llm.llmapi import MultimodalEncoder  # noqa: PLC0415
         from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict  # noqa: PLC0415
     except ImportError as error:
-        raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from error
+        cause = None if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm" else error  # where it broke, if it is there
+        raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from cause
     try:
         if config.role == "encode":
             return MultimodalEncoder(**{**arguments, "model": config.model})
-        classes = update_llm_args_with_extra_dict({}, arguments)
-        return LLM(**{**classes, "model": config.model, "backend": config.backend})
+        # What is null is for the class to take as it is: the function would make a nested configuration of it, and cannot.
+        classes = update_llm_args_with_extra_dict({}, {name: value for name, value in arguments.items() if value is not None})
+        return LLM(**{**arguments, **classes, "model": config.model, "backend": config.backend})
     except Exception as error:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
 

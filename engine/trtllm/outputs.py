@@ -66,7 +66,8 @@ class Outputs:
         self._reported = True
         asked = self._request.sampling.prompt_logprobs
         logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], self._request.prompt_token_ids, asked)
-        return PromptReport(cached_tokens=result.cached_tokens or 0, logprobs=logprobs)
+        cached = min(result.cached_tokens or 0, len(self._request.prompt_token_ids))  # of a prompt that it expanded there may be more
+        return PromptReport(cached_tokens=cached, logprobs=logprobs)
 
     def _new_logprobs(self, output: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         asked = self._request.sampling.logprobs
