@@ -42,6 +42,8 @@ RUN pip install --no-cache-dir --no-deps .
 
 FROM python:3.12-slim AS cpu
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
+# The embedded engine compiles its inner loops for the machine it starts on, into CACHE_DIR.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --create-home --uid 10001 trellis && install -d -o trellis /cache
 COPY --from=build /opt/venv /opt/venv
 USER 10001

@@ -70,7 +70,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             processors=_processors(settings, folder),
         )
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
-    values = {name: getattr(settings, name) for name in names}
+    values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir.expanduser())}
     return EmbeddedConfig(model=str(folder), processors=_processors(settings, folder), **values)
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.blocks import BlockPool, EventData
 from engine.embedded.groups import BlockGroups
-from engine.embedded.model import load_model
+from engine.embedded.load import load_model
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
 from engine.embedded.sampler import Drawn, Sampled, Sampler
 from engine.embedded.scheduler import Chunk, Scheduler

@@ -1,12 +1,16 @@
 """How a model's layers attend, asked of the model itself, and how their groups share the memory for KV blocks."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers.configuration_utils import PreTrainedConfig
 
 from engine.embedded.groups import longest_chunk
 from engine.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
 
 KINDS = {"full_attention", "sliding_attention"}
 TYPICAL_TOKENS = 4096

@@ -1,7 +1,6 @@
 """Loading a transformers model and running it on flat tokens over our KV blocks."""
 
 import ctypes
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import ThreadPoolExecutor
@@ -18,24 +17,24 @@ from engine.embedded import decoder, linear
 from engine.embedded.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks
 from engine.embedded.layout import Attends, LayerGroup, ask, share
 from engine.embedded.linear import can_pack
+from engine.embedded.load import device_of, dtype_of
 from engine.embedded.norm import replace_norms
+from engine.embedded.pending import PendingTokens
 from engine.embedded.scheduler import Chunk
-from engine.errors import EngineFailure
 
 MIB = 1 << 20
 
-log = logging.getLogger(__name__)
 
-
-class Model:
+class Model(PendingTokens):
     """The weights, the KV cache and one `forward` over the chunks of a step."""
 
     spare_blocks = 0
     """Blocks of each cache that belong to the model and not to the pool."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
-        self.device = torch.device(_device(config.device))
-        self.dtype = _dtype(config.dtype, self.device)
+        super().__init__()
+        self.device = device_of(config)
+        self.dtype = dtype_of(config, self.device)
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
         self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
@@ -58,11 +57,6 @@ class Model:
             )
             for group in self.groups
         ]
-        self._pending: dict[int, torch.Tensor] = {}
-
-    def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
-        """The tokens, int64 [slots], that were sampled for the running sequences with these slots: they are pending at the next step."""
-        self._pending.update(zip(slots, tokens, strict=True))
 
     def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks of a step as `forward` wants them."""
@@ -76,7 +70,7 @@ class Model:
     @torch.inference_mode()
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         """Compute the chunks, which `ordered` has put in order, and return the logits [len(rows), vocab] of these flat rows."""
-        tokens = [token for chunk in chunks for token in self._tokens(chunk)]
+        tokens = [token for chunk in chunks for token in self.tokens(chunk)]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]
         output = self._module(
             input_ids=torch.tensor([tokens], device=self.device),
@@ -88,12 +82,6 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _tokens(self, chunk: Chunk) -> list[int]:
-        sequence = chunk.sequence
-        if chunk.start < len(sequence.tokens):
-            return sequence.tokens[chunk.start : chunk.start + chunk.length]
-        return [int(self._pending[sequence.slot])]
-
     def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
         memory = config.kv_cache_memory_mb * MIB
         if self.device.type == "cuda":
@@ -101,24 +89,6 @@ class Model:
         layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.dtype.itemsize
         memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
         return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
-
-
-def load_model(config: EmbeddedConfig) -> Model:
-    """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
-    on_gpu = torch.device(_device(config.device)).type == "cuda"
-    if config.attention == "sdpa" or (config.attention == "auto" and not on_gpu):
-        return Model(config)
-    try:
-        from engine.embedded.cuda.model import CudaModel, UnsupportedModelError  # noqa: PLC0415 - needs Triton and FlashInfer
-
-        if not on_gpu:
-            raise UnsupportedModelError("FlashInfer needs a GPU")
-        return CudaModel(config)
-    except (ImportError, UnsupportedModelError) as error:
-        if config.attention == "flashinfer":
-            raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
-        log.warning("attention is torch's own, which is slow on a GPU: %s", error)
-    return Model(config)
 
 
 def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
@@ -140,21 +110,6 @@ def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: tor
 def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()  # type: ignore[no-untyped-call]
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16, but float32 on CPUs that have no bfloat16 instructions and would be slower with it."""
-    if name == "auto":
-        fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _replace_for_cpu(model: Any) -> None:

@@ -1,0 +1,64 @@
+"""Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that need it."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import EmbeddedConfig
+from engine.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from engine.embedded.model import Model
+    from engine.embedded.native.model import NativeModel
+
+log = logging.getLogger(__name__)
+
+
+def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
+    """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
+    if device_of(config).type == "cuda":
+        return _on_gpu(config)
+    if config.attention == "flashinfer":
+        raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
+    if config.attention == "auto":
+        from engine.embedded.native.model import NativeModel, UnsupportedModelError  # noqa: PLC0415
+
+        try:
+            return NativeModel(config)
+        except UnsupportedModelError as error:
+            log.warning("the model is computed by transformers, which is slower: %s", error)
+    from engine.embedded.model import Model  # noqa: PLC0415
+
+    return Model(config)
+
+
+def _on_gpu(config: EmbeddedConfig) -> "Model":
+    from engine.embedded.model import Model  # noqa: PLC0415
+
+    if config.attention == "sdpa":
+        return Model(config)
+    try:
+        from engine.embedded.cuda.model import CudaModel, UnsupportedModelError  # noqa: PLC0415 - needs Triton and FlashInfer
+
+        return CudaModel(config)
+    except (ImportError, UnsupportedModelError) as error:
+        if config.attention == "flashinfer":
+            raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
+        log.warning("attention is torch's own, which is slow on a GPU: %s", error)
+    return Model(config)
+
+
+def device_of(config: EmbeddedConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def dtype_of(config: EmbeddedConfig, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16, but float32 on CPUs that have no bfloat16 instructions and would be slower with it."""
+    if config.dtype == "auto":
+        fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype

@@ -1,0 +1,98 @@
+"""A model of the Llama kind on a CPU, computed by `decoder.cpp`: loads its weights itself, without transformers.
+
+Beside the other models (`engine/embedded/model.py`), which run whatever transformers has, this is the fast path for what it knows:
+bfloat16 weights, float32 activations, keys and values, a whole step in one call.
+"""
+
+import os
+import weakref
+from collections.abc import Sequence as Sequence_
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import EmbeddedConfig
+from engine.embedded.layout import Attends, LayerGroup, share
+from engine.embedded.native.build import NoCompilerError, library
+from engine.embedded.native.checkpoint import Checkpoint, LlamaConfig, UnsupportedModelError, read_config
+from engine.embedded.native.structures import Step
+from engine.embedded.native.weights import Weights, zeros
+from engine.embedded.pending import PendingTokens
+from engine.embedded.scheduler import Chunk
+
+MIB = 1 << 20
+
+__all__ = ["NativeModel", "UnsupportedModelError"]
+
+
+class NativeModel(PendingTokens):
+    """The weights, the KV cache and one `forward` over the chunks of a step. Raises UnsupportedModelError and EngineFailure."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        super().__init__()
+        if config.dtype not in ("auto", "float32") or config.load_format == "dummy":
+            raise UnsupportedModelError(f"dtype {config.dtype} and load format {config.load_format} are not for compiled code")
+        folder = Path(config.model)
+        shape = read_config(folder)
+        try:
+            code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser())
+        except NoCompilerError as error:
+            raise UnsupportedModelError(str(error)) from error
+        _check_sizes(shape, config.kv_block_size, code.panel_size())
+        with Checkpoint(folder, shape) as checkpoint:
+            self._weights = Weights(code, checkpoint, shape)
+        self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
+        self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
+        self.groups = _share(config, shape)
+        self._cache = zeros((self.groups[0].num_blocks, _block_bytes(config, shape) // 4), torch.float32)
+        self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+        threads = config.threads or os.cpu_count() or 1
+        self._decoder = code.decoder_new(self._weights.describe(self._cache, config.kv_block_size), threads)
+        self._forward = code.decoder_forward
+        weakref.finalize(self, code.decoder_delete, self._decoder)
+
+    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks of a step as `forward` wants them."""
+        return chunks
+
+    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
+        """Compute the chunks and return the logits, float32 [len(rows), vocab], of these flat rows."""
+        tokens = np.fromiter(chain.from_iterable(map(self.tokens, chunks)), np.int32)
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        places, tables, row = [], list[int](), 0
+        for chunk in chunks:
+            places.append((row, chunk.length, chunk.start, len(tables)))
+            tables += chunk.sequence.blocks
+            row += chunk.length
+        arrays = [np.array(values, np.int32) for values in (places, tables, rows)]
+        logits = torch.empty(len(rows), self.vocab_size)
+        inputs = [tokens.ctypes.data, cos.data_ptr(), sin.data_ptr(), *(array.ctypes.data for array in arrays)]
+        self._forward(self._decoder, Step(*inputs, logits.data_ptr(), len(tokens), len(chunks), len(rows)))
+        return logits
+
+
+def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "head_dim": shape.head_dim, "kv_block_size": block_size}
+    for name, size in sizes.items():
+        if size % panel:
+            raise UnsupportedModelError(f"the compiled path wants multiples of {panel}, and {name} is {size}")
+    if max(shape.head_dim, block_size) > 64 * panel:
+        raise UnsupportedModelError(f"the compiled path takes heads and KV blocks of at most {64 * panel}")
+
+
+def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
+    attends = Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
+    layer_block_bytes = _block_bytes(config, shape) // shape.layers
+    return share(attends, layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks)
+
+
+def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
+    """Of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as [kv_heads, block_size, head_dim]."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4

@@ -1,0 +1,34 @@
+"""The structures that `decoder.cpp` takes, field by field."""
+
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+
+
+class Matrix(Structure):
+    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
+
+
+class Layer(Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm")),
+    ]
+
+
+class Model(Structure):
+    _fields_ = [
+        ("layers", POINTER(Layer)),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("norm", c_void_p),
+        ("cache", c_void_p),
+        *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim", "block_size")),
+        ("epsilon", c_float),
+        ("scale", c_float),
+    ]
+
+
+class Step(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "cos", "sin", "chunks", "tables", "rows", "logits")),
+        *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),
+    ]
