@@ -156,7 +156,8 @@ async def test_an_abort_on_decode_waits_for_the_transfer() -> None:
         assert len(aborts) == 1 and aborts[0] > 0
 
 
-async def test_a_cancelled_prefill_is_aborted_at_once() -> None:
+async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.3}))  # it cannot be over before it is cancelled
     async with engine("prefill") as prefill:
         task = asyncio.create_task(prefill.prefill(request()))
         await asyncio.sleep(0)
