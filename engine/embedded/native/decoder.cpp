@@ -25,6 +25,7 @@ constexpr int kPanel = 2 * kLanes;    // outputs that one panel of a weight make
 constexpr int kTaskPanels = 6;        // panels in a task: even, as gate and up panels come in pairs
 constexpr int kTaskRows = 16 * kTileRows;
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
+constexpr int kFewRows = 32;
 constexpr int kSpins = 4000;          // at a barrier, before the thread sleeps
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
@@ -241,13 +242,14 @@ class Decoder {
     step_ = &step;
     const long tokens = step.num_tokens, hidden = model_.embedding.inputs;
     const long most_outputs = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
-    for (auto [buffer, width] : {std::pair{&x_, hidden}, {&normed_, hidden}, {&qkv_, most_outputs},
-                                 {&attended_, model_.heads * model_.head_dim}, {&gated_, model_.layers[0].down.inputs}})
-      if ((long)buffer->size() < tokens * width) *buffer = std::vector<float>(tokens * width);
+    for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * hidden}, {&qkv_, tokens * most_outputs},
+                                {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].down.inputs}})
+      if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
       for (int i = 0; i < step.chunks[c].length; i += most) queries_.push_back({c, i, std::min(most, step.chunks[c].length - i)});
+    prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
     auto work = [this] { layers(); };
     team_.run(8 * (int)model_.num_layers + 3, work);
   }
@@ -260,23 +262,36 @@ class Decoder {
   void layers() {
     int phase = 0;
     const int tokens = step_->num_tokens;
-    const long hidden = model_.embedding.inputs;
+    const long kv_heads = model_.kv_heads, hidden = model_.embedding.inputs;
     team_.each(phase, tokens, [&](int i) { embed(step_->tokens[i], x_.data() + i * hidden); });
     for (int l = 0; l < model_.num_layers; l++) {
       const Layer& layer = model_.layers[l];
-      team_.each(phase, tokens, [&](int i) { normalise(&x_[i * hidden], layer.attention_norm, &normed_[i * hidden]); });
-      project(phase, layer.qkv, normed_.data(), tokens, qkv_.data(), false);
-      team_.each(phase, (int)step_->num_chunks, [&](int c) { rotate_and_write(l, step_->chunks[c]); });
-      team_.each(phase, (int)(queries_.size() * model_.kv_heads),
-                 [&](int i) { attend(l, queries_[i / model_.kv_heads], i % model_.kv_heads); });
+      project(phase, layer.qkv, normalised(phase, layer.attention_norm), tokens, qkv_.data(), false);
+      if (prompts_)
+        team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
+      team_.each(phase, queries_.size() * kv_heads, [&](int i) {
+        if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
+        attend(l, queries_[i / kv_heads], i % kv_heads);
+      });
       project(phase, layer.out, attended_.data(), tokens, x_.data(), true);
-      team_.each(phase, tokens, [&](int i) { normalise(&x_[i * hidden], layer.mlp_norm, &normed_[i * hidden]); });
-      gate(phase, layer.gate_up, tokens);
+      gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
       project(phase, layer.down, gated_.data(), tokens, x_.data(), true);
     }
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
     project(phase, model_.head, normed_.data(), rows, step_->logits, false);
+  }
+
+  // All rows: shared work if they are many; few are sooner done by each thread for itself than waited for.
+  const float* normalised(int& phase, const float* weight) {
+    const long tokens = step_->num_tokens, hidden = model_.embedding.inputs;
+    thread_local std::vector<float> own;
+    if (tokens <= kFewRows) own.resize(tokens * hidden);
+    float* to = tokens <= kFewRows ? own.data() : normed_.data();
+    const auto row = [&](int i) { normalise(&x_[i * hidden], weight, to + i * hidden); };
+    if (tokens > kFewRows) team_.each(phase, tokens, row);
+    else for (int i = 0; i < tokens; i++) row(i);
+    return to;
   }
 
   void embed(int token, float* x) const {
@@ -325,11 +340,10 @@ class Decoder {
     });
   }
 
-  void gate(int& phase, const Matrix& m, int rows) {
+  void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
     pieces(phase, m, rows, [&](int first_row, int count_rows, const WeightPanel* group, int first, int count) {
-      const float* x = normed_.data() + first_row * m.inputs;
-      multiply(x, m.inputs, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
+      multiply(x + first_row * m.inputs, m.inputs, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
         float* to = gated_.data() + (first_row + row) * width + (first + panel) / 2 * kPanel;
         if (panel % 2 == 0) {
           save(to, low / (1.0f + exponential(-low)));
@@ -350,25 +364,28 @@ class Decoder {
     return keys(layer, chunk, block, head + model_.kv_heads);
   }
 
-  void rotate_and_write(int layer, const Chunk& chunk) {
-    const long dim = model_.head_dim, half = dim / 2, size = model_.block_size, turned = model_.heads + model_.kv_heads;
-    for (int i = 0; i < chunk.length; i++) {
+  // One key head's part of some rows: the queries that share it turn in place, the key turns on its way into the cache.
+  void rotate_and_write(int layer, const Queries& queries, long head) {
+    const Chunk& chunk = step_->chunks[queries.chunk];
+    const long dim = model_.head_dim, half = dim / 2, size = model_.block_size, group = model_.heads / model_.kv_heads;
+    for (int i = queries.first; i < queries.first + queries.count; i++) {
       const long row = chunk.row + i;
-      float* at = qkv_.data() + row * (turned + model_.kv_heads) * dim;
+      float* at = qkv_.data() + row * (model_.heads + 2 * model_.kv_heads) * dim;
+      float *key = at + (model_.heads + head) * dim, *value = key + model_.kv_heads * dim;
       const float *cos = step_->cos + row * half, *sin = step_->sin + row * half;
-      for (float* head = at; head < at + turned * dim; head += dim)
+      const auto turn = [&](float* of) {
         for (long d = 0; d < half; d++) {
-          const float a = head[d], b = head[d + half];
-          head[d] = a * cos[d] - b * sin[d];
-          head[d + half] = b * cos[d] + a * sin[d];
+          const float a = of[d], b = of[d + half];
+          of[d] = a * cos[d] - b * sin[d];
+          of[d + half] = b * cos[d] + a * sin[d];
         }
+      };
+      for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim);
+      turn(key);
       const int position = chunk.start + i, block = position / size, slot = position % size;
-      for (long h = 0; h < model_.kv_heads; h++) {
-        const float *key = at + (model_.heads + h) * dim, *value = at + (turned + h) * dim;
-        float* to = keys(layer, chunk, block, h) + slot;
-        for (long d = 0; d < dim; d++) to[d * size] = key[d];
-        std::memcpy(values(layer, chunk, block, h) + slot * dim, value, dim * sizeof(float));
-      }
+      float* to = keys(layer, chunk, block, head) + slot;
+      for (long d = 0; d < dim; d++) to[d * size] = key[d];
+      std::memcpy(values(layer, chunk, block, head) + slot * dim, value, dim * sizeof(float));
     }
   }
 
@@ -435,7 +452,8 @@ class Decoder {
   const Step* step_ = nullptr;
   Team team_;
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
-  std::vector<Queries> queries_;
+  std::vector<Queries> queries_;  // of prompts first
+  long prompts_ = 0;
 };
 
 }  // namespace
