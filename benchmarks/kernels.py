@@ -69,28 +69,18 @@ def gemvs() -> None:
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
         arguments: dict[str, Any] = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "gated": True}}.get(name, {"residual": residual})
         results = []
-        for pdl in (True, False):
-            kernels.PDL = pdl
-            for tile in tiles:
-                if k % tile[1]:
-                    continue
-                try:
-                    seconds = timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights])
-                    results.append((seconds, tile, pdl))
-                except Exception as error:
-                    print("gemv", name, tile, pdl, "failed:", str(error)[:300], flush=True)
-        kernels.PDL = True
-        for seconds, tile, pdl in sorted(results)[:4]:
-            say(f"gemv {name} tile={tile} pdl={pdl}", seconds, COPIES * n * k * 2)
-        plain = [r for r in results if not r[2]]
-        say(f"gemv {name} best without pdl {min(plain)[1]}", min(plain)[0], COPIES * n * k * 2)
+        for tile in tiles:
+            if k % tile[1] == 0:
+                results.append((timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights]), tile))
+        for seconds, tile in sorted(results)[:3]:
+            say(f"gemv {name} tile={tile}", seconds, COPIES * n * k * 2)
 
 
 def decode_attention(batch: int, length: int) -> None:
     """Ours beside FlashInfer's, each between products, so that nothing is warm."""
     import flashinfer
 
-    from engine.embedded.cuda.kernels import DecodeAttention
+    from engine.embedded.cuda.decode_attention import DecodeAttention
 
     width = -(-length // BLOCK)
     cache = torch.randn(batch * width, COPIES, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)

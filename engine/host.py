@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import aclosing
+from functools import partial
 from typing import Any, TextIO
 
 import msgspec
@@ -24,15 +24,13 @@ from engine import wire
 from engine.base import Engine
 from engine.config import create_engine, more_stop_seconds
 from engine.errors import EngineError, EngineFailure
+from engine.stream import DeltaStream
+from engine.types import Delta
 
 STOP_SECONDS = 2.0
 """How long a host that was told to stop may take over it."""
-_SWITCH_SECONDS = 0.0005
-"""How long the loop and an engine's thread hold the interpreter when the other one wants it: a tenth of Python's own value, so that
-neither a GPU nor a message waits."""
-_HIGH_WATER_MARK = 4096
-"""Batches that may wait for a client before it counts as stuck."""
-
+_SWITCH_SECONDS = 0.0005  # how long the loop or the engine's thread keeps the interpreter from the other: a tenth of Python's default
+_HIGH_WATER_MARK = 4096  # batches that may wait for a client before it counts as stuck
 _STATS_SECONDS = 0.1
 """Least time between two reports of statistics: each wakes five threads of two processes, which a step on a few cores feels."""
 
@@ -113,14 +111,14 @@ def _divided(reports: list[wire.Report]) -> list[wire.Report]:
 
 
 class _Client:
-    """One connection: its running requests and subscriptions, each a task, and what they have to report."""
+    """One connection: its running requests and its subscriptions, and what they have to report."""
 
     def __init__(self, host: EngineHost, identity: bytes, generation: int) -> None:
         self.identity = identity
         self.generation = generation
         self._loop = asyncio.get_running_loop()
         self._host = host
-        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, DeltaStream] = {}
         self._subscriptions: dict[wire.Topic, asyncio.Task[None]] = {}
         self._outbox: list[wire.Report] = []
         self._dropped = False
@@ -128,12 +126,10 @@ class _Client:
     def obey(self, command: wire.Command) -> None:
         match command:
             case wire.Generate():
-                task = asyncio.create_task(self._generate(command))
-                self._requests[command.key] = task
-                task.add_done_callback(lambda _: self._requests.pop(command.key, None))
+                self._generate(command)
             case wire.Abort():
                 if command.key in self._requests:
-                    self._requests[command.key].cancel()
+                    self._requests[command.key].close()
             case wire.Subscribe():
                 self._subscribe(command)
             case wire.Goodbye():
@@ -152,7 +148,9 @@ class _Client:
             self._host.forget(self)
 
     def abort_all(self) -> None:
-        for task in [*self._requests.values(), *self._subscriptions.values()]:
+        for stream in list(self._requests.values()):
+            stream.close()
+        for task in self._subscriptions.values():
             task.cancel()
 
     def _flush(self) -> None:
@@ -162,16 +160,24 @@ class _Client:
             self._dropped = True
             self.abort_all()
 
-    async def _generate(self, command: wire.Generate) -> None:
+    def _generate(self, command: wire.Generate) -> None:
         try:
-            async with aclosing(self._host.engine.generate(command.request)) as deltas:
-                async for delta in deltas:
-                    self.report(wire.Output(command.key, delta))
-        except EngineError as error:
-            self.report(wire.failed(command.key, error))
-        except Exception:  # a bug in the engine: the client learns of it by its own kind of error, the log has the rest
-            log.exception("request %s failed", command.request.request_id)
-            self.report(wire.failed(command.key, EngineFailure("internal error of the engine")))
+            stream = self._host.engine.generate(command.request)
+        except Exception as error:
+            stream = DeltaStream.failed(error)
+        assert isinstance(stream, DeltaStream), "an engine's own, not one that wraps it"
+        self._requests[command.key] = stream
+        stream.when_done(lambda: self._requests.pop(command.key, None))
+        stream.pipe(partial(self._pass_on, command.key))
+
+    def _pass_on(self, key: int, output: Delta | Exception) -> None:
+        if isinstance(output, Delta):
+            self.report(wire.Output(key, output))
+        elif isinstance(output, EngineError):
+            self.report(wire.failed(key, output))
+        else:  # a bug in the engine: the client learns of its kind only
+            log.error("a request failed", exc_info=output)
+            self.report(wire.failed(key, EngineFailure("internal error of the engine")))
 
     def _subscribe(self, command: wire.Subscribe) -> None:
         if command.topic not in self._subscriptions:
@@ -277,8 +283,7 @@ def main() -> int:
     control = _take_stdout()
     line = b""
     while not line.endswith(b"\n"):
-        chunk = os.read(0, 65536)
-        if not chunk:
+        if not (chunk := os.read(0, 65536)):
             return 1
         line += chunk
     options = msgspec.json.decode(line, type=wire.HostOptions)

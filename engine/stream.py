@@ -13,6 +13,9 @@ from engine.types import Delta
 T = TypeVar("T")
 
 
+Sink = Callable[[Delta | Exception], object]
+
+
 class DeltaStream:
     """The mailbox between an engine and the one consumer of a request.
 
@@ -20,7 +23,7 @@ class DeltaStream:
     once if the consumer closes the stream, or is cancelled while it waits, before the request has finished.
     """
 
-    __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_waiter")
+    __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_sink", "_waiter")
 
     def __init__(self, on_abort: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()  # kept, since asking for it costs a system call each time in Python 3.11
@@ -30,6 +33,7 @@ class DeltaStream:
         self._on_abort = on_abort
         self._on_done: list[Callable[[], object]] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     @classmethod
     def failed(cls, error: Exception) -> Self:
@@ -42,18 +46,36 @@ class DeltaStream:
         """Deliver a delta; one with a `finish_reason` ends the stream. Ignored once the stream has ended."""
         if self._finished:
             return
-        self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._finish()
-        self._wake()
+        if self._sink is not None:
+            self._sink(delta)
+        else:
+            self._deltas.append(delta)
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, raised after the deltas delivered before. Ignored once the stream has ended."""
         if self._finished:
             return
-        self._error = error
         self._finish()
-        self._wake()
+        if self._sink is not None:
+            self._sink(error)
+        else:
+            self._error = error
+            self._wake()
+
+    def pipe(self, sink: "Sink") -> None:
+        """In the place of iteration: have `sink` called with every delta as it comes, those that wait included, and with an error if that
+        is the end. A task for each request, woken for each token, costs several times as much.
+        """
+        self._sink = sink
+        deltas, self._deltas = self._deltas, []
+        for delta in deltas:
+            sink(delta)
+        if self._error is not None:
+            error, self._error = self._error, None
+            sink(error)
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` from the loop once the stream has ended."""
@@ -75,7 +97,7 @@ class DeltaStream:
             try:
                 await self._waiter
             except asyncio.CancelledError:
-                self._close()
+                self.close()
                 raise
             finally:
                 self._waiter = None
@@ -83,10 +105,11 @@ class DeltaStream:
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
     async def aclose(self) -> None:
-        """Drop what was not read and abort the request if it still runs. Idempotent; a consumer that waits sees the end."""
-        self._close()
+        """As `close`, for `contextlib.aclosing`."""
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Drop what was not read and abort the request if it still runs. Idempotent; a consumer that waits sees the end."""
         self._deltas.clear()
         self._error = None
         if not self._finished:

@@ -54,10 +54,18 @@ def expected(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[list
     return [generate(prompt) for prompt in prompts]
 
 
+@pytest.fixture(autouse=True, params=["off", "on"])
+def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test here with each step run to its end, and with the next one prepared ahead: there must be no telling them apart."""
+    OPTIONS["overlap_scheduler"] = request.param
+    yield
+
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 2, "kv_cache_memory_mb": 16}
+
+
 def make_core(folder: Path, **options: Any) -> EngineCore:
-    return EngineCore(
-        EmbeddedConfig(model=str(folder), dtype="float32", threads=2, **{"kv_cache_memory_mb": 16, **options}), lambda _: None
-    )
+    return EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **options}), lambda _: None)
 
 
 def add(core: EngineCore, name: str, prompt: list[int], **sampling: Any) -> None:
@@ -182,6 +190,38 @@ def test_abort_frees_at_once_and_leaves_the_others_alone(tiny_model: Path, promp
         name = str(index)
         assert tokens(([begun[name]] if name in begun else []) + rest[name]) == expected[index]  # type: ignore[operator]
     assert core.stats().num_aborted_requests == 4
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_stop_token_ends_the_output_and_nothing_follows(
+    tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], penalty: float
+) -> None:
+    """Prepared ahead, a sequence is found to have ended when its next step is under way; a penalty needs every token before the next."""
+    core = make_core(tiny_model, max_batch_size=4)
+    for index in range(12):
+        add(core, str(index), prompts[index], stop_token_ids=(expected[index][9],), repetition_penalty=penalty, min_tokens=index % 3)
+    deltas = run(core)
+    for index in range(12):
+        output, stop = tokens(deltas[str(index)]), expected[index][9]
+        last = deltas[str(index)][-1]
+        if penalty == 1.0:
+            place = next(i for i, token in enumerate(expected[index]) if token == stop and i >= index % 3)
+            assert output == expected[index][: place + 1] or index % 3
+        assert (last.finish_reason, last.stop_reason) == (("stop", stop) if output[-1] == stop else ("length", None))
+        assert stop not in output[index % 3 : -1] and len(output) <= OUTPUT
+    assert core.stats().kv_cache_stats.used_num_blocks == 0
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_few_tokens_are_exactly_as_many_as_asked_for(
+    tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], wanted: int
+) -> None:
+    core = make_core(tiny_model)
+    for index in range(6):
+        add(core, str(index), prompts[index], max_tokens=wanted)
+    deltas = run(core)
+    assert [tokens(deltas[str(index)]) for index in range(6)] == [output[:wanted] for output in expected[:6]]
+    assert all(deltas[str(index)][-1].finish_reason == "length" for index in range(6))
 
 
 def test_a_failing_step_fails_its_sequences_and_the_engine_goes_on(

@@ -60,7 +60,7 @@ class EngineCore:
             max_num_tokens=config.max_num_tokens,
             chunked_prefill=config.enable_chunked_prefill,
         )
-        self._sampler = Sampler(self.model.vocab_size, self.model.device)
+        self._sampler = Sampler(self.model.vocab_size, self.model.device, self.model.argmax)
         self._sequences: dict[str, Sequence] = {}
         self._max_num_seqs = config.max_batch_size
         self._iteration = self._completed = self._aborted = 0

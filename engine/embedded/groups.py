@@ -33,6 +33,7 @@ class BlockGroups:
         self.reused = self.missed = 0
         """Blocks of prefixes that admitted sequences took up, and that they compute: each counted once, not once for each group."""
         self._sliding = [(index, pool, pool.window) for index, pool in enumerate(pools) if pool.window is not None]
+        self.sliding = bool(self._sliding)
         self.max_chunk = min(
             (longest_chunk(pool.num_blocks, self.block_size, window) for _, pool, window in self._sliding), default=UNLIMITED
         )

@@ -8,7 +8,7 @@ drawn by a race, which shrugs off the rounding errors by which logits differ fro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,12 +120,17 @@ class SamplerState:
             self.matcher.accept(token_id)
 
 
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=1)
+
+
 class Sampler:
     """Draws one token for each row of a batch."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """One token for each state. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
@@ -135,7 +140,7 @@ class Sampler:
         """As `sample`, but the result may still be on its way: on a GPU this returns as soon as all is queued."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
-            return Drawn(logits.argmax(dim=1))
+            return Drawn(self._argmax(logits))
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]

@@ -94,10 +94,10 @@ class Scheduler:
 
     def computed(self, chunk: Chunk) -> None:
         """A step has written the keys and values of a chunk: its full blocks become reusable, and those behind a window are given back."""
-        if not chunk.current:
-            return
         sequence, end = chunk.sequence, chunk.start + chunk.length
         full = end // self.blocks.block_size
+        if (full <= sequence.stored and not self.blocks.sliding) or not chunk.current:
+            return
         if full > sequence.stored:
             keys = sequence.extend_keys(self.blocks.block_size)[:full]
             self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored)

@@ -12,7 +12,7 @@ import flashinfer
 import torch
 
 from engine.embedded.attention import KvCache
-from engine.embedded.cuda.kernels import DecodeAttention
+from engine.embedded.cuda.decode_attention import DecodeAttention
 from engine.embedded.scheduler import Chunk
 
 _WORKSPACE_BYTES = 256 << 20

@@ -8,12 +8,16 @@ from torch.nn import functional
 from engine.embedded.attention import KvCache
 from engine.embedded.cuda import kernels
 from engine.embedded.cuda.attention import CudaAttention, Step
+from engine.embedded.cuda.products import MAX_ROWS, Product, fits_product
 from engine.embedded.decoder import PARTS, values_of_first_head
 
 # Rows of the weight and columns for each program, and its warps, measured on an H200 (benchmarks/kernels.py, docs/log.md).
 _TILES = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4), "head": (8, 1024, 4)}
 
 
+_FEW_ROWS = range(33, MAX_ROWS + 1)
+"""Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
+_FEW_TILES = {"out": (64, 128, 2, 4, 4), "gate_up": (64, 64, 1, 3, 4), "down": (64, 128, 2, 4, 4)}
 _TRIAL = 9
 
 
@@ -43,10 +47,20 @@ class LlamaDecoder:
         self._norm = inner.norm.weight, inner.norm.variance_epsilon
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
+        width = self._heads[0] * dim
+        self._product = Product(self._embedding.device)
+        self._fetch = not width & (width - 1)
         self._layers = []
         for index in range(len(inner.layers)):
             self._layers.append(_Layer(inner.layers[index]))
             inner.layers[index] = torch.nn.Identity()
+
+    def load_products(self, max_rows: int) -> None:
+        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds each."""
+        layer = self._layers[0]
+        for rows in range(256, max_rows + 1, 256):
+            for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                functional.linear(weight.new_zeros((rows, weight.shape[1])), weight)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, step: Step, rows: torch.Tensor | None) -> torch.Tensor:
         """Logits [rows, vocab] of these flat rows, all of them if None. `tokens` and `positions`: int [tokens]."""
@@ -55,14 +69,8 @@ class LlamaDecoder:
             attended = self._attend(x, index, layer, positions, step)
             if rows is not None and index == len(self._layers) - 1:  # nothing else of the last layer is looked at
                 x, attended = x[rows], attended[rows]
-            if len(x) == 1:
-                kernels.gemv(attended, layer.out, residual=x, tile=_TILES["out"])
-                hidden = kernels.gemv(x, layer.gate_up, norm=layer.mlp_norm, gated=True, tile=_TILES["gate_up"])
-                kernels.gemv(hidden, layer.down, residual=x, tile=_TILES["down"])
-            else:
-                torch.addmm(x, attended, layer.out.t(), out=x)
-                hidden = kernels.silu_mul(functional.linear(kernels.rms_norm(x, *layer.mlp_norm), layer.gate_up))
-                torch.addmm(x, hidden, layer.down.t(), out=x)
+            self._add(x, attended, layer.out, "out")
+            self._add(x, self._gated(x, layer), layer.down, "down")
         if len(x) == 1:
             return kernels.gemv(x, self._head, norm=self._norm, tile=_TILES["head"])
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
@@ -77,6 +85,24 @@ class LlamaDecoder:
         query = kernels.rotate_and_store(qkv, self._heads, self._rotations, positions, step.rows, keys, values)
         key, value = qkv.view(len(x), -1, dim)[:, heads:].split(kv_heads, 1)  # type: ignore[no-untyped-call]
         return self.attention(step, index, query, key, value).flatten(1)
+
+    def _gated(self, x: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        """silu(gate) · up of the normalised x."""
+        if len(x) == 1:
+            return kernels.gemv(x, layer.gate_up, norm=layer.mlp_norm, gated=True, tile=_TILES["gate_up"])
+        normed = kernels.rms_norm(x, *layer.mlp_norm)
+        if len(x) in _FEW_ROWS and fits_product(layer.gate_up):
+            return self._product(normed, layer.gate_up, _FEW_TILES["gate_up"], gated=True)
+        return kernels.silu_mul(functional.linear(normed, layer.gate_up))
+
+    def _add(self, x: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, name: str) -> None:
+        """x += value · weightᵀ, in place."""
+        if len(x) == 1:
+            kernels.gemv(value, weight, residual=x, fetch=name == "out" and self._fetch, tile=_TILES[name])
+        elif len(x) in _FEW_ROWS and fits_product(weight):
+            self._product(value, weight, _FEW_TILES[name], residual=x)
+        else:
+            torch.addmm(x, value, weight.t(), out=x)
 
 
 def is_llama_kind(model: Any) -> bool:

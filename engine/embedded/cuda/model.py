@@ -50,8 +50,12 @@ class CudaModel(Model):
         self._sampled = torch.zeros(config.max_batch_size + 1, dtype=torch.int64, device=self.device)
         """The last token of each slot."""
         self._spare_slot = config.max_batch_size
+        self._likeliest = self._sampled[:0], self._sampled[:0]
+        """Logits and likeliest tokens of the last graph."""
         self._graphs: dict[int, _Graph] = {}
         self._warm_up()
+        with torch.inference_mode():
+            self._decoder.load_products(config.max_num_tokens)
         if config.enable_cuda_graphs:
             self._capture(config.max_batch_size)
 
@@ -69,8 +73,13 @@ class CudaModel(Model):
         wanted = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
         return self._decoder(self._token_ids(tokens), positions, step, wanted)
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
+
     @torch.inference_mode()
     def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
+        if tokens is self._likeliest[1]:
+            return
         index = torch.tensor(slots, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
         self._sampled[index] = tokens
 
@@ -82,10 +91,18 @@ class CudaModel(Model):
         graph = self._graphs[size]
         graph.inputs.copy_(inputs)
         graph.graph.replay()
-        return graph.logits[: len(chunks)]
+        self._likeliest = graph.logits[: len(chunks)], graph.tokens[: len(chunks)]
+        return self._likeliest[0]
 
     def _run_decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return self._decoder(self._token_ids(tokens), positions, self._attention.decode(slots, positions), None)
+
+    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step, and the likeliest tokens, remembered as if they had been sampled."""
+        logits = self._run_decode(*inputs)
+        tokens = logits.argmax(dim=1)
+        self._sampled.index_copy_(0, inputs[2].long(), tokens)
+        return logits, tokens
 
     def _token_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """A negative id -1 - slot stands for the pending token of a slot."""
@@ -142,13 +159,13 @@ class CudaModel(Model):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.inference_mode(), torch.cuda.stream(stream):
-                self._run_decode(*inputs)
+                self._run_whole(inputs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-                logits = self._run_decode(*inputs)
+                logits, tokens = self._run_whole(inputs)
             pool = graph.pool()
-            self._graphs[size] = _Graph(graph, inputs, logits)
+            self._graphs[size] = _Graph(graph, inputs, logits, tokens)
         self._graphs = dict(sorted(self._graphs.items()))
         log.info("%d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
 
@@ -166,8 +183,8 @@ def _check(config: EmbeddedConfig) -> None:
 class _Graph:
     """A decode step of one size: what it reads and what it writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        self.graph, self.inputs, self.logits = graph, inputs, logits
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.graph, self.inputs, self.logits, self.tokens = graph, inputs, logits, tokens
 
 
 def _is_prompt(chunk: Chunk) -> bool:
