@@ -278,3 +278,11 @@ async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder
                 assert made.healthy
                 raise ZeroDivisionError
         assert not made.healthy and found("tensorrt_llm._test").live() == 0
+
+
+async def test_requests_may_have_one_id(folder: Path) -> None:
+    """The engine gives its own, so that ours say nothing: neither is taken for the other, running or just over."""
+    async with running(folder) as engine:
+        both = [engine.generate(request(max_tokens=length)) for length in (5, 40)]
+        assert [sum([len(delta.token_ids) async for delta in stream]) for stream in both] == [5, 40]
+        await until(lambda: not engine._streams)

@@ -41,7 +41,7 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
-        self._streams: dict[str, DeltaStream] = {}
+        self._streams: set[DeltaStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: Latest[IterationStats] = Latest()
         self._events: EventBuffer[KvEvent] = EventBuffer()
@@ -138,8 +138,8 @@ class TrtllmEngine:
             raise
         run = _Run(result, transferring=request.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
-        self._streams[request.request_id] = run.stream
-        run.stream.when_done(lambda: self._streams.pop(request.request_id))
+        self._streams.add(run.stream)
+        run.stream.when_done(lambda: self._streams.discard(run.stream))
         self._spawn(self._follow(request, run))
         return run
 
@@ -153,8 +153,6 @@ class TrtllmEngine:
             raise ContextOverflow(
                 f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {info.context_length} that fit"
             )
-        if request.request_id in self._streams:
-            raise InvalidRequest("a running request has the same request_id", "request_id")
         if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
             raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
@@ -253,7 +251,7 @@ class TrtllmEngine:
             self._fail_all(failure)
 
     def _fail_all(self, error: EngineUnavailable) -> None:
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             stream.fail(error)
 
     def _spawn(self, work: Any) -> None:
