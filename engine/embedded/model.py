@@ -58,10 +58,6 @@ class Model(PendingTokens):
             for group in self.groups
         ]
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, int64 [rows]; `logits` is all that `forward` returned last, or a part of it."""
-        return logits.argmax(dim=1)
-
     def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks of a step as `forward` wants them."""
         return sort_chunks(chunks)

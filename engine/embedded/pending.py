@@ -17,6 +17,10 @@ class PendingTokens:
         """The tokens, int64 [slots], that were sampled for the running sequences with these slots: they are pending at the next step."""
         self._pending.update(zip(slots, tokens, strict=True))
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, int64 [rows]; `logits` is what `forward` returned last, or a part of it."""
+        return logits.argmax(dim=1)
+
     def tokens(self, chunk: Chunk) -> list[int]:
         """Those that a chunk computes."""
         sequence = chunk.sequence
