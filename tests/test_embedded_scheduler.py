@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.embedded.blocks import BlockPool
 from engine.embedded.groups import BlockGroups
-from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
+from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Chunk, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.priority import PRIORITY_SECONDS, rank
 from engine.types import GenerateRequest, SamplingParams
@@ -33,43 +33,69 @@ def make(
     )
 
 
+Step = list[tuple[Chunk, list[list[int]]]]
+"""What the device is given: chunks, and their tables as they are then."""
+
+
 @dataclass
 class Machine:
-    """Runs a scheduler as the engine does. KV contents are simulated: every block remembers the tokens written to it."""
+    """Runs a scheduler as the engine does, with `overlap` one step ahead. KV contents are simulated: every block of every group remembers
+    the tokens written to it."""
 
     scheduler: Scheduler
     budget: int
     max_num_seqs: int
     chunked: bool
+    overlap: bool = False
 
     def __post_init__(self) -> None:
-        self.memory: dict[tuple[int, int], int] = {}
+        self.memory: dict[tuple[int, int, int], int] = {}
         self.steps = 0
+        self.launched: Step = []
 
     def step(self) -> None:
+        previous, self.launched = self.launched, self.launch()
+        assert previous or self.launched, "a step with work must make progress"
+        self.finish(previous)
+        if not self.overlap:
+            self.finish(self.launched)
+            self.launched = []
+        self.scheduler.audit()
+        self.steps += 1
+
+    def launch(self) -> Step:
         chunks = self.scheduler.schedule()
-        assert chunks, "a step with work must make progress"
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
         assert len(self.scheduler.running) <= self.max_num_seqs
         if self.chunked or len(chunks) > 1:
             assert sum(chunk.length for chunk in chunks) <= self.budget
         for chunk in chunks:
-            sequence = chunk.sequence
-            for position in range(chunk.start, chunk.start + chunk.length):
-                self.memory[sequence.blocks[position // SIZE], position % SIZE] = sequence.tokens[position]
-        for chunk in chunks:
-            self.check_context(chunk.sequence, chunk.start + chunk.length)
+            chunk.sequence.pending += chunk.samples
+        return [(chunk, [list(table) for table in chunk.sequence.tables]) for chunk in chunks]
+
+    def finish(self, step: Step) -> None:
+        for chunk, tables in step:
+            end = chunk.start + chunk.length
+            for group, table in enumerate(tables):
+                for position in range(chunk.start, end):
+                    self.memory[group, table[position // SIZE], position % SIZE] = chunk.sequence.tokens[position]
+        for chunk, tables in step:
+            self.check_context(chunk, tables)
+            chunk.sequence.pending -= chunk.samples
+            if chunk.sequence not in (*self.scheduler.running, *self.scheduler.waiting):
+                continue
             self.scheduler.computed(chunk)
             if chunk.samples:
                 chunk.sequence.tokens.append(sum(chunk.sequence.tokens) % 97)
                 if chunk.sequence.num_output >= chunk.sequence.request.sampling.max_tokens:
                     self.scheduler.remove(chunk.sequence)
-        self.scheduler.audit()
-        self.steps += 1
 
-    def check_context(self, sequence: Sequence, end: int) -> None:
-        """Attention would read exactly the sequence's own tokens from its blocks."""
-        assert [self.memory[sequence.blocks[p // SIZE], p % SIZE] for p in range(end)] == sequence.tokens[:end]
+    def check_context(self, chunk: Chunk, tables: list[list[int]]) -> None:
+        """Attention would read exactly the sequence's own tokens from its blocks, as far as its layers look back."""
+        for group, (pool, table) in enumerate(zip(self.scheduler.blocks.pools, tables, strict=True)):
+            seen = range(max(0, chunk.start - (pool.window or 1000) + 1), chunk.start + chunk.length)
+            read = [self.memory[group, table[position // SIZE], position % SIZE] for position in seen]
+            assert read == chunk.sequence.tokens[seen.start : seen.stop]
 
     def run(self) -> None:
         while self.scheduler.running or self.scheduler.waiting:
@@ -77,9 +103,22 @@ class Machine:
             assert self.steps < 20_000, "starvation"
 
 
-def machine(*, blocks: int = 16, seqs: int = 4, budget: int = 16, chunked: bool = True, reuse: bool = True) -> Machine:
-    pool = BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None)
-    return Machine(Scheduler(BlockGroups([pool]), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked), budget, seqs, chunked)
+Windows = tuple[int | None, ...]
+
+
+def machine(
+    *,
+    blocks: int = 16,
+    seqs: int = 4,
+    budget: int = 16,
+    chunked: bool = True,
+    reuse: bool = True,
+    windows: Windows = (None,),
+    overlap: bool = False,
+) -> Machine:
+    pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
+    scheduler = Scheduler(BlockGroups(pools), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked)
+    return Machine(scheduler, budget, seqs, chunked, overlap)
 
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
@@ -89,20 +128,21 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     blocks=st.integers(10, 24),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
-    chunked=st.booleans(),
-    reuse=st.booleans(),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    windows=st.sampled_from([(None,), (None, 1), (None, 6), (None, 3, 10), (5,), (4, 12)]),
 )
 def test_every_sequence_gets_its_output_whatever_the_pressure(
-    seed: int, blocks: int, seqs: int, budget: int, chunked: bool, reuse: bool
+    seed: int, blocks: int, seqs: int, budget: int, flags: tuple[bool, bool, bool], windows: Windows
 ) -> None:
     rng = random.Random(seed)
-    runner = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse)
+    chunked, reuse, overlap = flags
+    runner = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows, overlap=overlap)
     shared = [rng.randrange(9) for _ in range(16)]
     sequences = []
     for index in range(rng.randrange(1, 14)):
@@ -180,3 +220,63 @@ def test_prompt_logprobs_compute_the_whole_prompt_in_bounded_chunks(reuse: bool)
     runner.scheduler.add(make("reported", prompt, 1, prompt_logprobs=True))
     chunk = runner.scheduler.schedule()[0]
     assert (chunk.start, chunk.length) == (0, PROMPT_LOGPROB_TOKENS)
+
+
+def test_a_prompt_that_goes_on_may_take_the_blocks_of_a_decode_in_the_same_step() -> None:
+    runner = machine(blocks=6, seqs=6, windows=(9,), overlap=True, reuse=False)
+    decodes = [make(str(index), [index] * 3, 12, priority=-1, arrival=float(index)) for index in range(4)]
+    for sequence in decodes:
+        runner.scheduler.add(sequence)
+    runner.step()
+    runner.step()
+    prompt = make("prompt", list(range(30)), 2)
+    runner.scheduler.add(prompt)
+    runner.run()
+    assert runner.scheduler.preemptions > 0
+    assert prompt.tokens == expected(list(range(30)), 2)
+    assert [sequence.tokens for sequence in decodes] == [expected([index] * 3, 12) for index in range(4)]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_window_bounds_no_sequence(chunked: bool, overlap: bool) -> None:
+    """24 tokens fit into the pool; a chunk is as long as it, the one before and the window fit."""
+    runner = machine(blocks=6, seqs=1, budget=64, chunked=chunked, windows=(6,), overlap=overlap)
+    sequence = make("long", list(range(100)), 40)
+    runner.scheduler.add(sequence)
+    runner.run()
+    assert sequence.tokens == expected(list(range(100)), 40)
+    assert runner.scheduler.preemptions == 0
+    assert runner.scheduler.blocks.capacity > 1 << 60
+
+
+def test_while_a_sequence_goes_on_it_holds_a_window() -> None:
+    runner = machine(blocks=64, budget=8, windows=(None, 10))
+    sequence = make("long", list(range(90)), 60)
+    runner.scheduler.add(sequence)
+    whole, window = runner.scheduler.blocks.pools
+    while sequence.num_output < 59:
+        runner.step()
+        assert window.used <= 10 // SIZE + 2, "after a step, the window and what lies within its first and last block"
+        assert sequence.remaining > 1 or whole.used == -(-sequence.computed // SIZE)
+
+
+def test_a_prefix_is_taken_up_where_every_window_still_has_what_comes_before() -> None:
+    """Three blocks of the window are left behind it when the pool needs room; what the last block needs is still there."""
+    runner = machine(blocks=12, seqs=1, budget=8, windows=(None, 6))
+    prompt = list(range(32))
+    first, again, shorter = (make(name, prompt[:length], 1) for name, length in (("first", 32), ("again", 32), ("shorter", 13)))
+    for sequence in (first, again):
+        runner.scheduler.add(sequence)
+        runner.run()
+    assert (first.cached_tokens, again.cached_tokens) == (0, 28)
+    window = runner.scheduler.blocks.pools[1]
+    taken = window.allocate(window.available - 3)  # the least recently used are those left behind first
+    window.release(taken)
+    keys = shorter.extend_keys(SIZE)
+    assert [key in runner.scheduler.blocks.pools[0] for key in keys] == [True] * 3
+    runner.scheduler.add(shorter)
+    runner.run()
+    assert shorter.cached_tokens == 0
+    stats = runner.scheduler.blocks.stats()
+    assert (stats.max_num_blocks, stats.reused_blocks, stats.missed_blocks) == (24, 7, 8 + 1 + 4)
