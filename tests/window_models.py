@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def save(kind: str, folder: Path, **options: Any) -> Path:
     """A model of the kind in a folder."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **options})
+    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **options})
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:  # of a size that makes attention matter
