@@ -14,17 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     scale = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     gdc_wait()
     value = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row * size + columns, inside, 0.0).to(tl.float32)
-        tl.store(residual + row * size + columns, value.to(residual.dtype.element_ty), inside)
-        value = value.to(residual.dtype.element_ty).to(tl.float32)
     gdc_launch_dependents()
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
     tl.store(out + row * size + columns, (value.to(out.dtype.element_ty).to(tl.float32) * scale).to(out.dtype.element_ty), inside)
@@ -34,15 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """RMSNorm over the last dimension: [rows, size]."""
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _add_rms_norm[(len(x),)](x, x, weight, out, x.shape[1], epsilon, False, block, num_warps=8, launch_pdl=True)
-    return out
-
-
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`residual += x`, in place, and its RMSNorm."""
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(x.shape[1])
-    _add_rms_norm[(len(x),)](x, residual, weight, out, x.shape[1], epsilon, True, block, num_warps=8, launch_pdl=True)
+    _rms_norm[(len(x),)](x, weight, out, x.shape[1], epsilon, block, num_warps=8, launch_pdl=True)
     return out
 
 
