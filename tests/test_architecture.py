@@ -51,7 +51,6 @@ LONGER_FUNCTIONS = {
 MORE_PARAMETERS = {
     f"engine/embedded/cuda/{kernel}": "a Triton kernel's parameters are its tensors and constants"
     for kernel in (
-        "kernels.py:_add_rms_norm",
         "kernels.py:_rotate_and_store",
         "kernels.py:_gemv",
         "decode_attention.py:_attend",
