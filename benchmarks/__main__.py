@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -48,12 +49,15 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
-    choices = ["ours", *(f"transformers-{dtype}" for dtype in DTYPES), "fake"]
+    choices = ["ours", *(f"transformers-{dtype}" for dtype in DTYPES), "llama.cpp", *(f"vllm-{dtype}" for dtype in DTYPES), "fake"]
     parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the setting's")
     parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
     parser.add_argument(
         "--transformers-options", default="", help="further options of transformers serve, such as '--cb-max-batch-tokens 512'"
     )
+    parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server, built for this machine")
+    parser.add_argument("--gguf", default="", help="the model for llama.cpp; `python -m benchmarks.widen` makes bfloat16 of the built-in's")
+    parser.add_argument("--vllm", default="vllm", help="the command of vLLM's build for CPUs, in an environment of its own")
     parser.add_argument("--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64")
     parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
     parser.add_argument("--rounds", type=int, default=1, help="requests of each stream in a cell, at least 3 in all")
@@ -84,12 +88,13 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     settings = read_settings(["--model", args.model] if args.model else [])
     folder = str(resolve_model(settings.model, settings.cache_dir))
     args.model = Path(folder).name
-    ours = [servers.ours(folder)] if "ours" in args.servers else []
-    return ours + [
-        servers.transformers(folder, dtype, *args.transformers_options.split())
-        for dtype in DTYPES
-        if f"transformers-{dtype}" in args.servers
-    ]
+    made = {
+        "ours": lambda: servers.ours(folder),
+        **{f"transformers-{dtype}": partial(servers.transformers, folder, dtype, *args.transformers_options.split()) for dtype in DTYPES},
+        "llama.cpp": lambda: servers.llama_cpp(args.llama_server, args.gguf),
+        **{f"vllm-{dtype}": partial(servers.vllm, args.vllm, folder, dtype) for dtype in DTYPES},
+    }
+    return [make() for name, make in made.items() if name in args.servers]
 
 
 def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> None:
