@@ -127,7 +127,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
 def test_memory_of_a_long_sequence_drops(tmp_path: Path) -> None:
     """4,096 tokens, a window of 512, layers as in Gemma 3: five of six keep a window."""
     folder = save("gemma3_text", tmp_path, num_hidden_layers=6, max_position_embeddings=8192, sliding_window=512)
-    core = make_core(folder, num_blocks=160, max_num_tokens=512)
+    core = make_core(folder, num_blocks=160, max_num_tokens=512, overlap_scheduler="off")
     add(core, "long", [3 + index % 380 for index in range(4096)], max_tokens=2)
     while not core.scheduler.running or core.scheduler.running[0].remaining > 1:
         core.step()
