@@ -52,6 +52,9 @@ class Target:
         return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
+_LOST = "the connection was lost"
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """One measurement: `requests` requests, `concurrency` at a time."""
@@ -102,7 +105,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
-        self._finish("the connection was lost")
+        self._finish(_LOST)
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
@@ -203,12 +206,16 @@ async def _worker(target: Target, load: Load, requests: Iterator[bytes], samples
     await asyncio.sleep(delay)
     for request in requests:
         try:
-            if connection is None or not connection.alive:
+            used = connection is not None and connection.alive
+            if connection is None or not used:
                 connection = await _connect(target.base_url)
+            sample = await connection.send(request, load.timeout)
+            if used and sample.error == _LOST and not sample.chunks:  # the server had hung up after the request before
+                connection = await _connect(target.base_url)
+                sample = await connection.send(request, load.timeout)
         except OSError as error:
             samples.append(Sample(error=f"cannot connect: {error}"))
             continue
-        sample = await connection.send(request, load.timeout)
         if not sample.error and sample.completion_tokens != load.max_tokens:
             sample.error = f"{sample.completion_tokens} tokens came instead of {load.max_tokens}"
         samples.append(sample)
