@@ -175,6 +175,8 @@ def _check(config: EmbeddedConfig) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         raise UnsupportedModelError(f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}")
     hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    if set(getattr(hf_config.get_text_config(), "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise UnsupportedModelError(f"{hf_config.model_type} has layers that do not attend to everything")
     with torch.device("meta"):
         if not is_llama_kind(AutoModelForCausalLM.from_config(hf_config)):  # type: ignore[no-untyped-call]
             raise UnsupportedModelError(f"{hf_config.model_type} is not built as Llama is")
