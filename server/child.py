@@ -1,7 +1,7 @@
 """One of several API processes, `python -m server.child FD FOLDER FLAGS…`: serves on the socket that `server/launch.py` bound for it.
 
-FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. When standard input ends, the launcher stops or has
-gone, and the child drains.
+FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. Standard input brings the launcher's orders
+(`serving.DRAIN`), and ends with it.
 """
 
 import socket

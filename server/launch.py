@@ -25,7 +25,7 @@ from engine.process import EngineProcess
 from server import compose
 from server.errors import printable
 from server.lifespan import background, in_thread, one_line
-from server.serving import FAILURE, listen, url_of
+from server.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings, child_environment
 
 _FIRST_PAUSE = 0.5
@@ -60,6 +60,7 @@ class Launcher:
         self._command = [sys.executable, "-m", "server.child", "{}", str(self._metrics), *arguments, *overrides]
         self._children: set[Process] = set()
         self._stopping = asyncio.Event()
+        self._stops = 0
         self._failure: str | None = None
         log.info("%d API processes share %s", settings.api_processes, url_of(listener))
 
@@ -67,7 +68,7 @@ class Launcher:
         """Until all children have ended, because of a signal or because the engine failed."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stop, signum)
+            loop.add_signal_handler(signum, self._stop)
         async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
             for _ in range(self._settings.api_processes):
                 group.create_task(self._keep_alive())
@@ -119,7 +120,7 @@ class Launcher:
             )
         self._children.add(child)
         if self._stopping.is_set():  # while it was being spawned
-            _drain(child)
+            _tell(child, DRAIN)
         return child
 
     async def _sleep(self, seconds: float) -> None:
@@ -130,19 +131,20 @@ class Launcher:
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
-        self._stop(signal.SIGTERM)
+        if not self._stopping.is_set():
+            self._stop()
 
-    def _stop(self, signum: int) -> None:
-        """The first signal lets the children drain, which one from elsewhere may have told them too; a further one ends them."""
-        again = self._stopping.is_set()
+    def _stop(self) -> None:
+        """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where they stand."""
         self._stopping.set()
+        self._stops += 1
         for child in self._children:
-            if again:
-                child.send_signal(signum)
+            if self._stops <= 2:
+                _tell(child, DRAIN if self._stops == 1 else CUT_OFF)
             else:
-                _drain(child)
+                child.kill()
 
 
-def _drain(child: Process) -> None:
+def _tell(child: Process, order: bytes) -> None:
     assert child.stdin is not None
-    child.stdin.close()
+    child.stdin.write(order)

@@ -24,6 +24,9 @@ FAILURE = 1
 _CLOSE_SECONDS = 3
 """How long answers may take to get out once the engine has closed."""
 
+DRAIN, CUT_OFF = b"d", b"c"
+"""What a launcher tells its children."""
+
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +35,7 @@ def serve(
 ) -> int:
     """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start.
 
-    The end of the descriptor `parent` means what a first signal means.
+    The descriptor `parent` brings DRAIN, and perhaps CUT OFF after it; its end is like DRAIN.
     """
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
@@ -49,7 +52,7 @@ def serve(
     )
     server = Server(config, settings.shutdown_grace_seconds, started)
     if parent is not None:
-        threading.Thread(target=server.drain_at_end_of, args=(parent,), daemon=True).start()
+        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
     server.run(sockets=[listener])
     return server.exit_code
 
@@ -87,7 +90,7 @@ class Server(uvicorn.Server):
         self._grace_seconds = grace_seconds
         self._started = started
         self._signals = 0
-        self._deadline = 0.0
+        self._deadline = 0.0  # not draining
         self._announced = False
 
     @property
@@ -98,20 +101,29 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._deadline = time.monotonic() + self._grace_seconds
+            self._drain()
         elif self._signals == 2:
-            self._deadline = time.monotonic()
-            self.exit_code = 128 + sig
+            self._cut_off(sig)
         else:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
 
-    def drain_at_end_of(self, descriptor: int) -> None:
-        """Block until there is nothing more to read, then drain, unless a signal has said so already."""
-        while os.read(descriptor, 4096):
-            pass
-        if not self._signals:
-            self.handle_exit(signal.SIGTERM, None)
+    def obey(self, parent: int) -> None:
+        """Read from the launcher until it has gone. It speaks beside the signals, and may repeat what they said: a service manager sends
+        them to every process of a service, in any order.
+        """
+        while order := os.read(parent, 64):
+            self._drain()
+            if CUT_OFF in order:
+                self._cut_off(signal.SIGTERM)
+        self._drain()
+
+    def _drain(self) -> None:
+        self._deadline = self._deadline or time.monotonic() + self._grace_seconds
+
+    def _cut_off(self, sig: int) -> None:
+        self._deadline = time.monotonic()
+        self.exit_code = 128 + sig
 
     async def on_tick(self, counter: int) -> bool:
         replica = self._replica
@@ -119,7 +131,7 @@ class Server(uvicorn.Server):
             log.error("the server ends: %s", printable(replica.failure, 2000))
             self.exit_code = FAILURE
             return True
-        if self._signals:
+        if self._deadline:
             replica.draining = True
             if replica.running == 0 or time.monotonic() >= self._deadline:
                 return True
