@@ -35,7 +35,7 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the servers are stopped
     compared = specs(args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "label")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "label", "llama_server", "vllm")}
     report = Report(args.label, settings | {"cells": " ".join(map(str, args.cells))})
     for key, value in {**report.machine, **report.settings}.items():
         print(f"{key}: {value}")
@@ -88,10 +88,11 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     settings = read_settings(["--model", args.model] if args.model else [])
     folder = str(resolve_model(settings.model, settings.cache_dir))
     args.model = Path(folder).name
+    gguf, args.gguf = args.gguf, Path(args.gguf).name  # a result names files, not where they lie
     made = {
         "ours": lambda: servers.ours(folder),
         **{f"transformers-{dtype}": partial(servers.transformers, folder, dtype, *args.transformers_options.split()) for dtype in DTYPES},
-        "llama.cpp": lambda: servers.llama_cpp(args.llama_server, args.gguf),
+        "llama.cpp": lambda: servers.llama_cpp(args.llama_server, gguf),
         **{f"vllm-{dtype}": partial(servers.vllm, args.vllm, folder, dtype) for dtype in DTYPES},
     }
     return [make() for name, make in made.items() if name in args.servers]
