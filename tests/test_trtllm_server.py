@@ -68,10 +68,11 @@ def test_prefixes_are_reused_and_reported(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_goes_frees_the_engine(server: ServerProcess) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}) as answer:
-        next(answer.iter_lines())
-        server.wait_metric("trtllm_num_requests_running", 1)
-    server.wait_metric("trtllm_num_requests_running", 0)
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**LONG, "max_tokens": 2500, "stream": True}, timeout=30) as answer:
+        lines = answer.iter_lines()  # kept: the stream is closed with it
+        next(lines)
+        server.wait_metric("trtllm_num_requests_running", 1, timeout=20)
+    server.wait_metric("trtllm_num_requests_running", 0, timeout=20)
 
 
 def test_too_long_is_400_and_the_next_request_is_answered(client: openai.OpenAI) -> None:
