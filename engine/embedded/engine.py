@@ -18,9 +18,10 @@ from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar import GrammarCompiler, Matcher
 from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.priority import rank
+from engine.prompt import check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.types import Delta, EngineInfo, GenerateRequest, Guide, GuideKind
@@ -100,18 +101,9 @@ class EmbeddedEngine:
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
-        info, prompt = self.info, request.prompt_token_ids
-        capacity = min(info.context_length, self._capacity)
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if len(prompt) + request.sampling.max_tokens > capacity:
-            raise ContextOverflow(
-                f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {capacity} that fit"
-            )
+        check_prompt(request, self.info.vocab_size, min(self.info.context_length, self._capacity))
         if request.request_id in self._streams:
             raise InvalidRequest("a running request has the same request_id", "request_id")
-        if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
-            raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
 
     async def _compile(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
         try:

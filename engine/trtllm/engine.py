@@ -13,9 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
-from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION
 from engine.kv_events import KvEvent
+from engine.prompt import check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest, merge
 from engine.trtllm import library
@@ -146,15 +147,8 @@ class TrtllmEngine:
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
-        info, prompt = self.info, request.prompt_token_ids
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if len(prompt) + request.sampling.max_tokens > info.context_length:
-            raise ContextOverflow(
-                f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} output tokens exceed the {info.context_length} that fit"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
-            raise InvalidRequest(f"prompt token ids must be from 0 to {info.vocab_size - 1}", "prompt")
+        info = self.info
+        check_prompt(request, info.vocab_size, info.context_length)
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
