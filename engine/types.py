@@ -3,12 +3,13 @@
 They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/host`, `engine/client`).
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
 
 
 class Guide(msgspec.Struct, frozen=True):

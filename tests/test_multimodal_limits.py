@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from engine.config import FakeConfig
-from engine.embedded.engine import GUIDES
 from engine.errors import InvalidRequest
 from engine.fake import FakeEngine
 from engine.stream import DeltaStream
-from engine.types import GenerateRequest, Guide
+from engine.types import GUIDE_KINDS, GenerateRequest, Guide
 from multimodal.errors import RequestError
 from multimodal.fields import check_fields
 from multimodal.generation import Generation
@@ -130,7 +129,7 @@ async def test_a_body_of_millions_of_values_is_refused() -> None:
 def guide(**fields: Any) -> Guide | None:
     body = ChatCompletionRequest.model_validate_json(json.dumps({**CHAT, **fields}))
     check_fields(body, strict=False)
-    return guide_of(body, GUIDES, 1 << 16, 32)
+    return guide_of(body, GUIDE_KINDS, 1 << 16, 32)
 
 
 def test_a_schema_beside_json_object_is_a_schema() -> None:

@@ -24,11 +24,9 @@ from engine.priority import rank
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
-from engine.types import Delta, EngineInfo, GenerateRequest, Guide, GuideKind
+from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 
 log = logging.getLogger(__name__)
-
-GUIDES: tuple[GuideKind, ...] = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
 class EmbeddedEngine:
@@ -184,7 +182,7 @@ class EmbeddedEngine:
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
-            guides=GUIDES,
+            guides=GUIDE_KINDS,
         )
         self._call(_settle, loaded, info)
         return core

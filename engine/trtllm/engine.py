@@ -25,10 +25,9 @@ from engine.trtllm.events import iteration_stats, kv_capacity
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
-from engine.types import EngineInfo, GenerateRequest, GuideKind, Handoff
+from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Handoff
 
 HEALTH_SECONDS = 1.0
-GUIDES: tuple[GuideKind, ...] = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +226,7 @@ class TrtllmEngine:
             max_num_seqs=arguments.max_batch_size or 2048,
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
-            guides=GUIDES if arguments.guided_decoding_backend else (),
+            guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
         )
 
     def _watch(self, llm: Any) -> None:
