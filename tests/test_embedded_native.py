@@ -11,11 +11,12 @@ from test_embedded_equivalence import OPTIONS, add, make_core, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import EmbeddedConfig
+from engine.embedded.load import UnsupportedModelError
 from engine.embedded.model import Model
 from engine.embedded.native import build
 from engine.embedded.native.build import NoCompilerError, library
 from engine.embedded.native.checkpoint import Checkpoint, read_config
-from engine.embedded.native.model import NativeModel, UnsupportedModelError
+from engine.embedded.native.model import NativeModel
 from engine.embedded.scheduler import Chunk
 
 SIZES: dict[str, Any] = {

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class UnsupportedModelError(ValueError):
+    """This model, or this machine, has no fast path; the message says why."""
+
+
 def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
     """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
     if device_of(config).type == "cuda":
@@ -22,7 +26,7 @@ def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
     if config.attention == "auto":
-        from engine.embedded.native.model import NativeModel, UnsupportedModelError  # noqa: PLC0415
+        from engine.embedded.native.model import NativeModel  # noqa: PLC0415
 
         try:
             return NativeModel(config)
@@ -39,7 +43,7 @@ def _on_gpu(config: EmbeddedConfig) -> "Model":
     if config.attention == "sdpa":
         return Model(config)
     try:
-        from engine.embedded.cuda.model import CudaModel, UnsupportedModelError  # noqa: PLC0415 - needs Triton and FlashInfer
+        from engine.embedded.cuda.model import CudaModel  # noqa: PLC0415 - needs Triton and FlashInfer
 
         return CudaModel(config)
     except (ImportError, UnsupportedModelError) as error:

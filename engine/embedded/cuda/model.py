@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.config import EmbeddedConfig
 from engine.embedded.cuda.attention import CudaAttention
 from engine.embedded.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
+from engine.embedded.load import UnsupportedModelError
 from engine.embedded.model import Model
 from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
@@ -21,10 +22,6 @@ log = logging.getLogger(__name__)
 
 _SPACING = ((8, 8), (64, 16), (256, 32), (1 << 30, 64))
 """Up to how many rows graphs are how far apart."""
-
-
-class UnsupportedModelError(ValueError):
-    """This GPU or this model has no fast path here."""
 
 
 class CudaModel(Model):

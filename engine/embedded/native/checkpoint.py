@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from engine.embedded.load import UnsupportedModelError
+
 _KINDS = ("llama", "mistral", "qwen2")
 _LAYER = "model.layers.{}."
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LINEARS = (*_QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-
-
-class UnsupportedModelError(ValueError):
-    """This model, or this machine, has no compiled path; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

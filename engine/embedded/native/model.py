@@ -15,16 +15,15 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.layout import Attends, LayerGroup, share
+from engine.embedded.load import UnsupportedModelError
 from engine.embedded.native.build import NoCompilerError, library
-from engine.embedded.native.checkpoint import Checkpoint, LlamaConfig, UnsupportedModelError, read_config
+from engine.embedded.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.native.structures import Step
 from engine.embedded.native.weights import Weights, zeros
 from engine.embedded.pending import PendingTokens
 from engine.embedded.scheduler import Chunk
 
 MIB = 1 << 20
-
-__all__ = ["NativeModel", "UnsupportedModelError"]
 
 
 class NativeModel(PendingTokens):
