@@ -16,7 +16,7 @@ from engine.embedded.attention import AttentionBackend
 from engine.embedded.linear import is_float32_linear, pack_joined
 from engine.embedded.norm import RmsNorm
 
-PARTS = {
+_PARTS = {
     "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
@@ -74,7 +74,7 @@ def replacements(model: nn.Module) -> Iterator[Callable[[], None]]:
     """What to call to replace the model's layers, if they are of this kind: each lays out the weights of one."""
     rotation = _SignedRotation()
     for layers in model.modules():
-        if isinstance(layers, nn.ModuleList) and all(_has_the_parts(layer) for layer in layers) and _computes_the_same(layers[0]):
+        if isinstance(layers, nn.ModuleList) and all(map(_is_replaceable, layers)) and _computes_the_same(layers[0]):
             yield from (partial(_replace, layers, index, rotation) for index in range(len(layers)))
 
 
@@ -82,10 +82,14 @@ def _replace(layers: nn.ModuleList, index: int, rotation: _SignedRotation) -> No
     layers[index] = DecoderLayer(layers[index], rotation)
 
 
-def _has_the_parts(layer: nn.Module) -> bool:
-    for path, names in PARTS.items():
-        if {name for name, _ in layer.get_submodule(path).named_children()} != names:
-            return False
+def has_parts(layer: nn.Module) -> bool:
+    """Whether the layer's modules have the names that Llama's have."""
+    return all({name for name, _ in layer.get_submodule(path).named_children()} == names for path, names in _PARTS.items())
+
+
+def _is_replaceable(layer: nn.Module) -> bool:
+    if not has_parts(layer):
+        return False
     modules = dict(layer.named_modules())
     linears = [modules[name] for name in modules if name.endswith("_proj")]
     norms = [modules["input_layernorm"], modules["post_attention_layernorm"]]

@@ -9,11 +9,10 @@ from engine.embedded.attention import KvCache
 from engine.embedded.cuda import kernels
 from engine.embedded.cuda.attention import CudaAttention, Step
 from engine.embedded.cuda.products import MAX_ROWS, Product, fits_product
-from engine.embedded.decoder import PARTS, values_of_first_head
+from engine.embedded.decoder import has_parts, values_of_first_head
 
 # Rows of the weight and columns for each program, and its warps, measured on an H200 (benchmarks/kernels.py, docs/log.md).
 _TILES = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4), "head": (8, 1024, 4)}
-
 
 _FEW_ROWS = range(33, MAX_ROWS + 1)
 """Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
@@ -114,10 +113,7 @@ def is_llama_kind(model: Any) -> bool:
     if dim & (dim - 1):
         return False
     for layer in inner.layers:
-        for path, names in PARTS.items():
-            if {name for name, _ in layer.get_submodule(path).named_children()} != names:
-                return False
-        if any(name.endswith("bias") for name, _ in layer.named_parameters()):
+        if not has_parts(layer) or any(name.endswith("bias") for name, _ in layer.named_parameters()):
             return False
         if not all(kernels.fits_gemv(linear.weight) for linear in layer.modules() if isinstance(linear, torch.nn.Linear)):
             return False
