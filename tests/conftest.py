@@ -1,5 +1,6 @@
 """What many tests share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_model")
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For torch: tiny matrices gain nothing from two threads, which wait for each other on a busy machine."""
+    import torch  # noqa: PLC0415 - most tests do without
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -15,17 +15,10 @@ from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OUTPUT = 24
 COUNT = 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from two threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

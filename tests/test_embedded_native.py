@@ -1,7 +1,6 @@
 """The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left to transformers."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from engine.embedded.native.build import NoCompilerError, library
 from engine.embedded.native.checkpoint import Checkpoint, read_config
 from engine.embedded.native.model import NativeModel
 from engine.embedded.scheduler import Chunk
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 331,  # neither a multiple of a panel nor of its half
@@ -101,16 +102,6 @@ def test_only_the_rows_that_are_asked_for_come_back(folder: Path) -> None:
     assert model.forward(chunks, []).shape == (0, SIZES["vocab_size"])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For the twin: tiny matrices gain nothing from two threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_the_engine_runs_it_and_says_what_the_slow_twin_says(folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)

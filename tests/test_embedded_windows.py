@@ -1,6 +1,5 @@
 """Models with sliding windows against transformers' own `generate`, float32, greedy: token for token, however the work is cut up."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ from engine.embedded.layout import Attends, share
 from engine.errors import EngineFailure
 from engine.kv_events import Created, KvEvent, Stored
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = prompts()
 Case = tuple[Path, list[list[int]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
