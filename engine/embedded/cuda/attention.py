@@ -78,16 +78,14 @@ class CudaAttention:
 
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> Step:
         """A step of decodes alone, all of it computed on the device. `slots` and `positions`: int32 [tokens]."""
-        pages = self.tables.index_select(0, slots)
-        return Step(self._rows(pages, positions), len(slots), pages, positions, None)
+        return Step(self._rows(slots, positions), len(slots), self.tables.index_select(0, slots), positions, None)
 
     def mixed(self, chunks: Sequence_[Chunk], slots: torch.Tensor, positions: torch.Tensor) -> Step:
         """A step of `chunks`, decodes first. `slots` and `positions`: int32 [tokens]."""
         decodes = sum(chunk.length == 1 for chunk in chunks)
-        cells = slots.long() * self.width + positions // self._cache.block_size
-        rows = self.tables.view(-1)[cells].long() * self._stride + positions % self._cache.block_size
         pages = self.tables.index_select(0, slots[:decodes])
-        return Step(rows, decodes, pages, positions[:decodes], self._plan(chunks[decodes:]) if decodes < len(chunks) else None)
+        prompts = self._plan(chunks[decodes:]) if decodes < len(chunks) else None
+        return Step(self._rows(slots, positions), decodes, pages, positions[:decodes], prompts)
 
     def __call__(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and `value` are the
@@ -104,10 +102,11 @@ class CudaAttention:
             step.prompts.wrapper.run(query[count:], (keys, values), out=out[count:])
         return out
 
-    def _rows(self, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The cache row of each token, int64 [tokens]."""
         size = self._cache.block_size
-        blocks = pages.gather(1, (positions // size).long().unsqueeze(1)).squeeze(1)
-        return blocks.long() * self._stride + positions % size
+        cells = slots.long() * self.width + positions // size
+        return self.tables.view(-1)[cells].long() * self._stride + positions % size
 
     def _plan(self, prompts: Sequence_[Chunk]) -> _Prompts:
         """FlashInfer's plan for the prompts of a step; the step before last used the same buffers."""

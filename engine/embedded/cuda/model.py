@@ -1,4 +1,4 @@
-"""A model on a GPU: inputs by one copy, decode steps as CUDA graphs, prompts and mixtures eagerly. Nothing here waits for the device."""
+"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for the device."""
 
 import logging
 import time
@@ -20,8 +20,10 @@ from engine.types import GenerateRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_SPACING = ((8, 8), (64, 16), (256, 32), (1 << 30, 64))
-"""Up to how many rows graphs are how far apart."""
+_SPACING = ((64, 16), (256, 32), (1 << 30, 64))
+"""Below how many rows graphs are how far apart, from 16 on."""
+_MOST_READ = 1 << 17
+"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning takes."""
 
 
 class CudaModel(Model):
@@ -63,12 +65,12 @@ class CudaModel(Model):
     @torch.inference_mode()
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         self._attention.note_blocks(chunks)
-        if all(chunk.length == 1 for chunk in chunks) and len(rows) == len(chunks):
-            return self._decode(chunks)
-        tokens, positions, slots = self._inputs(chunks, sum(chunk.length for chunk in chunks))
+        count = sum(chunk.length for chunk in chunks)
+        if size := self._graph_size(chunks, count):
+            return self._replay(self._graphs[size], self._inputs(chunks, size), rows)
+        tokens, positions, slots, _ = self._inputs(chunks, count)
         step = self._attention.mixed(chunks, slots, positions)
-        wanted = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
-        return self._decoder(self._token_ids(tokens), positions, step, wanted)
+        return self._decoder(self._token_ids(tokens), positions, step, self._to_device(rows))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
@@ -77,29 +79,33 @@ class CudaModel(Model):
     def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
         if tokens is self._likeliest[1]:
             return
-        index = torch.tensor(slots, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
-        self._sampled[index] = tokens
+        self._sampled[self._to_device(slots)] = tokens
 
-    def _decode(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
-        size = next((size for size in self._graphs if size >= len(chunks)), 0)
-        inputs = self._inputs(chunks, size or len(chunks))
-        if not size:
-            return self._run_decode(*inputs)
-        graph = self._graphs[size]
+    def _graph_size(self, chunks: Sequence_[Chunk], count: int) -> int:
+        """The graph to run a step of `count` tokens, 0 for none. A token of a prompt is as good as a decode there, if it has not too many
+        before it: each of them reads all keys up to its own."""
+        if count > len(chunks) and sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks if _is_prompt(chunk)) > _MOST_READ:
+            return 0
+        return next((size for size in self._graphs if size >= count), 0)
+
+    def _replay(self, graph: "_Graph", inputs: torch.Tensor, rows: Sequence_[int]) -> torch.Tensor:
+        """Logits of these rows; `argmax` has their likeliest tokens, and they are remembered."""
         graph.inputs.copy_(inputs)
         graph.graph.replay()
-        self._likeliest = graph.logits[: len(chunks)], graph.tokens[: len(chunks)]
+        if rows == list(range(len(rows))):
+            self._likeliest = graph.logits[: len(rows)], graph.tokens[: len(rows)]
+        else:
+            wanted = self._to_device(rows)
+            self._likeliest = graph.logits[wanted], graph.tokens[wanted]
         return self._likeliest[0]
 
-    def _run_decode(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return self._decoder(self._token_ids(tokens), positions, self._attention.decode(slots, positions), None)
-
     def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A decode step, and the likeliest tokens, remembered as if they had been sampled."""
-        logits = self._run_decode(*inputs)
-        tokens = logits.argmax(dim=1)
-        self._sampled.index_copy_(0, inputs[2].long(), tokens)
-        return logits, tokens
+        """What a graph does: the step, and the likeliest tokens, remembered as if they had been sampled."""
+        tokens, positions, slots, targets = inputs
+        logits = self._decoder(self._token_ids(tokens), positions, self._attention.decode(slots, positions), None)
+        likeliest = logits.argmax(dim=1)
+        self._sampled.index_copy_(0, targets.long(), likeliest)
+        return logits, likeliest
 
     def _token_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """A negative id -1 - slot stands for the pending token of a slot."""
@@ -107,31 +113,29 @@ class CudaModel(Model):
         return torch.where(tokens < 0, pending, tokens.long())
 
     def _inputs(self, chunks: Sequence_[Chunk], size: int) -> torch.Tensor:
-        """int32 [3, size] on the device: token ids, positions and slots, filled up with tokens of the spare slot."""
-        values = np.zeros((3, size), dtype=np.int32)
-        values[2] = self._spare_slot
-        if all(chunk.length == 1 for chunk in chunks):
-            sequences = [chunk.sequence for chunk in chunks]
-            starts = [chunk.start for chunk in chunks]
-            values[0, : len(chunks)] = [
-                sequence.tokens[start] if start < len(sequence.tokens) else -1 - sequence.slot
-                for sequence, start in zip(sequences, starts, strict=True)
-            ]
-            values[1, : len(chunks)] = starts
-            values[2, : len(chunks)] = [sequence.slot for sequence in sequences]
-            return self._to_device(values)
-        row = 0
-        for chunk in chunks:
-            sequence, end = chunk.sequence, row + chunk.length
-            known = sequence.tokens[chunk.start : chunk.start + chunk.length]
-            values[0, row:end] = known or -1 - sequence.slot
-            values[1, row:end] = range(chunk.start, chunk.start + chunk.length)
-            values[2, row:end] = sequence.slot
-            row = end
-        return self._to_device(values)
-
-    def _to_device(self, values: "np.ndarray[Any, np.dtype[np.int32]]") -> torch.Tensor:
+        """int32 [4, size] on the device: token ids, positions, slots and slots of what is sampled, filled up with the spare slot."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        targets: list[int] = []
+        for sequence, start, length, samples, _ in chunks:
+            if length == 1:  # by far the most: a decode
+                tokens.append(sequence.tokens[start] if start < len(sequence.tokens) else -1 - sequence.slot)
+                positions.append(start)
+                slots.append(sequence.slot)
+            else:
+                tokens += sequence.tokens[start : start + length]
+                positions += range(start, start + length)
+                slots += [sequence.slot] * length
+                targets += [self._spare_slot] * (length - 1)
+            targets.append(sequence.slot if samples else self._spare_slot)
+        values = np.zeros((4, size), dtype=np.int32)
+        values[2:] = self._spare_slot
+        values[:, : len(tokens)] = tokens, positions, slots, targets
         return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
+
+    def _to_device(self, indices: Sequence_[int]) -> torch.Tensor:
+        return torch.tensor(indices, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
 
     def _warm_up(self) -> None:
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""
@@ -151,8 +155,8 @@ class CudaModel(Model):
         started = time.monotonic()
         pool: Any = None
         for size in reversed(_sizes(largest)):
-            inputs = torch.zeros(3, size, dtype=torch.int32, device=self.device)
-            inputs[2] = self._spare_slot
+            inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
+            inputs[2:] = self._spare_slot
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.inference_mode(), torch.cuda.stream(stream):
@@ -180,7 +184,7 @@ def _check(config: EmbeddedConfig) -> None:
 
 
 class _Graph:
-    """A decode step of one size: what it reads and what it writes."""
+    """A step of so many tokens: what it reads and what it writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         self.graph, self.inputs, self.logits, self.tokens = graph, inputs, logits, tokens
@@ -191,10 +195,8 @@ def _is_prompt(chunk: Chunk) -> bool:
 
 
 def _sizes(largest: int) -> list[int]:
-    """Sizes of decode steps that have a graph of their own: 1, 2, 4, then ever wider apart."""
-    sizes = [size for size in (1, 2, 4) if size < largest]
-    size = 8
-    while size < largest:
-        sizes.append(size)
-        size += next(step for limit, step in _SPACING if size < limit)
-    return [*sizes, largest]
+    """Sizes of steps that have a graph of their own: powers of two, then ever wider apart."""
+    sizes = [1, 2, 4, 8, 16]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + next(apart for limit, apart in _SPACING if sizes[-1] < limit))
+    return [*(size for size in sizes if size < largest), largest]

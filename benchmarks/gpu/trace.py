@@ -1,0 +1,133 @@
+"""Where a GPU's time goes: `python -m benchmarks.gpu.trace CELL [server flags]` runs one workload in process under torch's profiler.
+
+It prints what the chip itself gives (a large matrix product, a large read), then for prompts and for decodes the share of the time in
+which a kernel ran, the idle time between two kernels by its length, and the kernels by the time they took.
+"""
+
+import argparse
+import asyncio
+import random
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.__main__ import DEFAULTS, arguments, settings_of
+from benchmarks.gpu.cells import WORKLOADS, Workload
+from benchmarks.gpu.model import SHAPES, write_folder
+from benchmarks.gpu.worker import measure
+from engine.base import Engine
+from engine.config import EmbeddedConfig, create_engine
+from server.compose import engine_config
+from server.settings import read_settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace", description=__doc__, allow_abbrev=False)
+    parser.add_argument("cells", help=f"workloads, separated by commas: {', '.join(WORKLOADS)}")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of decoding that are recorded")
+    parser.add_argument("--top", type=int, default=18, help="kernels shown")
+    args, flags = parser.parse_known_args()
+    print(chip())
+    with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
+        model = Path(folder)
+        write_folder(model, SHAPES["llama-8b"])
+        settings = DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser)
+        config = engine_config(read_settings(arguments(model, settings)), model)
+        assert isinstance(config, EmbeddedConfig), "this measures the embedded engine"
+        asyncio.run(trace(config, [WORKLOADS[name] for name in args.cells.split(",")], args.seconds, args.top))
+
+
+async def trace(config: EmbeddedConfig, workloads: list[Workload], seconds: float, top: int) -> None:
+    engine = create_engine(config)
+    try:
+        await engine.start()
+        for workload in workloads:
+            await measure(engine, workload.warm_up(), "warm-up")
+            print(f"\n## {workload.name}: prompts\n" + table(await prompts(engine, workload), top))
+            if not workload.prefill:
+                print(f"\n## {workload.name}: decodes\n" + table(await decodes(engine, workload, seconds), top))
+    finally:
+        await engine.close()
+
+
+async def prompts(engine: Engine, workload: Workload) -> "list[Any]":
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        await measure(engine, type(workload.cell)(workload.cell.concurrency, workload.cell.prompt_tokens, 1), f"{random.random()}")
+        torch.cuda.synchronize()
+    return list(recorded.events())
+
+
+async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[Any]":
+    """The kernels of some steps in the middle of a run, when all prompts are done."""
+    cell = workload.cell
+    running = asyncio.create_task(measure(engine, type(cell)(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}"))
+    await asyncio.sleep(cell.concurrency * cell.prompt_tokens / 35_000 + 1)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        await asyncio.sleep(seconds)
+    await running
+    return list(recorded.events())
+
+
+def table(events: "list[Any]", top: int) -> str:
+    """Times in microseconds unless they say otherwise."""
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events if event.device_type.name == "CUDA")
+    if len(spans) < 2:
+        return "nothing recorded"
+    busy, idle, end = 0.0, Counter[str](), spans[0][0]
+    for begin, finish, _ in spans:
+        if begin > end:
+            idle[next(name for limit, name in _GAPS if begin - end < limit)] += begin - end
+        busy += max(0.0, finish - max(begin, end))
+        end = max(end, finish)
+    whole = end - spans[0][0]
+    gaps = sum(b[0] - a[1] > _STEP for a, b in pairwise(spans))
+    lines = [
+        f"{len(spans)} kernels and copies in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}; {gaps} gaps of more than {_STEP:.0f}; idle: "
+        + ", ".join(f"{name} {idle[name] / whole:.1%}" for _, name in _GAPS)
+    ]
+    times, counts = Counter[str](), Counter[str]()
+    for begin, finish, name in spans:
+        times[name] += finish - begin
+        counts[name] += 1
+    lines += [
+        f"{times[name] / whole:7.1%} {counts[name]:7} x {times[name] / counts[name]:9.1f}  {name[:110]}"
+        for name, _ in times.most_common(top)
+    ]
+    return "\n".join(lines)
+
+
+_STEP = 20.0
+_GAPS = ((2.0, "under 2"), (20.0, "under 20"), (100.0, "under 100"), (float("inf"), "longer"))
+
+
+def chip(seconds: float = 1.0) -> str:
+    """What a product of 8192 rows with a weight of 28672 x 4096 sustains, as the prompts of an 8B model have it, and a read of 4 GiB."""
+    x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (8192, 28672))
+    big = torch.empty(1 << 30, device="cuda").uniform_()
+    product = _rate(lambda: x @ weight.t(), 2 * 8192 * 28672 * 4096, seconds)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,power.limit,temperature.gpu", "--format=csv,noheader"]
+    state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return f"chip: {product / 1e12:.0f} TFLOP/s sustained ({state}), {_rate(big.sum, 4 << 30, seconds) / 1e12:.2f} TB/s read"
+
+
+def _rate(work: Any, amount: float, seconds: float) -> float:
+    work()
+    torch.cuda.synchronize()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(10):
+            work()
+        count += 10
+        torch.cuda.synchronize()
+    return count * amount / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
