@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,24 +147,28 @@ def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Ite
 
     What it prints goes to the file `log`, or to one that goes with it.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = Path(tempfile.mkdtemp(prefix="trellis-bench-"))
-    log = log or folder / f"{spec.name}.log"
-    argv = [part.format(port=port) for part in spec.argv]
-    with pinned(core), log.open("wb") as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            argv, cwd=ROOT, env=child_environment(**spec.env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = Server(spec, process, port, log)
-    try:
+    with reserved_port() as port, tempfile.TemporaryDirectory(prefix="trellis-bench-") as folder, ExitStack() as stack:
+        log = log or Path(folder) / f"{spec.name}.log"
+        argv = [part.format(port=port) for part in spec.argv]
+        with pinned(core), log.open("wb") as output:
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=child_environment(**spec.env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            server = Server(spec, process, port, log)
+            stack.callback(server.stop)
         server.wait(started)
         yield server
-    finally:
-        server.stop()
-        shutil.rmtree(folder)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile: it is bound here, but not listened on, so that who asks for it by number gets it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for servers that set this one alone
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def tail(log: Path) -> str:

@@ -46,7 +46,12 @@ def chunked(body: bytes, cuts: list[int]) -> bytes:
 async def scripted(answer: bytes, *, close: bool = False) -> AsyncIterator[Target]:
     """A server that gives every request the same bytes for an answer, and then may hang up."""
 
+    handling: set[asyncio.Task[object]] = set()
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handling.add(task)
         while head := await reader.read(65536):
             assert head.startswith(b"POST /v1/")
             writer.write(answer)
@@ -59,6 +64,8 @@ async def scripted(answer: bytes, *, close: bool = False) -> AsyncIterator[Targe
     async with server:
         port = server.sockets[0].getsockname()[1]
         yield Target(f"http://127.0.0.1:{port}/v1", "m")
+    if handling:  # until they have seen that the client has hung up
+        await asyncio.wait(handling)
 
 
 async def measured(answer: bytes, *, requests: int = 2, timeout: float = 20, close: bool = False) -> Summary:
@@ -228,10 +235,17 @@ def test_bench_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
     options = ["--servers", "fake", "--fake-streams", "4", "--fake-delay-ms", "1000", "--output", str(tmp_path)]
     bench = subprocess.Popen([sys.executable, "-m", "benchmarks", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     watched = psutil.Process(bench.pid)
-    while not (children := [child for child in watched.children(recursive=True) if time.time() - child.create_time() > 1]):
+    while not (servers := [child for child in watched.children(recursive=True) if listens(child)]):
         assert bench.poll() is None
         time.sleep(0.1)
     bench.terminate()
     assert bench.wait(60) == 143
-    _, left = psutil.wait_procs(children, timeout=5)
+    _, left = psutil.wait_procs(servers, timeout=5)
     assert not left
+
+
+def listens(process: psutil.Process) -> bool:
+    try:
+        return any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp"))
+    except psutil.NoSuchProcess:  # git, which has told the commit
+        return False

@@ -72,7 +72,7 @@ def test_clients_share_the_streams_and_merge_what_they_saw(tmp_path: Path) -> No
     assert (summary.errors, summary.first_error) == (0, "")
     assert (summary.requests, summary.completion_tokens, summary.prompt_tokens) == (5, 80, 300)
     assert 0.03 < summary.seconds < 20
-    assert summary.ttft_p50 > 2.0
+    assert 0 < summary.ttft_p50 < summary.seconds * 1e3
     assert refused.errors == 1
     assert refused.first_error.startswith("HTTP 404")
     assert (tmp_path / "server.log").exists()
