@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -110,12 +111,13 @@ async def test_the_urgent_come_first_then_the_early(admission: AdmissionEngine) 
 
 async def test_the_wait_is_reported(admission: AdmissionEngine) -> None:
     seats = [admission.generate(request_for(max_tokens=10_000)) for _ in range(SEATS)]
+    began = time.monotonic()
     waiting = asyncio.create_task(collect(admission.generate(request_for())))
     await asyncio.sleep(0.1)
     await seats[0].aclose()
     first = (await waiting)[0]
     assert first.prompt is not None
-    assert 0.1 <= first.prompt.queue_seconds < 1.0
+    assert 0.1 <= first.prompt.queue_seconds <= time.monotonic() - began
     await seats[1].aclose()
 
 

@@ -123,15 +123,15 @@ async def test_two_hundred_cancelled_requests_leave_nothing_behind(server: Serve
         started = time.monotonic()
         answer = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=4)  # type: ignore[arg-type]
         assert answer.choices[0].message.content
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30  # the 800,000 tokens would take hours
     await asyncio.to_thread(server.wait_metric, "trtllm_kv_cache_used_blocks", 0.0)
 
 
-async def _streams(url: str, count: int) -> list[asyncio.Task[str]]:
+async def _streams(url: str, count: int, max_tokens: int) -> list[asyncio.Task[str]]:
     """Streams under way: each task ends with its finish reason, or with the type of its error."""
 
     async def follow(started: asyncio.Event) -> str:
-        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "stream": True, "ignore_eos": True}
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as response:
             last = ""
             async for line in response.aiter_lines():
@@ -149,7 +149,7 @@ async def _streams(url: str, count: int) -> list[asyncio.Task[str]]:
 
 async def test_kill_9_of_the_engine_under_load_is_an_error_event_and_a_restart(smollm2: object) -> None:
     with serving("--engine", "embedded") as server:
-        tasks = await _streams(server.url, 8)
+        tasks = await _streams(server.url, 8, 2000)
         server.child("engine.host").send_signal(signal.SIGKILL)
         outcomes = await asyncio.wait_for(asyncio.gather(*tasks), 10)
         assert all(outcome not in ("length", "None") for outcome in outcomes)
@@ -166,7 +166,7 @@ async def test_kill_9_of_the_engine_under_load_is_an_error_event_and_a_restart(s
 
 async def test_sigterm_under_load_lets_streams_finish(smollm2: object) -> None:
     with serving("--engine", "embedded", "--shutdown-grace-seconds", "60") as server:
-        tasks = await _streams(server.url, 8)
+        tasks = await _streams(server.url, 8, 100)
         server.process.send_signal(signal.SIGTERM)
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             await asyncio.sleep(0.2)
