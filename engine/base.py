@@ -50,6 +50,10 @@ class Engine(Protocol):
         busy arrive in one delta. Raises InvalidRequest before the first delta or never; EngineUnavailable or EngineFailure at
         any time. Closing the iterator (`aclose`, or cancelling the task that awaits it) is the one way to abort: the engine
         stops within one step and frees the sequence's KV blocks.
+
+        A request that is `prefill_only` yields one delta. If that has no `finish_reason` it has `held`, and the iterator then waits
+        for good: the KV blocks stay as they are until it is closed. A request with a `handoff` goes on from there: the engine reads
+        the blocks, and its first delta says that it needs them no more. If it cannot read them it computes the prompt itself.
         """
         ...
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Encoding, Handoff
+from engine.types import Delta, Encoding, Handoff
 
 VERSION = 1
 MAX_BYTES = 64 << 20
@@ -15,6 +15,14 @@ T = TypeVar("T", Handoff, Encoding)
 encode = msgspec.msgpack.Encoder().encode
 _handoffs = msgspec.msgpack.Decoder(Handoff)
 _encodings = msgspec.msgpack.Decoder(Encoding)
+
+
+def handoff_of(backend: str, first: Delta) -> Handoff:
+    """What the only delta of a `prefill_only` request comes to."""
+    held, first = first.held, msgspec.structs.replace(first, held=None)
+    if held is None:
+        return Handoff(version=VERSION, backend=backend, first=first)
+    return Handoff(version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids)
 
 
 def decode_handoff(data: bytes) -> Handoff:

@@ -137,6 +137,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         prompt=deltas[0].prompt,
+        held=last.held,
     )
 
 

@@ -80,8 +80,17 @@ class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry for each prompt token, the first None; only when asked for."""
 
 
+class Held(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt's KV blocks, kept for another replica to read."""
+
+    state: bytes
+    """Where they are, in the backend's own terms."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one request. The first carries `prompt`; the last, and only the last, carries `finish_reason`.
+    """New tokens of one request. The first carries `prompt`; the last, and only the last, carries `finish_reason`, or `held`.
 
     The token that ended the sequence (end of sequence or a stop token id) is the last of `token_ids`, and `stop_reason` is its id
     if it came from `stop_token_ids`, else None. `logprobs` has one entry for each token when asked for, else it is empty.
@@ -92,6 +101,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt: PromptReport | None = None
+    held: Held | None = None
+    """Of a request that is `prefill_only`: its first token did not end it, and its KV blocks wait to be read."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +133,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec). It stays valid until the prefill side's lease ends."""
+    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec). It is valid while the prefill's stream is open."""
 
     version: int
     backend: str
@@ -162,5 +173,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The prompt's images, encoded elsewhere."""
     handoff: Handoff | None = None
     """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
+    prefill_only: bool = False
+    """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays open, idle: the
+    KV blocks are held until it is closed."""
     prefill_locally: bool = False
     """On a decode replica, compute the prompt there: without this it refuses a request that has no handoff."""

@@ -18,7 +18,7 @@ _MAX_SPLITS = 8
 def _attend(
     query, keys, values, pages, positions, out, partial, counters, scale, width, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
@@ -29,6 +29,8 @@ def _attend(
     length = tl.load(positions + row) + 1
     share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     q = tl.load(query + heads, inside, 0.0)
+    if FP8:
+        q = q.to(tl.float16)  # eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
@@ -37,11 +39,11 @@ def _attend(
         exists = token < length
         page = tl.load(pages + row * width + token // BLOCK, exists, 0).to(tl.int64)
         cells = (page * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
-        k = tl.load(keys + cells, exists[:, None], 0.0)
+        k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
         score = tl.where(exists[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
         new = tl.maximum(best, tl.max(score, 1))
         shrink, weight = tl.exp2(best - new), tl.exp2(score - new[:, None])
-        v = tl.load(values + cells, exists[:, None], 0.0)
+        v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
         total = total * shrink + tl.sum(weight, 1)
         best = new
@@ -90,6 +92,7 @@ class DecodeAttention:
     ) -> None:
         """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `pages`
         int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values are there already.
+        Keys and values are of the query's type or float8_e4m3fn.
         """
         rows = len(query)
         splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * self._kv_heads)))
@@ -97,5 +100,5 @@ class DecodeAttention:
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, pages, positions, out, self._partial, self._counters, self._scale, pages.shape[1], keys.stride(0),
             self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile, splits, 3,
-            num_warps=warps, launch_pdl=True,
+            keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
         )  # fmt: skip

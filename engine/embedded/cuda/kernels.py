@@ -55,9 +55,15 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _clamped(value):
+    """What float8_e4m3fn holds: its largest value is 448."""
+    return tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, query, rotations, positions, slots, keys, values,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
     half = tl.arange(0, HALF)[None, :]
@@ -78,9 +84,17 @@ def _rotate_and_store(
     to_query = query + (row * HEADS + head) * DIM + half
     to_keys = keys + slot + (head - HEADS) * DIM + half
     to_values = values + slot + (head - HEADS - KV_HEADS) * DIM + half
-    target = tl.where(is_query, to_query, tl.where(is_key, to_keys, to_values))
-    tl.store(target, low, exists)
-    tl.store(target + HALF, high, exists)
+    if FP8:
+        target = tl.where(is_key, to_keys, to_values)
+        cached = exists & (head >= HEADS)
+        tl.store(target, _clamped(low).to(keys.dtype.element_ty), cached)
+        tl.store(target + HALF, _clamped(high).to(keys.dtype.element_ty), cached)
+        tl.store(to_query, low, is_query)
+        tl.store(to_query + HALF, high, is_query)
+    else:
+        target = tl.where(is_query, to_query, tl.where(is_key, to_keys, to_values))
+        tl.store(target, low, exists)
+        tl.store(target + HALF, high, exists)
 
 
 def rotate_and_store(
@@ -96,21 +110,22 @@ def rotate_and_store(
 
     `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim] has the cosines of
     half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the first of `keys` and of `values`,
-    whose strides are those of one row. Returns the queries, [rows, heads, dim].
+    whose strides are those of one row; they may be float8_e4m3fn, where larger values become ±448. Returns the queries,
+    [rows, heads, dim].
     """
     count, kv_count, dim = heads
     query = qkv.new_empty((len(qkv), count, dim))
-    group = 8
+    group, fp8 = 8, keys.dtype == torch.float8_e4m3fn
     _rotate_and_store[(len(qkv), triton.cdiv(count + 2 * kv_count, group))](
-        qkv, query, rotations, positions, slots, keys, values, count, kv_count, dim, dim // 2, group, num_warps=4, launch_pdl=True
+        qkv, query, rotations, positions, slots, keys, values, count, kv_count, dim, dim // 2, group, fp8, num_warps=4, launch_pdl=True
     )
     return query
 
 
 @triton.jit
 def _gemv(
-    x, weight, norm, out, epsilon, N,
-    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
+    x, weight, channels, norm, out, epsilon, N,
+    K: tl.constexpr, FP8: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -119,8 +134,12 @@ def _gemv(
     first = tl.load(tiles, eviction_policy="evict_first")
     if GATED:
         first_up = tl.load(tiles + N * K, eviction_policy="evict_first")
+    if FP8:
+        channel = tl.load(channels + n)
+        channel_up = tl.load(channels + N + n) if GATED else channel
     if FETCH:
-        lines = weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // 64)[None, :] * 64
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        lines = weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // LINE)[None, :] * LINE
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
     gdc_launch_dependents()
     gdc_wait()
@@ -147,10 +166,13 @@ def _gemv(
             else:
                 tile_up = tl.load(tiles + N * K + start, eviction_policy="evict_first")
             acc_up += tile_up.to(tl.float32) * value[None, :]
-    total = tl.sum(acc, 1)
+    total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if FP8:
+        total *= channel
+        total_up *= channel_up
     if GATED:
         gate = total.to(out.dtype.element_ty).to(tl.float32)
-        total = gate * tl.sigmoid(gate) * tl.sum(acc_up, 1)
+        total = gate * tl.sigmoid(gate) * total_up
     if ADD:
         total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(out + n).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty))
@@ -159,6 +181,7 @@ def _gemv(
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
+    channels: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None,
@@ -166,7 +189,7 @@ def gemv(
     fetch: bool = False,
     tile: tuple[int, int, int] = (8, 1024, 4),
 ) -> torch.Tensor:
-    """x · weightᵀ for one row: x [1, K], weight [N, K].
+    """x · weightᵀ for one row: x [1, K], weight [N, K]; `channels`, float32 [N], are the scales of a weight in float8_e4m3fn.
 
     With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place; `gated` takes
     the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the weight brought to the L2 cache
@@ -178,7 +201,7 @@ def gemv(
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
     _gemv[(N // block_n,)](
-        x, weight, scale, out, epsilon, N, K, norm is not None, residual is not None, gated, fetch,
+        x, weight, x if channels is None else channels, scale, out, epsilon, N, K, channels is not None, norm is not None, residual is not None, gated, fetch,
         block_n, block_k, triton.next_power_of_2(K), num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out
