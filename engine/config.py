@@ -32,6 +32,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     """Folder with config.json, safetensors and tokenizer.json."""
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     max_seq_len: int = 0
     max_batch_size: int = 32
     max_num_tokens: int = 1024

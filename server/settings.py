@@ -72,6 +72,12 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32"
     )
+    quantization: Literal["none", "fp8"] = Field(
+        "none", description="Quantise weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="Type of the KV cache, on such GPUs: auto takes that of the weights, fp8 has room for twice the tokens"
+    )
     max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")
     max_batch_size: int = Field(32, ge=1, le=4096, description="Most sequences in one step")
     max_num_tokens: int = Field(1024, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
@@ -178,6 +184,15 @@ class Settings(BaseSettings):
     def _one_engine(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and not info.data.get("engine_process", True):
             raise ValueError("several API processes share an engine of its own process: engine_process must be true")
+        return value
+
+    @field_validator("quantization", "kv_cache_dtype", mode="after")
+    @classmethod
+    def _embedded_only(cls, value: str, info: ValidationInfo) -> str:
+        engine = info.data.get("engine", "embedded")
+        if value == "fp8" and engine != "embedded":
+            more = "; TensorRT-LLM's own are arguments (EXTRA_ENGINE_ARGS)" if engine == "trtllm" else ""
+            raise ValueError(f"fp8 is for the embedded engine, not for {engine}{more}")
         return value
 
     @field_validator("enable_test_logits_processor", mode="after")

@@ -46,6 +46,7 @@ LONGER_FILES = {
     "tests/test_multimodal_requests.py": "one case for every request field",
 }
 LONGER_FUNCTIONS = {
+    "engine/embedded/cuda/kernels.py:_gemv": "one kernel is one function",
     "engine/embedded/cuda/decode_attention.py:_attend": "one kernel is one function",
 }
 MORE_PARAMETERS = {
@@ -54,6 +55,7 @@ MORE_PARAMETERS = {
         "kernels.py:_rotate_and_store",
         "kernels.py:_gemv",
         "decode_attention.py:_attend",
+        "fp8_kernels.py:_rms_norm",
         "products.py:_product",
     )
 }

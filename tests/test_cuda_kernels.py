@@ -14,10 +14,13 @@ if not ON_GPU:
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
-from engine.embedded.cuda import decode_attention, kernels, products  # noqa: E402
+from engine.embedded.cuda import decode_attention, fp8_kernels, kernels, products  # noqa: E402
+from engine.embedded.cuda.fp8 import Fp8Products  # noqa: E402
+from engine.embedded.cuda.weights import Norm, PlainProducts, Products  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+FP8 = torch.float8_e4m3fn
 
 
 @triton.jit
@@ -25,14 +28,22 @@ def _nothing() -> None:
     pass
 
 
+def _to_fp8(values: Any) -> Any:
+    """The interpreter's own conversion to eight bits forgets to carry into the exponent."""
+    return torch.from_numpy(values).float().to(FP8).view(torch.uint8).numpy()
+
+
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter runs one program after the other: there is nothing to wait for."""
     torch.manual_seed(0)
     if not ON_GPU:
-        from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415
+        from triton.runtime import interpreter  # noqa: PLC0415
 
-        for module in (decode_attention, kernels, products):
+        GridExecutor = interpreter.GridExecutor  # noqa: N806
+        convert = interpreter._convert_float
+        monkeypatch.setattr(interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a))
+        for module in (decode_attention, fp8_kernels, kernels, products):
             monkeypatch.setattr(module, "gdc_wait", _nothing)
             monkeypatch.setattr(module, "gdc_launch_dependents", _nothing)
         call = GridExecutor.__call__
@@ -133,3 +144,107 @@ def test_rotation_and_the_cache() -> None:
     same(cache[blocks, 1, 0, offsets], turned[:, heads : heads + kv_heads])
     same(cache[blocks, 1, 1, offsets], parts[:, heads + kv_heads :])
     assert not cache[:, 0].any()
+
+
+def restored(quantised: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    values, scales = quantised
+    assert values.dtype == FP8 and scales.shape == (len(values), 1)
+    assert bool((values.float().abs().amax(1) == 448).all()), "a row's largest value is the largest there is"
+    return values.float() * scales
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each value within half a step of eight bits, which are three of mantissa, or of the smallest step of its row."""
+    expected = expected.float()
+    steps = expected.abs().amax(1, keepdim=True) / 448 * 2**-9
+    assert bool(((found - expected).abs() <= expected.abs() * (2**-4 + 2**-7) + steps).all())
+
+
+@pytest.mark.parametrize("size", [96, 4096, 14336])
+def test_rows_in_eight_bits(size: int) -> None:
+    x, weight, gates = random(3, size, scale=30), random(size), random(3, 2 * size)
+    near(restored(fp8_kernels.quantise(x)), x)
+    near(restored(fp8_kernels.rms_norm(x, weight, 1e-5)), normed(x, weight))
+    near(restored(fp8_kernels.silu_mul(gates)), functional.silu(gates[:, :size].float()) * gates[:, size:].float())
+    added = random(3, size)
+    expected = x + added
+    near(restored(fp8_kernels.rms_norm(x, weight, 1e-5, added)), normed(expected, weight))
+    assert torch.equal(x, expected)
+
+
+def test_a_row_of_zeros_in_eight_bits() -> None:
+    values, scales = fp8_kernels.quantise(torch.zeros(2, 64, device=DEVICE, dtype=DTYPE))
+    assert not values.float().any() and bool(scales.isfinite().all())
+
+
+@pytest.mark.parametrize("k", [64, 704, 4096])
+def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
+    x, norm, residual = random(1, k), random(k), random(1, 64)
+    values, scales = fp8_kernels.quantise(random(64, k, scale=0.1))
+    weight, channels = values.float() * scales, scales.flatten()
+    same(kernels.gemv(x, values, channels, tile=(8, 256, 4)), x.float() @ weight.T)
+    same(kernels.gemv(x, values, channels, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
+    same(kernels.gemv(x, values, channels, gated=True, tile=(2, 4096, 4)), gated(x, weight))
+    expected = residual.float() + x.float() @ weight.T
+    kernels.gemv(x, values, channels, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 4096, 8))
+    same(residual, expected)
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(3, 4, 4, 32), (5, 12, 2, 32), (130, 4, 1, 16)])
+def test_attention_of_decodes_over_eight_bits(rows: int, heads: int, kv_heads: int, dim: int) -> None:
+    attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    cache = random(60, 3, 2, 16, kv_heads, dim).to(FP8)
+    positions = torch.randint(0, 150, (rows,), dtype=torch.int32, device=DEVICE)
+    pages = torch.stack([torch.randperm(60, device=DEVICE)[:12] for _ in range(rows)]).int()
+    query, whole = random(rows, heads, dim), cache.to(DTYPE)
+    out, expected = torch.empty_like(query), torch.empty_like(query)
+    attend(query, cache[:, 1, 0], cache[:, 1, 1], pages, positions, out)
+    attend(query, whole[:, 1, 0], whole[:, 1, 1], pages, positions, expected)
+    assert float((out.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 2e-3) * float(expected.abs().max())
+
+
+def test_rotation_and_a_cache_of_eight_bits() -> None:
+    heads, dim, size = (4, 2, 16), 16, 8
+    qkv, rotations = random(5, 8 * dim, scale=300), torch.randn(40, dim, device=DEVICE)
+    positions, slots = torch.arange(5, dtype=torch.int32, device=DEVICE), torch.tensor([3, 7, 33, 37, 32], device=DEVICE)
+    caches = [torch.zeros(3, 2, 2, size, 2, dim, device=DEVICE).to(dtype) for dtype in (DTYPE, FP8)]
+    left = [qkv.clone() for _ in caches]
+    queries = [
+        kernels.rotate_and_store(own, heads, rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1])
+        for own, cache in zip(left, caches, strict=True)
+    ]
+    assert torch.equal(queries[0], queries[1]) and torch.equal(left[0], left[1])
+    assert float(caches[0].abs().max()) > 448
+    assert torch.equal(caches[1].float(), caches[0].clamp(-448, 448).to(FP8).float())
+
+
+def layer(products: Products, x: torch.Tensor, attended: torch.Tensor, linears: dict[str, list[Any]], norm: Norm) -> list[torch.Tensor]:
+    """What a decoder asks of products, twice over: the queries, and x."""
+    weights = {name: products.join(name, parts) for name, parts in linears.items()}
+    found, following = [], products.norm(x, norm)
+    for last in (None, norm):
+        found.append(products.product(following, weights["qkv"]))
+        following = products.add(x, attended, weights["out"], norm)
+        following = products.add_gated(x, following, weights["gate_up"], weights["down"], norm if last is None else None)
+    return [*found, x]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@torch.inference_mode()
+def test_both_kinds_of_products(rows: int) -> None:
+    """A layer, twice over, against the same in float32: wrong by less than a fiftieth of what it is, or an eighth in eight bits."""
+    sizes = {"qkv": [(256, 256), (64, 256), (64, 256)], "out": [(256, 256)], "gate_up": [(512, 256)] * 2, "down": [(256, 512)]}
+    linears: dict[str, list[Any]] = {}
+    for name, shapes in sizes.items():
+        linears[name] = [torch.nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE) for n, k in shapes]
+    x, attended, norm = random(rows, 256), random(rows, 256), (random(256), 1e-5)
+    exact = x.float()
+    whole = {name: torch.cat([linear.weight for linear in parts]).float() for name, parts in linears.items()}
+    expected = []
+    for _ in range(2):
+        expected.append(normed(exact, norm[0].float()).float() @ whole["qkv"].T)
+        exact = exact + attended.float() @ whole["out"].T
+        exact = exact + gated(normed(exact, norm[0].float()), whole["gate_up"]) @ whole["down"].T
+    for products_, limit in ((PlainProducts(False, DEVICE), 0.02), (Fp8Products(False), 0.125)):
+        for found, wanted in zip(layer(products_, x.clone(), attended, linears, norm), [*expected, exact], strict=True):
+            assert float((found.float() - wanted).norm() / wanted.norm()) < limit

@@ -23,6 +23,8 @@ def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
     """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
     if device_of(config).type == "cuda":
         return _on_gpu(config)
+    if asked := _fp8_settings(config):
+        raise EngineFailure(f"{asked} cannot be used: it needs an NVIDIA GPU of compute capability 9.0 or later")
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
     if config.attention == "auto":
@@ -40,17 +42,28 @@ def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
 def _on_gpu(config: EmbeddedConfig) -> "Model":
     from engine.embedded.model import Model  # noqa: PLC0415
 
+    asked = _fp8_settings(config)
     if config.attention == "sdpa":
+        if asked:
+            raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
         return Model(config)
     try:
         from engine.embedded.cuda.model import CudaModel  # noqa: PLC0415 - needs Triton and FlashInfer
 
         return CudaModel(config)
     except (ImportError, UnsupportedModelError) as error:
+        if asked:
+            raise EngineFailure(f"{asked} cannot be used: {error}") from error
         if config.attention == "flashinfer":
             raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
         log.warning("attention is torch's own, which is slow on a GPU: %s", error)
     return Model(config)
+
+
+def _fp8_settings(config: EmbeddedConfig) -> str:
+    """Those that ask for fp8, as they are set; empty for none. Only the fast path on a GPU has it."""
+    asked = {"QUANTIZATION": config.quantization, "KV_CACHE_DTYPE": config.kv_cache_dtype}
+    return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
 
 
 def device_of(config: EmbeddedConfig) -> torch.device:

@@ -35,13 +35,12 @@ class Model(PendingTokens):
         super().__init__()
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
+        self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
         self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
         attends = ask(self._module, self.hf_config, self.context_length)
-        if self.device.type == "cpu":
-            _replace_for_cpu(self._module)
-            _give_back_memory()
+        self._adapt(config, attends)
         self.vocab_size: int = self.hf_config.vocab_size
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
         self.groups = self._share(config, attends)
@@ -52,7 +51,7 @@ class Model(PendingTokens):
                 config.kv_block_size,
                 attends.kv_heads,
                 attends.head_dim,
-                self.dtype,
+                self.cache_dtype,
                 self.device,
             )
             for group in self.groups
@@ -82,11 +81,17 @@ class Model(PendingTokens):
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
+        """Make of the loaded module what computes here, before memory for KV blocks is taken."""
+        if self.device.type == "cpu":
+            _replace_for_cpu(self._module)
+            _give_back_memory()
+
     def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
         memory = config.kv_cache_memory_mb * MIB
         if self.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(self.device)[0] * config.free_gpu_memory_fraction)
-        layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.dtype.itemsize
+        layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.cache_dtype.itemsize
         memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
         return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
 

@@ -42,8 +42,10 @@ class _Prompts:
 class CudaAttention:
     """The tables of running sequences, and attention over them."""
 
-    def __init__(self, cache: KvCache, heads: int, scale: float, max_num_seqs: int, context_length: int) -> None:
+    def __init__(self, cache: KvCache, heads: int, scale: float, dtype: torch.dtype, max_num_seqs: int, context_length: int) -> None:
         self._cache, self._heads, self._scale = cache, heads, scale
+        self._dtype = dtype
+        """Of queries; keys and values that are not in the cache have it too."""
         self._device = cache.data.device
         self.width = -(-context_length // cache.block_size)
         self.tables = torch.full((max_num_seqs + 1, self.width), len(cache.data) - 1, dtype=torch.int32, device=self._device)
@@ -114,21 +116,18 @@ class CudaAttention:
         ragged, paged = self._wrappers[0]
         cache = self._cache
         begun = _offsets([chunk.length for chunk in prompts])
-        common: dict[str, Any] = {
-            "causal": True,
-            "sm_scale": self._scale,
-            "q_data_type": cache.data.dtype,
-            "kv_data_type": cache.data.dtype,
-        }
+        common: dict[str, Any] = {"causal": True, "sm_scale": self._scale, "q_data_type": self._dtype}
         if not any(chunk.start for chunk in prompts):
-            ragged.plan(begun, begun, self._heads, cache.heads, cache.head_dim, **common)
+            ragged.plan(begun, begun, self._heads, cache.heads, cache.head_dim, kv_data_type=self._dtype, **common)
             return _Prompts(ragged, True)
         ends = [chunk.start + chunk.length for chunk in prompts]
         counts = [-(-end // cache.block_size) for end in ends]
         pages = [block for chunk, count in zip(prompts, counts, strict=True) for block in chunk.sequence.blocks[:count]]
         last = torch.tensor([(end - 1) % cache.block_size + 1 for end in ends], dtype=torch.int32)
         indices = torch.tensor(pages, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
-        paged.plan(begun, _offsets(counts), indices, last, self._heads, cache.heads, cache.head_dim, cache.block_size, **common)
+        sizes = self._heads, cache.heads, cache.head_dim, cache.block_size
+        # FlashInfer takes FlashAttention-3 where it can; over float8 keys with such queries that is its version 2.
+        paged.plan(begun, _offsets(counts), indices, last, *sizes, kv_data_type=cache.data.dtype, **common)
         return _Prompts(paged, False)
 
     def _make_wrappers(self) -> tuple[Any, Any]:

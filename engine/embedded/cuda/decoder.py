@@ -1,5 +1,7 @@
 """Decoder layers of the Llama kind on a GPU: joined products, Triton kernels between them, the residual stream changed in place."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -8,50 +10,46 @@ from torch.nn import functional
 from engine.embedded.attention import KvCache
 from engine.embedded.cuda import kernels
 from engine.embedded.cuda.attention import CudaAttention, Step
-from engine.embedded.cuda.products import MAX_ROWS, Product, fits_product
+from engine.embedded.cuda.fp8 import Fp8Products
+from engine.embedded.cuda.weights import Norm, PlainProducts, Products
 from engine.embedded.decoder import has_parts, values_of_first_head
 
-# Rows of the weight and columns for each program, and its warps, measured on an H200 (benchmarks/kernels.py, docs/log.md).
-_TILES = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4), "head": (8, 1024, 4)}
-
-_FEW_ROWS = range(33, MAX_ROWS + 1)
-"""Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
-_FEW_TILES = {"out": (64, 128, 2, 4, 4), "gate_up": (64, 64, 1, 3, 4), "down": (64, 128, 2, 4, 4)}
+_HEAD_TILE = (8, 1024, 4)
 _TRIAL = 9
 
 
 class _Layer:
     """The weights of one layer, joined."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, products: Products) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.norm = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
-        self.mlp_norm = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
-        self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _joined(attention.o_proj)
-        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        self.down = _joined(mlp.down_proj)
+        self.norm: Norm = (layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        self.mlp_norm: Norm = (layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
+        self.qkv = products.join("qkv", [attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = products.join("out", [attention.o_proj])
+        self.gate_up = products.join("gate_up", [mlp.gate_proj, mlp.up_proj])
+        self.down = products.join("down", [mlp.down_proj])
 
 
 class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers."""
 
-    def __init__(self, model: Any, attention: CudaAttention, context_length: int) -> None:
+    def __init__(self, model: Any, context_length: int, quantization: str) -> None:
         inner, first = model.model, model.model.layers[0].self_attn
         dim = first.head_dim
         self.scale: float = first.scaling
-        self._heads = first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim
-        self.attention = attention
+        self.heads = first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim
         self._embedding = inner.embed_tokens.weight
-        self._norm = inner.norm.weight, inner.norm.variance_epsilon
+        self._norm: Norm = (inner.norm.weight, inner.norm.variance_epsilon)
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
-        width = self._heads[0] * dim
-        self._product = Product(self._embedding.device)
-        self._fetch = not width & (width - 1)
+        width = self.heads[0] * dim
+        fetch = not width & (width - 1)
+        self._products = Fp8Products(fetch) if quantization == "fp8" else PlainProducts(fetch, self._embedding.device)
+        self.tolerance = self._products.tolerance
         self._layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index]))
+            self._layers.append(_Layer(inner.layers[index], self._products))
             inner.layers[index] = torch.nn.Identity()
 
     def load_products(self, max_rows: int) -> None:
@@ -59,49 +57,31 @@ class LlamaDecoder:
         layer = self._layers[0]
         for rows in range(256, max_rows + 1, 256):
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                functional.linear(weight.new_zeros((rows, weight.shape[1])), weight)
+                self._products.load(weight, rows)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, step: Step, rows: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step, rows: torch.Tensor | None
+    ) -> torch.Tensor:
         """Logits [rows, vocab] of these flat rows, all of them if None. `tokens` and `positions`: int [tokens]."""
         x = functional.embedding(tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
-            attended = self._attend(x, index, layer, positions, step)
-            if rows is not None and index == len(self._layers) - 1:  # nothing else of the last layer is looked at
+        products, norms = self._products, [layer.norm for layer in self._layers]
+        normed = products.norm(x, norms[0])
+        for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
+            attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
+            if rows is not None and following is None:  # nothing else of the last layer is looked at
                 x, attended = x[rows], attended[rows]
-            self._add(x, attended, layer.out, "out")
-            self._add(x, self._gated(x, layer), layer.down, "down")
+            normed = products.add(x, attended, layer.out, layer.mlp_norm)
+            normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)
         if len(x) == 1:
-            return kernels.gemv(x, self._head, norm=self._norm, tile=_TILES["head"])
+            return kernels.gemv(x, self._head, norm=self._norm, tile=_HEAD_TILE)
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
 
-    def _attend(self, x: torch.Tensor, index: int, layer: _Layer, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        heads, kv_heads, dim = self._heads
-        if len(x) == 1:
-            qkv = kernels.gemv(x, layer.qkv, norm=layer.norm, tile=_TILES["qkv"])
-        else:
-            qkv = functional.linear(kernels.rms_norm(x, *layer.norm), layer.qkv)
-        keys, values = self.attention.layer(index)
-        query = kernels.rotate_and_store(qkv, self._heads, self._rotations, positions, step.rows, keys, values)
-        key, value = qkv.view(len(x), -1, dim)[:, heads:].split(kv_heads, 1)  # type: ignore[no-untyped-call]
-        return self.attention(step, index, query, key, value).flatten(1)
-
-    def _gated(self, x: torch.Tensor, layer: _Layer) -> torch.Tensor:
-        """silu(gate) · up of the normalised x."""
-        if len(x) == 1:
-            return kernels.gemv(x, layer.gate_up, norm=layer.mlp_norm, gated=True, tile=_TILES["gate_up"])
-        normed = kernels.rms_norm(x, *layer.mlp_norm)
-        if len(x) in _FEW_ROWS and fits_product(layer.gate_up):
-            return self._product(normed, layer.gate_up, _FEW_TILES["gate_up"], gated=True)
-        return kernels.silu_mul(functional.linear(normed, layer.gate_up))
-
-    def _add(self, x: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, name: str) -> None:
-        """x += value · weightᵀ, in place."""
-        if len(x) == 1:
-            kernels.gemv(value, weight, residual=x, fetch=name == "out" and self._fetch, tile=_TILES[name])
-        elif len(x) in _FEW_ROWS and fits_product(weight):
-            self._product(value, weight, _FEW_TILES[name], residual=x)
-        else:
-            torch.addmm(x, value, weight.t(), out=x)
+    def _attend(self, qkv: torch.Tensor, index: int, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step) -> torch.Tensor:
+        heads, kv_heads, dim = self.heads
+        keys, values = attention.layer(index)
+        query = kernels.rotate_and_store(qkv, self.heads, self._rotations, positions, step.rows, keys, values)
+        key, value = qkv.view(len(qkv), -1, dim)[:, heads:].split(kv_heads, 1)  # type: ignore[no-untyped-call]
+        return attention(step, index, query, key, value).flatten(1)
 
 
 def is_llama_kind(model: Any) -> bool:
@@ -123,11 +103,12 @@ def is_llama_kind(model: Any) -> bool:
 class _Stub:
     """In the place of attention: something that depends on all of its arguments."""
 
-    def __init__(self, cache: KvCache, scale: float) -> None:
-        self._cache, self._scale = cache, scale
+    def __init__(self, decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> None:
+        _, kv_heads, dim = decoder.heads
+        self._cache, self._scale = KvCache(1, 1, _TRIAL, kv_heads, dim, dtype, device), decoder.scale
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.data[:, index, 0], self._cache.data[:, index, 1]
+        return self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
 
     def __call__(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return values_of_first_head(layer, query, key, value, self._scale)
@@ -141,23 +122,15 @@ def trial_by_transformers(model: Any) -> torch.Tensor:
     return logits[0].float()
 
 
-def trial(decoder: LlamaDecoder, cache: KvCache) -> torch.Tensor:
-    """The same by `decoder`: the first token alone, as a decode step has it, then the others."""
-    real, stub = decoder.attention, _Stub(cache, decoder.scale)
-    decoder.attention = stub  # type: ignore[assignment]
-    tokens = torch.arange(1, 1 + _TRIAL, device=cache.data.device, dtype=torch.int32)
-    spare = (len(cache.data) - 1) * cache.layers * 2 * cache.block_size
+def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same by `decoder`, with a KV cache of this type: the first token alone, as a decode step has it, then the others."""
+    stub = _Stub(decoder, dtype, device)
+    tokens = torch.arange(1, 1 + _TRIAL, device=device, dtype=torch.int32)
     parts = []
     for part in (tokens[:1], tokens[1:]):
-        rows = torch.arange(len(part), device=cache.data.device) + spare
-        step = Step(rows, len(part), part, part, None)
-        parts.append(decoder(part.long(), part, step, None).float())
-    decoder.attention = real
+        rows = torch.arange(len(part), device=device)
+        parts.append(decoder(part.long(), part, stub, Step(rows, len(part), part, part, None), None).float())
     return torch.cat(parts)
-
-
-def _joined(*linears: Any) -> torch.Tensor:
-    return torch.cat([linear.weight for linear in linears]).detach() if len(linears) > 1 else linears[0].weight.detach()
 
 
 def _rotations(rotary: Any, context_length: int, device: torch.device) -> torch.Tensor:

@@ -136,7 +136,8 @@ def _gemv(
         first_up = tl.load(tiles + N * K, eviction_policy="evict_first")
     if FP8:
         channel = tl.load(channels + n)
-        channel_up = tl.load(channels + N + n) if GATED else channel
+        if GATED:
+            channel_up = tl.load(channels + N + n)
     if FETCH:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         lines = weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // LINE)[None, :] * LINE
@@ -166,13 +167,14 @@ def _gemv(
             else:
                 tile_up = tl.load(tiles + N * K + start, eviction_policy="evict_first")
             acc_up += tile_up.to(tl.float32) * value[None, :]
-    total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    total = tl.sum(acc, 1)
     if FP8:
         total *= channel
-        total_up *= channel_up
     if GATED:
         gate = total.to(out.dtype.element_ty).to(tl.float32)
-        total = gate * tl.sigmoid(gate) * total_up
+        total = gate * tl.sigmoid(gate) * tl.sum(acc_up, 1)
+        if FP8:
+            total *= channel_up
     if ADD:
         total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(out + n).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty))
@@ -201,7 +203,8 @@ def gemv(
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
     _gemv[(N // block_n,)](
-        x, weight, x if channels is None else channels, scale, out, epsilon, N, K, channels is not None, norm is not None, residual is not None, gated, fetch,
+        x, weight, x if channels is None else channels, scale, out, epsilon, N,
+        K, channels is not None, norm is not None, residual is not None, gated, fetch,
         block_n, block_k, triton.next_power_of_2(K), num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out

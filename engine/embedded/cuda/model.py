@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.config import EmbeddedConfig
 from engine.embedded.cuda.attention import CudaAttention
 from engine.embedded.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
-from engine.embedded.load import UnsupportedModelError
+from engine.embedded.layout import Attends
+from engine.embedded.load import UnsupportedModelError, dtype_of
 from engine.embedded.model import Model
 from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
@@ -34,18 +35,8 @@ class CudaModel(Model):
     def __init__(self, config: EmbeddedConfig) -> None:
         _check(config)
         super().__init__(config)
-        if len(self.groups) > 1 or self.groups[0].window is not None:
-            raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
-        first = self._module.model.layers[0].self_attn
-        heads = first.q_proj.out_features // first.head_dim
-        self._attention = CudaAttention(self.cache, heads, first.scaling, config.max_batch_size, self.context_length)
-        with torch.inference_mode():
-            expected = trial_by_transformers(self._module)
-            self._decoder = LlamaDecoder(self._module, self._attention, self.context_length)
-            if not torch.allclose(trial(self._decoder, self.cache), expected, rtol=0.05, atol=0.05 * float(expected.abs().max())):
-                raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
-        self._module = None
-        torch.cuda.empty_cache()
+        heads, scale = self._decoder.heads[0], self._decoder.scale
+        self._attention = CudaAttention(self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length)
         self._sampled = torch.zeros(config.max_batch_size + 1, dtype=torch.int64, device=self.device)
         """The last token of each slot."""
         self._spare_slot = config.max_batch_size
@@ -70,7 +61,7 @@ class CudaModel(Model):
             return self._replay(self._graphs[size], self._inputs(chunks, size), rows)
         tokens, positions, slots, _ = self._inputs(chunks, count)
         step = self._attention.mixed(chunks, slots, positions)
-        return self._decoder(self._token_ids(tokens), positions, step, self._to_device(rows))
+        return self._decoder(self._token_ids(tokens), positions, self._attention, step, self._to_device(rows))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
@@ -80,6 +71,19 @@ class CudaModel(Model):
         if tokens is self._likeliest[1]:
             return
         self._sampled[self._to_device(slots)] = tokens
+
+    def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
+        """The weights are joined, and quantised, layer by layer: what that gives back is there for KV blocks."""
+        if set(attends.windows) != {None}:
+            raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
+        with torch.inference_mode():
+            expected = trial_by_transformers(self._module)
+            self._decoder = LlamaDecoder(self._module, self.context_length, config.quantization)
+            found, tolerance = trial(self._decoder, self.cache_dtype, self.device), self._decoder.tolerance
+            if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+                raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
+        self._module = None
+        torch.cuda.empty_cache()
 
     def _graph_size(self, chunks: Sequence_[Chunk], count: int) -> int:
         """The graph to run a step of `count` tokens, 0 for none. A token of a prompt is as good as a decode there, if it has not too many
@@ -102,7 +106,8 @@ class CudaModel(Model):
     def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph does: the step, and the likeliest tokens, remembered as if they had been sampled."""
         tokens, positions, slots, targets = inputs
-        logits = self._decoder(self._token_ids(tokens), positions, self._attention.decode(slots, positions), None)
+        step = self._attention.decode(slots, positions)
+        logits = self._decoder(self._token_ids(tokens), positions, self._attention, step, None)
         likeliest = logits.argmax(dim=1)
         self._sampled.index_copy_(0, targets.long(), likeliest)
         return logits, likeliest
@@ -175,6 +180,8 @@ def _check(config: EmbeddedConfig) -> None:
     """What can be known before anything is loaded."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise UnsupportedModelError(f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}")
+    if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
+        raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
     if set(getattr(hf_config.get_text_config(), "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise UnsupportedModelError(f"{hf_config.model_type} has layers that do not attend to everything")
