@@ -33,7 +33,7 @@ class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
 class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """The engine after one step. Counters count from its start; `timestamp` is in seconds since the epoch.
 
-    `num_aborted_requests` and `num_preemptions` are our additions to TensorRT-LLM's keys.
+    `num_aborted_requests`, `num_preemptions` and all of disaggregation are our additions to TensorRT-LLM's keys.
     """
 
     timestamp: float
@@ -47,3 +47,16 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     inflight_batching_stats: InflightBatchingStats
     num_aborted_requests: int = 0
     num_preemptions: int = 0
+    num_held_requests: int = 0
+    """Prompts whose KV blocks are kept for another replica to read."""
+    num_held_blocks: int = 0
+    """Their blocks, also counted as used; one that two of them share counts twice."""
+    num_fetching_requests: int = 0
+    """Sequences whose KV blocks are being read from another replica; they are active requests too."""
+    kv_transfer_success_total: int = 0
+    kv_transfer_failure_total: int = 0
+    """Transfers that failed or took too long; the prompt was then computed here."""
+    kv_transfer_bytes: int = 0
+    """Read by the transfers that succeeded."""
+    kv_transfer_latency_seconds: float = 0.0
+    """Sum over the transfers that succeeded, each from its first read to its last byte."""
