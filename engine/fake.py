@@ -1,7 +1,8 @@
 """The engine without a model: deterministic, fast, and true to every promise of `engine/base.py`.
 
 It echoes. Output token i is `prompt_token_ids[i % len(prompt)]`, less the end-of-sequence ids, which a chat template puts into every
-prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else.
+prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else. What it
+hands over is a digest of prompt and first token, which it checks when it goes on from there.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import heapq
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from engine.config import FakeConfig
 from engine.errors import ContextOverflow, EngineNotReady, InvalidRequest
@@ -17,7 +19,9 @@ from engine.kv_events import KvEvent
 from engine.priority import rank
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.stream import DeltaStream, Latest
-from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
+from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Handoff, Held, Logprob, PromptReport, TokenLogprobs
+
+BACKEND = "fake"
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +38,14 @@ class _Sequence:
     stream: DeltaStream = field(init=False)
     blocks: FakeSequenceBlocks | None = None
     cursor: int = 0
+    started: bool = False
+    """Whether its prompt is computed."""
+
+    def go_on(self, handoff: Handoff) -> None:
+        """Count `handoff.first` as said."""
+        for token in handoff.first.token_ids:
+            self.next_token()
+            self.tokens.append(token)
 
     def next_token(self) -> int:
         """The next id of the echo; before `min_tokens`, the next that does not end the sequence."""
@@ -66,6 +78,7 @@ class FakeEngine:
         self._work = asyncio.Event()
         self._waiting: list[tuple[float, int, _Sequence]] = []
         self._running: dict[_Sequence, None] = {}
+        self._held: dict[_Sequence, None] = {}
         self._reserved = 0
         self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
         self._stats: Latest[IterationStats] = Latest()
@@ -77,7 +90,7 @@ class FakeEngine:
             raise EngineNotReady("the engine has not started")
         config = self._config
         return EngineInfo(
-            backend="fake",
+            backend=BACKEND,
             model=config.model,
             dtype="none",
             device="none",
@@ -123,7 +136,7 @@ class FakeEngine:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker])
-        for sequence in [*self._running, *(entry[2] for entry in self._waiting)]:
+        for sequence in [*self._running, *self._held, *(entry[2] for entry in self._waiting)]:
             sequence.stream.fail(EngineNotReady("the engine is closing"))
             self._release(sequence)
         self._waiting.clear()
@@ -139,27 +152,34 @@ class FakeEngine:
         if sampling.guide is not None:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
         total = len(prompt) + sampling.max_tokens
+        most = len(prompt) + min(1, sampling.max_tokens) if request.prefill_only else total
         capacity = min(config.context_length, config.num_blocks * config.block_size)
         if total > capacity:
             raise ContextOverflow(f"{len(prompt)} prompt tokens and {sampling.max_tokens} to generate exceed the context of {capacity}")
+        if request.handoff is not None:
+            _check(request.handoff, prompt)
         meant = frozenset(sampling.stop_token_ids)
         eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
-        return _Sequence(
+        sequence = _Sequence(
             request=request,
             received=time.monotonic(),
             tokens=list(prompt),
             echo=tuple(token for token in prompt if token not in eos or token in meant) or prompt,
             stops=meant | eos,
-            num_blocks=-(-total // config.block_size),
+            num_blocks=-(-most // config.block_size),
         )
+        if request.handoff is not None:
+            sequence.go_on(request.handoff)
+        return sequence
 
     async def _run(self) -> None:
         while True:
-            if not self._running and not self._waiting:
-                self._work.clear()
-                await self._work.wait()
             started = time.perf_counter()
             admitted = self._admit()
+            if not self._running:  # what waits, if something does, waits for what is held
+                self._work.clear()
+                await self._work.wait()
+                continue
             scheduled = len(self._running)
             for sequence in list(self._running):
                 self._step(sequence)
@@ -185,10 +205,10 @@ class FakeEngine:
         """Compute what is new of the sequence and emit its next token."""
         request, sampling = sequence.request, sequence.request.sampling
         assert sequence.blocks is not None
-        first = len(sequence.tokens) == len(request.prompt_token_ids)
-        prompt = self._prompt_report(sequence, sequence.blocks) if first else None
-        if first or len(sequence.tokens) % self._config.block_size <= 1:
+        prompt = None if sequence.started or request.handoff is not None else self._prompt_report(sequence, sequence.blocks)
+        if not sequence.started or len(sequence.tokens) % self._config.block_size <= 1:
             sequence.blocks.fill(sequence.tokens)
+        sequence.started = True
         if sampling.max_tokens == 0:
             delta = Delta((), finish_reason="length", prompt=prompt)
         else:
@@ -196,7 +216,11 @@ class FakeEngine:
             sequence.tokens.append(token)
             finish, stop = sequence.finish(token)
             logprobs = () if sampling.logprobs is None else (self._logprobs(token, sampling.logprobs),)
-            delta = Delta((token,), logprobs, finish, stop, prompt)
+            held = Held(_state(request.prompt_token_ids, (token,))) if request.prefill_only and finish is None else None
+            delta = Delta((token,), logprobs, finish, stop, prompt, held)
+            if held is not None:
+                del self._running[sequence]
+                self._held[sequence] = None
         if delta.finish_reason is not None:
             self._completed += 1
             self._release(sequence)
@@ -217,8 +241,11 @@ class FakeEngine:
         return (top[0], *top[:count])
 
     def _abort(self, sequence: _Sequence) -> None:
-        self._aborted += 1
-        if sequence not in self._running:
+        if sequence in self._held:
+            self._completed += 1
+        else:
+            self._aborted += 1
+        if sequence.blocks is None:
             self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
             heapq.heapify(self._waiting)
         self._release(sequence)
@@ -228,7 +255,9 @@ class FakeEngine:
         """Give back the blocks of a sequence that has ended, if it holds any."""
         if sequence.blocks is not None:
             sequence.blocks.release()
-            del self._running[sequence]
+            self._running.pop(sequence, None)
+            self._held.pop(sequence, None)
+            self._work.set()
             self._reserved -= sequence.num_blocks
 
     def _publish(self, seconds: float, scheduled: int, admitted: int) -> None:
@@ -249,5 +278,19 @@ class FakeEngine:
                     avg_num_decoded_tokens_per_iter=1.0 if scheduled else 0.0,
                 ),
                 num_aborted_requests=self._aborted,
+                num_held_requests=len(self._held),
+                num_held_blocks=sum(sequence.blocks.held for sequence in self._held if sequence.blocks is not None),
             )
         )
+
+
+def _state(prompt: tuple[int, ...], first: tuple[int, ...]) -> bytes:
+    return blake2b(repr((prompt, first)).encode(), digest_size=16).digest()
+
+
+def _check(handoff: Handoff, prompt: tuple[int, ...]) -> None:
+    """Raises InvalidRequest for what another kind of engine, or another prompt, has left."""
+    if handoff.backend != BACKEND:
+        raise InvalidRequest(f"the handoff is of the {handoff.backend} engine; this replica runs {BACKEND}", "handoff")
+    if handoff.state and handoff.state != _state(prompt, handoff.first.token_ids):
+        raise InvalidRequest("the handoff is of another prompt", "handoff")

@@ -108,6 +108,11 @@ class FakeSequenceBlocks:
         self._salt = salt.encode()
         self._partial = 0
 
+    @property
+    def held(self) -> int:
+        """How many there are."""
+        return len(self.keys) + self._partial
+
     def key(self, tokens: tuple[int, ...]) -> int:
         """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
         parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt

@@ -142,7 +142,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` all has been said: there is
     nothing to decode."""
     state: bytes = b""
-    """Where the KV blocks are, in the backend's own terms."""
+    """Where the KV blocks are, in the backend's own terms; empty if they are lost: the engine then computes the prompt itself."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
 

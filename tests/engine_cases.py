@@ -23,6 +23,8 @@ from engine.types import Delta, GenerateRequest, SamplingParams
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+HANDING_OVER = ["fake", "fake-host", "fake-admission", "trtllm", "trtllm-host"]
+"""The kinds that prefill for each other; one engine is both sides here."""
 FAKE_TRTLLM = str(Path(__file__).parent / "fake_trtllm")
 _ids = itertools.count()
 _rng = random.Random(0)
@@ -50,6 +52,7 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
         arguments = {"kv_cache_config": cache, "max_batch_size": 16, "guided_decoding_backend": "xgrammar", "enable_iter_perf_stats": True}
+        arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
         return TrtllmConfig(model=str(tiny_model), arguments=arguments)
     return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
 

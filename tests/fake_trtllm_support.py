@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+
+from engine.base import Engine
+from engine.handoff import handoff_of
+from engine.types import GenerateRequest, Handoff
 
 ROOT = Path(__file__).parent
 API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
@@ -76,3 +81,12 @@ def model_folder(folder: Path, **config: Any) -> Path:
     known = {"vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2, "image_token_id": IMAGE}
     (folder / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
     return folder
+
+
+async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:
+    """What the prefill of a request leaves, which the stand-in keeps although its stream is closed."""
+    stream = engine.generate(replace(request, prefill_only=True))
+    try:
+        return handoff_of("trtllm", await anext(stream))
+    finally:
+        await stream.aclose()

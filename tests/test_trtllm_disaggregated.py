@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_trtllm_support import found, trt  # noqa: F401 - a fixture for every test here
+from fake_trtllm_support import found, handed_over, trt  # noqa: F401 - a fixture for every test here
 
 from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig
@@ -85,7 +85,7 @@ async def expected(wanted: GenerateRequest) -> list[Delta]:
 @pytest.mark.parametrize("logprobs", [None, 3])
 async def test_prefill_and_decode_give_what_one_engine_gives(logprobs: int | None) -> None:
     async with pair() as (prefill, decode):
-        handed = await prefill.prefill(request(logprobs=logprobs))
+        handed = await handed_over(prefill, request(logprobs=logprobs))
         travelled = handoff.decode_handoff(handoff.encode(handed))
         assert travelled == handed
         rest = await all_of(decode.generate(msgspec.structs.replace(request(logprobs=logprobs), handoff=travelled)))
@@ -99,14 +99,14 @@ async def test_prefill_and_decode_give_what_one_engine_gives(logprobs: int | Non
 
 async def test_a_request_for_one_token_leaves_nothing_to_decode() -> None:
     async with engine("prefill") as prefill:
-        handed = await prefill.prefill(request(max_tokens=1))
+        handed = await handed_over(prefill, request(max_tokens=1))
     assert handed.first.finish_reason == "length" and handed.state == b"" and len(handed.first.token_ids) == 1
 
 
 async def test_an_end_at_the_first_token_leaves_nothing_to_decode() -> None:
     first = tokens(await expected(request()))[0]
     async with engine("prefill") as prefill:
-        handed = await prefill.prefill(request(stop_token_ids=(first,)))
+        handed = await handed_over(prefill, request(stop_token_ids=(first,)))
     assert (handed.first.finish_reason, handed.first.stop_reason, handed.state) == ("stop", first, b"")
 
 
@@ -121,7 +121,7 @@ async def test_decode_refuses_a_request_without_a_handoff_unless_it_says_so() ->
 
 async def test_a_handoff_of_another_engine_or_prompt_is_refused() -> None:
     async with pair() as (prefill, decode):
-        handed = await prefill.prefill(request())
+        handed = await handed_over(prefill, request())
         other = msgspec.structs.replace(handed, backend="embedded")
         with pytest.raises(InvalidRequest, match="embedded"):
             await all_of(decode.generate(msgspec.structs.replace(request(), handoff=other)))
@@ -136,7 +136,7 @@ async def test_a_handoff_of_another_engine_or_prompt_is_refused() -> None:
 async def test_an_abort_on_decode_waits_for_the_transfer() -> None:
     """Before the first response there is no abort in the engine; at the first one there is."""
     async with pair() as (prefill, decode):
-        handed = await prefill.prefill(request(max_tokens=500))
+        handed = await handed_over(prefill, request(max_tokens=500))
         aborts: list[int] = []
         result_class = found("tensorrt_llm.executor.result").GenerationResult
         original = result_class.abort
@@ -159,7 +159,7 @@ async def test_an_abort_on_decode_waits_for_the_transfer() -> None:
 async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.3}))  # it cannot be over before it is cancelled
     async with engine("prefill") as prefill:
-        task = asyncio.create_task(prefill.prefill(request()))
+        task = asyncio.create_task(handed_over(prefill, request()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -173,7 +173,7 @@ async def test_an_engine_without_a_transceiver_says_so() -> None:
     await running.start()
     try:
         with pytest.raises(InvalidRequest, match="cache_transceiver_config"):
-            await running.prefill(request())
+            await handed_over(running, request())
     finally:
         await running.close()
 
@@ -192,7 +192,7 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
             **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
         )
         result = _Result(params, (1, 2, 3))
-        handed = disaggregation.handoff_of(result, Delta((3,), finish_reason="length"), (1,))
+        handed = handoff.handoff_of("trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), (1,)))
         assert handed.prompt_token_ids == (1, 2, 3)
         generation = disaggregation.generation_keywords(handed)
         assert "multimodal_embedding_handles" not in generation
@@ -235,7 +235,7 @@ def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
     without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
     for params in (None, empty, without_a_token, without_an_id):
         with pytest.raises(EngineFailure, match="transceiver"):
-            disaggregation.handoff_of(_Result(params, ()), Delta((1,), finish_reason="length"), ())
+            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), ())
     with pytest.raises(EngineFailure, match="no embeddings"):
         disaggregation.encoding_of(_Result(empty, ()), "")
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import trtllm_gotchas_support
 from engine_cases import FAKE_TRTLLM
-from fake_trtllm_support import found
+from fake_trtllm_support import found, handed_over
 from http_support import application
 from trtllm_gotchas_support import ROOT, request, running, tokens, until
 
@@ -89,7 +89,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
     encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
     async with running(folder, "prefill") as engine:
         with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):
-            await engine.prefill(request(encoding=encoding))
+            await handed_over(engine, request(encoding=encoding))
         assert engine.healthy and await tokens(engine, request())
 
 

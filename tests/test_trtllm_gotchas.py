@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 import trtllm_gotchas_support
-from fake_trtllm_support import API, IMAGE, PROMPT, found, model_folder
+from fake_trtllm_support import API, IMAGE, PROMPT, found, handed_over, model_folder
 from trtllm_contract_api import signature
 from trtllm_gotchas_support import FACTS, SOURCES, arguments_of, request, running, tokens, until
 
 from engine.config import TrtllmConfig
 from engine.errors import InvalidRequest
-from engine.handoff import decode_encoding, decode_handoff, encode
+from engine.handoff import decode_encoding, decode_handoff, encode, handoff_of
 from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.outputs import Outputs
@@ -71,7 +71,7 @@ async def test_gotcha_04_sampling_params_are_mutated(folder: Path, calls: list[A
     """
     async with running(folder, "prefill") as engine:
         shared = request().sampling
-        handed = await engine.prefill(request(sampling=shared))
+        handed = await handed_over(engine, request(sampling=shared))
         assert handed.first.token_ids == (5,) and calls[-1][1]["sampling_params"].max_tokens == 1
         assert await tokens(engine, request(sampling=shared, request_id="s")) == [5, 6, 7, 5, 6, 7]
         assert len(await tokens(engine, request(max_tokens=40, temperature=1.0, request_id="t"))) == 40
@@ -106,7 +106,8 @@ def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
         mrope_position_deltas_handle=handle, **dict.fromkeys(newer, 1),
     )  # fmt: skip
     result = SimpleNamespace(outputs=[SimpleNamespace(disaggregated_params=theirs)], prompt_token_ids=PROMPT)
-    handed = decode_handoff(encode(disaggregation.handoff_of(result, Delta((5,), finish_reason="length"), tuple(PROMPT))))
+    held = disaggregation.held_of(result, Delta((5,), finish_reason="length"), tuple(PROMPT))
+    handed = decode_handoff(encode(handoff_of("trtllm", held)))
     later = msgspec.msgpack.decode(handed.state) | dict.fromkeys(newer, 1)
     for state in (handed.state, msgspec.msgpack.encode(later)):
         keywords = disaggregation.generation_keywords(msgspec.structs.replace(handed, state=state))
@@ -124,13 +125,13 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
         assert arguments["cache_transceiver_config"]["backend"] == "DEFAULT"
         assert bool(arguments.get("disable_overlap_scheduler")) == (role == "prefill")
     async with running(folder, "prefill", **said) as prefill, running(folder, "decode", **said) as decode:
-        handed = await prefill.prefill(request())
+        handed = await handed_over(prefill, request())
         assert await tokens(decode, request(handoff=handed)) == [6, 7, 5, 6, 7]
     chosen = arguments_of("prefill", {"cache_transceiver_config": {"backend": "UCX"}})["cache_transceiver_config"]
     assert chosen == {"backend": "UCX", "kv_transfer_timeout_ms": 60_000}, "or blocks that nobody fetches are kept for ever"
     async with running(folder) as aggregated:
         with pytest.raises(InvalidRequest, match=r"cache_transceiver_config\.backend"):
-            await aggregated.prefill(request())
+            await handed_over(aggregated, request())
 
 
 async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_further(folder: Path, calls: list[Any]) -> None:
@@ -145,7 +146,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         await encoder.close()
     wanted = request(prompt_token_ids=(5, IMAGE, 6), ignore_eos=True)
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
-        handed = decode_handoff(encode(await prefill.prefill(msgspec.structs.replace(wanted, encoding=encoding))))
+        handed = decode_handoff(encode(await handed_over(prefill, msgspec.structs.replace(wanted, encoding=encoding))))
         context = calls[-1][1]
         assert handed.prompt_token_ids == (5, *[IMAGE] * 16, 6)
         rest = await tokens(decode, msgspec.structs.replace(wanted, handoff=handed))

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
-from engine.types import Delta, Encoding, Handoff
+from engine.types import Delta, Encoding, Handoff, Held
 
 BACKEND = "trtllm"
 T = TypeVar("T")
@@ -50,21 +50,19 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
     return context_keywords(encoding) | {"request_type": "context_and_generation"}
 
 
-def handoff_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Handoff:
-    """What a context-only result hands on. `delta` is all that it said, `prompt` what it was asked. Raises EngineFailure."""
+def held_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Delta:
+    """`delta`, all that a context-only result said, with what it holds for decode: that its one token was the last it was allowed ends
+    nothing. `prompt` is what it was asked. Raises EngineFailure.
+    """
     if delta.finish_reason == "stop":
-        return Handoff(version=VERSION, backend=BACKEND, first=delta)
+        return delta
     params = result.outputs[0].disaggregated_params
     if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
         raise EngineFailure("the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?")
+    state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
     expanded = tuple(result.prompt_token_ids)
-    return Handoff(
-        version=VERSION,
-        backend=BACKEND,
-        first=msgspec.structs.replace(delta, finish_reason=None),
-        state=msgspec.msgpack.encode(ContextState(**_values(params, ContextState))),
-        prompt_token_ids=() if expanded == prompt else expanded,
-    )
+    held = Held(state, () if expanded == prompt else expanded)
+    return msgspec.structs.replace(delta, finish_reason=None, held=held)
 
 
 def encoding_of(result: Any, prompt: str) -> Encoding:

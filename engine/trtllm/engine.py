@@ -14,18 +14,17 @@ from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.handoff import VERSION
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest, merge
+from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.trtllm import library
-from engine.trtllm.disaggregation import BACKEND, handoff_of
+from engine.trtllm.disaggregation import held_of
 from engine.trtllm.events import iteration_stats, kv_capacity
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
-from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Handoff
+from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
 
@@ -96,18 +95,6 @@ class TrtllmEngine:
         except EngineError as error:
             return DeltaStream.failed(error)
 
-    async def prefill(self, request: GenerateRequest) -> Handoff:
-        """Compute the prompt and its first token, and hold the KV blocks for the replica that decodes. One token is all that is wanted:
-        then there is nothing to hand over. Raises as `generate` does; cancelling aborts.
-        """
-        more = request.sampling.max_tokens > 1
-        run = self._begin(request, context_only=more)
-        async with contextlib.aclosing(run.stream) as stream:
-            first = merge([delta async for delta in stream])
-        if not more:
-            return Handoff(version=VERSION, backend=BACKEND, first=first)
-        return handoff_of(run.result, first, request.prompt_token_ids)
-
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
         return self._events.batches()
 
@@ -128,15 +115,16 @@ class TrtllmEngine:
         self._stats.close()
         self._events.close()
 
-    def _begin(self, request: GenerateRequest, *, context_only: bool = False) -> "_Run":
+    def _begin(self, request: GenerateRequest) -> "_Run":
         """Raises InvalidRequest, EngineUnavailable and EngineFailure."""
         self._check(request)
+        context_only = request.prefill_only and request.sampling.max_tokens > 1  # else there is nothing to hand over
         try:
             result = library.submit(self._llm, request, self._facts, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
-        run = _Run(result, transferring=request.handoff is not None)
+        run = _Run(result, context_only=context_only, transferring=request.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._streams.add(run.stream)
         run.stream.when_done(lambda: self._streams.discard(run.stream))
@@ -162,7 +150,7 @@ class TrtllmEngine:
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
                     started = True
-                    stream.put(delta)
+                    await run.deliver(delta, request.prompt_token_ids)
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
             stream.fail(error)
@@ -177,8 +165,9 @@ class TrtllmEngine:
             self._publish(self._newest)
 
     def _abort(self, run: "_Run") -> None:
-        self._aborted += 1
-        run.abort()
+        if not run.result.finished:  # else its blocks were held
+            self._aborted += 1
+            run.abort()
 
     def _publish(self, stats: IterationStats) -> None:
         """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
@@ -266,10 +255,23 @@ class _Run:
 
     stream: DeltaStream
 
-    def __init__(self, result: Any, *, transferring: bool) -> None:
+    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
         self.result = result
+        self._context_only = context_only
         self._transferring = transferring
         self._aborted = False
+
+    async def deliver(self, delta: Delta, prompt: tuple[int, ...]) -> None:
+        """Pass on a delta. With that of a context-only request its KV blocks are held until the stream ends, and so long this waits; the
+        engine has finished with the request by then and frees them itself, when they have been read or after its transceiver's time limit.
+        """
+        if self._context_only:
+            delta = held_of(self.result, delta, prompt)
+        self.stream.put(delta)
+        if delta.held is not None:
+            over = asyncio.Event()
+            self.stream.when_done(over.set)
+            await over.wait()
 
     def abort(self) -> None:
         self._aborted = True
