@@ -58,12 +58,50 @@ def products(rows: int) -> None:
     print(f"  32 layers of products, rows={rows}: {total * 32 * 1e3:.2f} ms", flush=True)
 
 
-def gemvs() -> None:
+def fp8_products(rows: int) -> None:
+    """What `Fp8Products` runs, beside `products`: the product, and what quantises its input in the pass that makes it."""
+    from engine.embedded.cuda import fp8_kernels
+
+    total = 0.0
+    for name, (n, k) in SHAPES.items():
+        weights = [fp8_weight(n, k) for _ in range(COPIES)]
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        values, scales = fp8_kernels.quantise(x)
+
+        def product(weight: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+            return torch._scaled_mm(
+                values, weight.t(), scale_a=scales, scale_b=channels.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        seconds = timed(lambda: [product(*weight) for weight in weights])
+        total += seconds / COPIES
+        say(f"scaled_mm {name} rows={rows}", seconds, COPIES * (n * k + rows * (k + n * 2)), COPIES * 2.0 * rows * n * k)
+    print(f"  32 layers of fp8 products, rows={rows}: {total * 32 * 1e3:.2f} ms", flush=True)
+    norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x, wide = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (HIDDEN, 2 * MIDDLE))
+    added = torch.randn_like(x)
+    say(f"fp8 quantise rows={rows}", timed(lambda: [fp8_kernels.quantise(x) for _ in range(COPIES)]), COPIES * rows * HIDDEN * 3)
+    seconds = timed(lambda: [fp8_kernels.rms_norm(x, norm, 1e-5, added) for _ in range(COPIES)])
+    say(f"fp8 add and rms_norm rows={rows}", seconds, COPIES * rows * HIDDEN * 7)
+    say(f"fp8 silu_mul rows={rows}", timed(lambda: [fp8_kernels.silu_mul(wide) for _ in range(COPIES)]), COPIES * rows * MIDDLE * 5)
+
+
+def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from engine.embedded.cuda import fp8_kernels
+
+    values, channels = fp8_kernels.quantise(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
+    return values, channels.flatten()
+
+
+def gemvs(fp8: bool) -> None:
+    """The best three tiles for each product of one row."""
     from engine.embedded.cuda import kernels
 
     tiles = [(4, 1024, 4), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (16, 512, 4), (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (16, 256, 4)]
+    if fp8:
+        tiles += [(2, 4096, 4), (2, 4096, 8), (4, 4096, 8), (8, 2048, 8), (16, 1024, 8), (4, 2048, 4), (8, 1024, 2), (2, 2048, 2)]
     for name, (n, k) in SHAPES.items():
-        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
+        weights = [fp8_weight(n, k) if fp8 else torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
@@ -73,7 +111,7 @@ def gemvs() -> None:
             if k % tile[1] == 0:
                 results.append((timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights]), tile))
         for seconds, tile in sorted(results)[:3]:
-            say(f"gemv {name} tile={tile}", seconds, COPIES * n * k * 2)
+            say(f"{'fp8 ' * fp8}gemv {name} tile={tile}", seconds, COPIES * n * k * (1 if fp8 else 2))
 
 
 def decode_attention(batch: int, length: int) -> None:
@@ -96,13 +134,15 @@ def decode_attention(batch: int, length: int) -> None:
     weight, x = torch.randn(2 * MIDDLE, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.randn(batch, HIDDEN, device="cuda").bfloat16()
     size = COPIES * batch * length * 2 * KV_HEADS * DIM * 2
     alone = timed(lambda: [functional.linear(x, weight) for _ in range(COPIES)])
+    small, rounded = cache.to(torch.float8_e4m3fn), torch.empty_like(out)
     kinds: dict[str, Callable[[int], Any]] = {
         "ours": lambda i: attend(query, cache[:, i, 0], cache[:, i, 1], tables, positions, out),
+        "ours, fp8": lambda i: attend(query, small[:, i, 0], small[:, i, 1], tables, positions, rounded),
         "flashinfer": lambda i: wrapper.run(query, (cache[:, i, 0], cache[:, i, 1])),
     }
     for name, run in kinds.items():
         seconds = timed(lambda: [(functional.linear(x, weight), run(i)) for i in range(COPIES)]) - alone
-        say(f"{name} decode batch={batch} length={length}", seconds, size)
+        say(f"{name} decode batch={batch} length={length}", seconds, size / 2 if "fp8" in name else size)
     error = float((kinds["flashinfer"](COPIES - 1) - out).abs().max())
     print(f"  largest difference {error:.4f}", flush=True)
 
@@ -160,7 +200,9 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "copy": lambda: _copy(),
         "products": lambda: [products(rows) for rows in (1, 16, 64, 128, 256, 8192)],
-        "gemv": gemvs,
+        "fp8": lambda: [fp8_products(rows) for rows in (1, 64, 256, 8192)],
+        "gemv": lambda: gemvs(fp8=False),
+        "gemv-fp8": lambda: gemvs(fp8=True),
         "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],
         "decode": lambda: [decode_attention(*cell) for cell in ((1, 256), (64, 640), (256, 640))],
         "prefill": lambda: [prefill_attention(*cell) for cell in ((16, 512), (2, 4096))],

@@ -135,16 +135,16 @@ def test_the_engine_agrees_with_float32_and_a_wrong_one_is_found_out(tiny: Path,
     for message in messages[1:]:
         assert isinstance(message, Transcript)
         pairs = list(zip(prompts, message.continuations, strict=True))
-        same, engine = agreements("x", reference, reference, pairs)
+        same, engine = agreements("x", reference, {"same": reference}, pairs)
         assert (same.mean_error, same.tokens) == (0, 1)
         assert passes(same, engine)
         assert (engine.tokens, engine.sequences, engine.worst_margin) == (1, 1, 0)
-        near, _ = agreements("x", reference, rounded, pairs)
+        near, _ = agreements("x", reference, {"rounded": rounded}, pairs)
         assert near.mean_error > 1e-3
         assert passes(near, engine)
         assert not passes(same, near)
         # One that forgets the last token of every prompt.
-        _, wrong = agreements("x", reference, rounded, [(prompt[:-1], continuation) for prompt, continuation in pairs])
+        _, wrong = agreements("x", reference, {"rounded": rounded}, [(prompt[:-1], continuation) for prompt, continuation in pairs])
         assert not passes(near, wrong)
 
 
@@ -161,7 +161,7 @@ def test_agreement_counts_tokens_and_sequences(tiny: Path) -> None:
     (best, second) = logprobs.topk(2).indices.tolist()
     entry = tuple(Logprob(token, logprobs[token].item() + 0.5, 1) for token in (best, best, second))
     right, wrong = (Continuation([token], [entry]) for token in (best, second))
-    _, engine = agreements("x", model, model, [(prompt, right), (prompt, wrong), (prompt, right), (prompt, right)])
+    _, engine = agreements("x", model, {"same": model}, [(prompt, right), (prompt, wrong), (prompt, right), (prompt, right)])
     assert (engine.tokens, engine.sequences) == (0.75, 0.75)
     assert engine.max_error == pytest.approx(0.5, abs=1e-4)
     assert engine.worst_margin == pytest.approx((logprobs[best] - logprobs[second]).item(), abs=1e-5)

@@ -181,12 +181,12 @@ def test_a_row_of_zeros_in_eight_bits() -> None:
 def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
     x, norm, residual = random(1, k), random(k), random(1, 64)
     values, scales = fp8_kernels.quantise(random(64, k, scale=0.1))
-    weight, channels = values.float() * scales, scales.flatten()
-    same(kernels.gemv(x, values, channels, tile=(8, 256, 4)), x.float() @ weight.T)
-    same(kernels.gemv(x, values, channels, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
-    same(kernels.gemv(x, values, channels, gated=True, tile=(2, 4096, 4)), gated(x, weight))
+    weight, pair = values.float() * scales, (values, scales.flatten())
+    same(kernels.gemv(x, pair, tile=(8, 256, 4)), x.float() @ weight.T)
+    same(kernels.gemv(x, pair, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
+    same(kernels.gemv(x, pair, gated=True, tile=(2, 4096, 4)), gated(x, weight))
     expected = residual.float() + x.float() @ weight.T
-    kernels.gemv(x, values, channels, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 4096, 8))
+    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 4096, 8))
     same(residual, expected)
 
 
@@ -218,9 +218,11 @@ def test_rotation_and_a_cache_of_eight_bits() -> None:
     assert torch.equal(caches[1].float(), caches[0].clamp(-448, 448).to(FP8).float())
 
 
-def layer(products: Products, x: torch.Tensor, attended: torch.Tensor, linears: dict[str, list[Any]], norm: Norm) -> list[torch.Tensor]:
+def layer(
+    products: Products, x: torch.Tensor, attended: torch.Tensor, parts: dict[str, list[torch.Tensor]], norm: Norm
+) -> list[torch.Tensor]:
     """What a decoder asks of products, twice over: the queries, and x."""
-    weights = {name: products.join(name, parts) for name, parts in linears.items()}
+    weights = {name: products.join(name, own) for name, own in parts.items()}
     found, following = [], products.norm(x, norm)
     for last in (None, norm):
         found.append(products.product(following, weights["qkv"]))
@@ -234,17 +236,15 @@ def layer(products: Products, x: torch.Tensor, attended: torch.Tensor, linears: 
 def test_both_kinds_of_products(rows: int) -> None:
     """A layer, twice over, against the same in float32: wrong by less than a fiftieth of what it is, or an eighth in eight bits."""
     sizes = {"qkv": [(256, 256), (64, 256), (64, 256)], "out": [(256, 256)], "gate_up": [(512, 256)] * 2, "down": [(256, 512)]}
-    linears: dict[str, list[Any]] = {}
-    for name, shapes in sizes.items():
-        linears[name] = [torch.nn.Linear(k, n, bias=False, dtype=DTYPE, device=DEVICE) for n, k in shapes]
+    parts = {name: [random(*shape, scale=0.05) for shape in shapes] for name, shapes in sizes.items()}
     x, attended, norm = random(rows, 256), random(rows, 256), (random(256), 1e-5)
     exact = x.float()
-    whole = {name: torch.cat([linear.weight for linear in parts]).float() for name, parts in linears.items()}
+    whole = {name: torch.cat(own).float() for name, own in parts.items()}
     expected = []
     for _ in range(2):
         expected.append(normed(exact, norm[0].float()).float() @ whole["qkv"].T)
         exact = exact + attended.float() @ whole["out"].T
         exact = exact + gated(normed(exact, norm[0].float()), whole["gate_up"]) @ whole["down"].T
     for products_, limit in ((PlainProducts(False, DEVICE), 0.02), (Fp8Products(False), 0.125)):
-        for found, wanted in zip(layer(products_, x.clone(), attended, linears, norm), [*expected, exact], strict=True):
+        for found, wanted in zip(layer(products_, x.clone(), attended, parts, norm), [*expected, exact], strict=True):
             assert float((found.float() - wanted).norm() / wanted.norm()) < limit

@@ -70,10 +70,10 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--disaggregation-mode", "prefill"], "the role prefill is not served by this version"),
         (["--disaggregation-mode", "encode", "--engine", "trtllm"], "the role encode is not served by this version"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
-        (["--quantization", "fp8", "--engine", "trtllm"], "--quantization (QUANTIZATION): fp8 is for the embedded engine, not for trtllm"),
+        (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
         (
             ["--kv-cache-dtype", "fp8", "--engine", "fake"],
-            "--kv-cache-dtype (KV_CACHE_DTYPE): fp8 is for the embedded engine, not for fake",
+            "(KV_CACHE_DTYPE): Value error, fp8 is for the embedded engine, not for fake",
         ),
         (["--enable-test-logits-processor", "1", "--engine", "fake"], "--enable-test-logits-processor (ENABLE_TEST_LOGITS_PROCESSOR)"),
     ],

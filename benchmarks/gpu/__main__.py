@@ -152,10 +152,10 @@ class Run:
         folder = self._model(shape, weights=True)
         flags = {name: value for name, value in args.flags.items() if name != "load-format"} | CHECK_FLAGS
         found = list(check(folder, self._config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log"))
-        self._report.agreements += found
-        passed = all(passes(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+        passed = all(passes(*rows[-2:]) for rows in found)
+        self._report.agreements += [row for rows in found for row in rows]
         self.failed |= not passed
-        self._say("check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {agreement}" for agreement in found))
+        self._say("check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {row}" for row in self._report.agreements))
         self._report.write(args.output)
 
     def _load(self, server: Server, clients: Clients) -> None:

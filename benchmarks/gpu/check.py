@@ -1,7 +1,8 @@
 """Is the output right? Greedy continuations with log-probabilities, held against transformers in float32 on the same tokens.
 
 The model has random weights, rounded to bfloat16 before both sides read them: what differs is arithmetic. How much it may differ is
-what transformers' own forward differs in the engine's type, on the same tokens: the yardstick.
+what transformers' own forward differs in the engine's type, on the same tokens: the yardstick. Where the engine rounds to eight bits,
+the yardstick does so too (`emulate`), and transformers' forward without that is reported besides: the price of eight bits.
 """
 
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.emulate import emulate
 from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.worker import Continuation, Job, Started, Transcribe, Transcript, work
 from engine.config import EmbeddedConfig
@@ -39,8 +41,8 @@ class Agreement:
     """Where another token was taken, how much float32 preferred its own, at worst."""
 
 
-def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log: Path) -> Iterator[Agreement]:
-    """For each of `BATCHES` the yardstick's agreement, then the engine's."""
+def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log: Path) -> Iterator[list[Agreement]]:
+    """For each of `BATCHES` transformers' agreements, of which the last is the yardstick, then the engine's."""
     rng = random.Random(seed)
     prompts = [token_ids(rng.randrange(*LENGTHS), vocabulary, rng) for _ in range(PROMPTS)]
     transcripts: list[Transcript] = []
@@ -49,15 +51,22 @@ def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log:
             info = message.info
         elif isinstance(message, Transcript):
             transcripts.append(message)
-    device = info.device
-    reference, peer = _model(folder, torch.float32, device), _model(folder, getattr(torch, info.dtype), device)
+    device, dtype = info.device, getattr(torch, info.dtype)
+    reference, peers = _model(folder, torch.float32, device), {"transformers": _model(folder, dtype, device)}
+    weights, cache = config.quantization == "fp8", config.kv_cache_dtype == "fp8"
+    if weights or cache:
+        rounded = " and ".join(["fp8 weights"] * weights + ["fp8 KV cache"] * cache)
+        peers[f"transformers with {rounded}"] = emulate(_model(folder, dtype, device), weights, cache)
     for transcript in transcripts:
         pairs = list(zip(prompts, transcript.continuations, strict=True))
-        yield from agreements(f"batch {transcript.batch}", reference, peer, pairs)
+        yield list(agreements(f"batch {transcript.batch}", reference, peers, pairs))
 
 
 def passes(yardstick: Agreement, engine: Agreement) -> bool:
-    """Whether the engine's error is no other than that of its type: half as much again on average, three times at worst."""
+    """Whether the engine's error is no other than that of its type: half as much again on average, three times at worst.
+
+    The same holds in eight bits, where the yardstick's own error is many times that of bfloat16.
+    """
     return (
         engine.mean_error <= 1.5 * yardstick.mean_error + SLACK
         and engine.max_error <= 3 * yardstick.max_error + 10 * SLACK
@@ -65,16 +74,17 @@ def passes(yardstick: Agreement, engine: Agreement) -> bool:
     )
 
 
-def agreements(name: str, reference: Any, peer: Any, pairs: list[tuple[list[int], Continuation]]) -> Iterator[Agreement]:
-    """The yardstick's agreement with `reference`, then the engine's, over (prompt, continuation) pairs."""
-    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {f"{name}, transformers": [], f"{name}, engine": []}
+def agreements(name: str, reference: Any, peers: dict[str, Any], pairs: list[tuple[list[int], Continuation]]) -> Iterator[Agreement]:
+    """The agreement of each peer with `reference`, then the engine's, over (prompt, continuation) pairs."""
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {f"{name}, {who}": [] for who in (*peers, "engine")}
     for prompt, continuation in pairs:
-        exact, near = (_logprobs(model, prompt, continuation.token_ids) for model in (reference, peer))
+        exact, *near = (_logprobs(model, prompt, continuation.token_ids) for model in (reference, *peers.values()))
         # The first entry is the token taken, which is among the alternatives as well.
         ids = torch.tensor([[top.token_id for top in entry[1:]] for entry in continuation.logprobs], device=exact.device)
         told = torch.tensor([[top.logprob for top in entry[1:]] for entry in continuation.logprobs], device=exact.device)
         taken = torch.tensor(continuation.token_ids, device=exact.device)
-        for values, told_by, choice in zip(found.values(), (near.gather(1, ids), told), (near.argmax(-1), taken), strict=True):
+        said = [(values.gather(1, ids), values.argmax(-1)) for values in near] + [(told, taken)]
+        for values, (told_by, choice) in zip(found.values(), said, strict=True):
             margins = exact.max(-1).values - exact.gather(1, choice[:, None])[:, 0]
             values.append(((told_by - exact.gather(1, ids)).abs().cpu(), margins.cpu()))
     for who, values in found.items():

@@ -11,7 +11,7 @@ from engine.embedded.attention import KvCache
 from engine.embedded.cuda import kernels
 from engine.embedded.cuda.attention import CudaAttention, Step
 from engine.embedded.cuda.fp8 import Fp8Products
-from engine.embedded.cuda.weights import Norm, PlainProducts, Products
+from engine.embedded.cuda.weights import Norm, PlainProducts, Products, Weight
 from engine.embedded.decoder import has_parts, values_of_first_head
 
 _HEAD_TILE = (8, 1024, 4)
@@ -25,16 +25,21 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm: Norm = (layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         self.mlp_norm: Norm = (layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
-        self.qkv = products.join("qkv", [attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = products.join("out", [attention.o_proj])
-        self.gate_up = products.join("gate_up", [mlp.gate_proj, mlp.up_proj])
-        self.down = products.join("down", [mlp.down_proj])
+        self.qkv = _joined(products, "qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _joined(products, "out", attention.o_proj)
+        self.gate_up = _joined(products, "gate_up", mlp.gate_proj, mlp.up_proj)
+        self.down = _joined(products, "down", mlp.down_proj)
+
+    def convert(self, products: Products) -> None:
+        """Have the weights for other products, in the place of these."""
+        self.qkv, self.out = (products.join(weight.name, [weight.values]) for weight in (self.qkv, self.out))
+        self.gate_up, self.down = (products.join(weight.name, [weight.values]) for weight in (self.gate_up, self.down))
 
 
 class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers."""
 
-    def __init__(self, model: Any, context_length: int, quantization: str) -> None:
+    def __init__(self, model: Any, context_length: int) -> None:
         inner, first = model.model, model.model.layers[0].self_attn
         dim = first.head_dim
         self.scale: float = first.scaling
@@ -44,13 +49,18 @@ class LlamaDecoder:
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
         width = self.heads[0] * dim
-        fetch = not width & (width - 1)
-        self._products = Fp8Products(fetch) if quantization == "fp8" else PlainProducts(fetch, self._embedding.device)
-        self.tolerance = self._products.tolerance
+        self._fetch = not width & (width - 1)
+        self._products: Products = PlainProducts(self._fetch, self._embedding.device)
         self._layers = []
         for index in range(len(inner.layers)):
             self._layers.append(_Layer(inner.layers[index], self._products))
             inner.layers[index] = torch.nn.Identity()
+
+    def quantise(self) -> None:
+        """Weights in eight bits from here on, layer by layer: one layer is all that is there twice."""
+        self._products = Fp8Products(self._fetch)
+        for layer in self._layers:
+            layer.convert(self._products)
 
     def load_products(self, max_rows: int) -> None:
         """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds each."""
@@ -105,7 +115,7 @@ class _Stub:
 
     def __init__(self, decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> None:
         _, kv_heads, dim = decoder.heads
-        self._cache, self._scale = KvCache(1, 1, _TRIAL, kv_heads, dim, dtype, device), decoder.scale
+        self._cache, self._scale = KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device)), decoder.scale
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
@@ -131,6 +141,10 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
         rows = torch.arange(len(part), device=device)
         parts.append(decoder(part.long(), part, stub, Step(rows, len(part), part, part, None), None).float())
     return torch.cat(parts)
+
+
+def _joined(products: Products, name: str, *linears: Any) -> Weight:
+    return products.join(name, [linear.weight.detach() for linear in linears])
 
 
 def _rotations(rotary: Any, context_length: int, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Products in eight bits: weights with a scale for each output channel, activations with one for each token (docs/decisions/0011)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -14,14 +14,11 @@ class Fp8Products(Products):
 
     # Twice the columns of those in bfloat16, which are as many bytes; benchmarks/kernels.py finds better ones.
     tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (4, 4096, 8), "out": (16, 1024, 8), "gate_up": (2, 4096, 4), "down": (8, 2048, 8)}
-    tolerance: ClassVar[float] = 0.25
-    """Three bits of mantissa are wrong by 2.6 % (root mean square), in weights and activations: 3.7 % of each product, which layers add
-    up. Another architecture's logits are wrong by as much as they are large."""
 
-    def join(self, name: str, linears: list[Any]) -> Weight:
-        parts = [fp8_kernels.quantise(linear.weight.detach()) for linear in linears]
-        values = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(torch.float8_e4m3fn)
-        return Weight(name, values, torch.cat([scales for _, scales in parts]).flatten())
+    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
+        quantised = [fp8_kernels.quantise(part) for part in parts]
+        values = torch.cat([part.view(torch.uint8) for part, _ in quantised]).view(torch.float8_e4m3fn)
+        return Weight(name, values, torch.cat([scales for _, scales in quantised]).flatten())
 
     def load(self, weight: Weight, rows: int) -> None:
         values = weight.values.new_zeros((rows, weight.values.shape[1]))

@@ -182,8 +182,7 @@ def _gemv(
 
 def gemv(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    channels: torch.Tensor | None = None,
+    weight: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None,
@@ -191,20 +190,22 @@ def gemv(
     fetch: bool = False,
     tile: tuple[int, int, int] = (8, 1024, 4),
 ) -> torch.Tensor:
-    """x · weightᵀ for one row: x [1, K], weight [N, K]; `channels`, float32 [N], are the scales of a weight in float8_e4m3fn.
+    """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32 [N].
 
     With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place; `gated` takes
     the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the weight brought to the L2 cache
     while the kernel before runs, which pays if that one leaves the memory idle and K is a power of two.
     """
+    fp8 = isinstance(weight, tuple)
+    weight, channels = weight if fp8 else (weight, x)
     K = x.shape[1]
     N = weight.shape[0] // 2 if gated else weight.shape[0]
     block_n, block_k, warps = _fitting(tile, N, K)
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
     _gemv[(N // block_n,)](
-        x, weight, x if channels is None else channels, scale, out, epsilon, N,
-        K, channels is not None, norm is not None, residual is not None, gated, fetch,
+        x, weight, channels, scale, out, epsilon, N,
+        K, fp8, norm is not None, residual is not None, gated, fetch,
         block_n, block_k, triton.next_power_of_2(K), num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out

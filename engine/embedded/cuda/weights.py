@@ -6,7 +6,7 @@ for the next product alone: a single row is normalised by the product itself, an
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -31,6 +31,11 @@ class Weight(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor | None = None
 
+    @property
+    def streamed(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As `kernels.gemv` takes it."""
+        return self.values if self.scales is None else (self.values, self.scales)
+
 
 class Normed(NamedTuple):
     """x for the next product: normalised, unless the product is to do it by `norm`; quantised if there are `scales`, float32 [rows, 1]."""
@@ -44,16 +49,14 @@ class Products(ABC):
     """The products of one row, which both kinds do alike, and the seam for those of more."""
 
     tiles: ClassVar[Mapping[str, Tile]]
-    tolerance: ClassVar[float]
-    """How far logits may be from transformers' own, as a part of the largest and of each."""
 
     def __init__(self, fetch: bool) -> None:
         self._fetch = fetch
         """Whether the out product of one row has its weight fetched while attention runs."""
 
     @abstractmethod
-    def join(self, name: str, linears: list[Any]) -> Weight:
-        """A weight of linears that have the same input."""
+    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
+        """A weight of those that have the same input, [N, K] each."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> Normed:
         """x [rows, K], normalised for a product; valid until x changes."""
@@ -63,14 +66,14 @@ class Products(ABC):
         """x · weightᵀ of the normalised x: [rows, N]."""
         if normed.norm is None:
             return self._product_rows(normed, weight)
-        return kernels.gemv(normed.values, weight.values, weight.scales, norm=normed.norm, tile=self.tiles[weight.name])
+        return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, tile=self.tiles[weight.name])
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         """x += value · weightᵀ, in place, and then `norm` of it; without one x itself."""
         if len(x) > 1:
             return self._add_rows(x, value, weight, norm)
         fetch = weight.name == "out" and self._fetch
-        kernels.gemv(value, weight.values, weight.scales, residual=x, fetch=fetch, tile=self.tiles[weight.name])
+        kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=self.tiles[weight.name])
         return Normed(x, norm)
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
@@ -78,7 +81,7 @@ class Products(ABC):
         if normed.norm is None:
             return self._add_gated_rows(x, normed, gate_up, down, norm)
         tile = self.tiles[gate_up.name]
-        value = kernels.gemv(normed.values, gate_up.values, gate_up.scales, norm=normed.norm, gated=True, tile=tile)
+        value = kernels.gemv(normed.values, gate_up.streamed, norm=normed.norm, gated=True, tile=tile)
         return self.add(x, value, down, norm)
 
     @abstractmethod
@@ -103,15 +106,13 @@ class PlainProducts(Products):
 
     # Measured on an H200 (benchmarks/kernels.py, docs/log.md).
     tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4)}
-    tolerance: ClassVar[float] = 0.05
 
     def __init__(self, fetch: bool, device: torch.device) -> None:
         super().__init__(fetch)
         self._few = Product(device)
 
-    def join(self, name: str, linears: list[Any]) -> Weight:
-        weights = [linear.weight.detach() for linear in linears]
-        return Weight(name, torch.cat(weights) if len(weights) > 1 else weights[0])
+    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
+        return Weight(name, torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def load(self, weight: Weight, rows: int) -> None:
         functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
