@@ -1,0 +1,114 @@
+"""KV blocks of GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
+
+A handle names a whole allocation, in which a region may lie anywhere. Memory of CUDA's virtual memory management (PyTorch's
+`expandable_segments`) and of its asynchronous pools has no handle of this kind: there `auto` goes on to NIXL.
+
+A copy cannot be stopped once it is on its stream, so a transfer goes in pieces and a cancellation waits for the piece. The result of
+one whose peer died meanwhile is refused.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from threading import Event, Lock
+from weakref import finalize
+
+import msgspec
+
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+from engine.transfer.cuda import HANDLE_BYTES, Cuda
+from engine.transfer.process import Process, check_reachable, lives, this_process
+
+PIECE = 1 << 30
+"""Bytes between two looks at whether the transfer is cancelled: some milliseconds of NVLink."""
+
+
+class _Memory(msgspec.Struct, frozen=True, array_like=True):
+    """Where a region lies: `size` bytes from `offset` of the allocation that `handle` names."""
+
+    handle: bytes
+    offset: int
+    size: int
+
+
+class _Owner(msgspec.Struct, frozen=True, array_like=True):
+    process: Process
+    regions: tuple[_Memory, ...]
+
+
+class CudaIpc:
+    """Raises TransferError for regions that are not in a GPU's memory, or cannot be shared."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        if any(region.device < 0 for region in regions):
+            raise TransferError("the KV cache is in host memory")
+        self._cuda = Cuda()
+        self._regions = regions
+        memories = []
+        for region in regions:
+            with self._cuda.on(region.device):
+                handle, offset = self._cuda.export(region.address)
+            memories.append(_Memory(handle, offset, region.size))
+        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_Owner(this_process(), tuple(memories))))
+        self._lock = Lock()
+        self._peers: dict[_Owner, list[_Mapping]] = {}
+
+    def offer(self) -> Offer:
+        return self._offer
+
+    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
+        try:
+            owner = msgspec.msgpack.decode(data, type=_Owner)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        check_remote(reads, [memory.size for memory in owner.regions])
+        mappings = self._mapped(owner)
+        for region, of_region in groupby(reads, key=lambda read: read.region):
+            source = mappings[region].address + owner.regions[region].offset
+            self._copy(self._regions[region], source, list(of_region), cancelled)
+        if not lives(owner.process):
+            raise TransferError(f"process {owner.process.pid} died while it was read")
+
+    def close(self) -> None:
+        self._peers.clear()
+
+    def _copy(self, region: Region, source: int, reads: Sequence[Read], cancelled: Event) -> None:
+        with self._cuda.on(region.device), self._cuda.stream() as stream:
+            waiting = 0
+            for read in split_reads(reads, PIECE):
+                check_cancelled(cancelled)
+                stream.copy(region.address + read.local_offset, source + read.remote_offset, read.size)
+                waiting += read.size
+                if waiting >= PIECE:
+                    stream.wait()
+                    waiting = 0
+            stream.wait()
+
+    def _mapped(self, owner: _Owner) -> "list[_Mapping]":
+        """The peer's memory in ours; that of peers that died is let go, which closes it once no thread reads from it any more."""
+        with self._lock:
+            for other in [other for other in self._peers if not lives(other.process)]:
+                del self._peers[other]
+            if owner not in self._peers:
+                check_reachable(owner.process)
+                pairs = zip(owner.regions, self._regions, strict=False)
+                self._peers[owner] = [_Mapping(self._cuda, memory, region.device) for memory, region in pairs]
+            return self._peers[owner]
+
+
+class _Mapping:
+    """A peer's allocation, open as long as this object lives; CUDA counts how often one is open."""
+
+    def __init__(self, cuda: Cuda, memory: _Memory, device: int) -> None:
+        if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:
+            raise NotFromHere("the offer names no memory")
+        try:
+            with cuda.on(device):
+                self.address = cuda.open(memory.handle)
+        except TransferError as error:
+            raise NotFromHere(str(error)) from error
+        finalize(self, _close, cuda, self.address, device).atexit = False
+
+
+def _close(cuda: Cuda, address: int, device: int) -> None:
+    with cuda.on(device):
+        cuda.close(address)

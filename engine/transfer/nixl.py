@@ -1,0 +1,219 @@
+"""KV blocks by NIXL, whose UCX backend finds the fastest way there is: NVLink within a host, RDMA between hosts.
+
+How UCX behaves when things go wrong was measured (docs/decisions/0011) and shapes this file:
+
+- Releasing a request does not stop it: bytes went on arriving after it. So a transfer goes in pieces, and cancelling waits for the piece.
+- What does stop it is the end of its agent. So each peer is read by an agent of its own, and one whose piece does not end within
+  GRACE seconds of its cancellation (the peer hangs) is destroyed; afterwards memory is touched no more.
+- A peer that dies fails its requests with "remote disconnect" within milliseconds. Its agent is then done with.
+- Where hosts share neither NVLink nor RDMA, UCX reads over TCP, for which the *owner* sends; UCX aborted the owner's process in one of six
+  cases in which the reader was killed meanwhile. So `auto` takes NIXL for host memory only where there is RDMA (`has_rdma`), and
+  engine/transfer/tcp.py elsewhere.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from threading import Event, Lock
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+
+HOST_PIECE = 32 << 20
+DEVICE_PIECE = 1 << 30
+"""Bytes of one request: some milliseconds of it, which is how long a cancellation takes."""
+PIECE_READS = 1024
+GRACE = 5.0
+POLL_SECONDS = 50e-6
+MOST_PEERS = 64
+
+
+class _Owner(msgspec.Struct, frozen=True, array_like=True):
+    metadata: bytes
+    regions: tuple[Region, ...]
+
+
+class Nixl:
+    """Raises TransferError where the package or its UCX backend is missing."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._nixl = _load()
+        self._regions = regions
+        self._agent = _Agent(self._nixl, regions)
+        """The one that peers read from."""
+        self._offer = Offer("nixl", msgspec.msgpack.encode(_Owner(self._agent.metadata(), tuple(regions))))
+        self._lock = Lock()
+        self._peers: dict[bytes, _Agent] = {}
+
+    def offer(self) -> Offer:
+        return self._offer
+
+    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
+        try:
+            owner = msgspec.msgpack.decode(data, type=_Owner)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        check_remote(reads, [region.size for region in owner.regions])
+        agent = self._peer(owner)
+        try:
+            for piece in _pieces(reads, self._regions):
+                check_cancelled(cancelled)
+                agent.read(piece, owner.regions, cancelled)
+        except TransferError:
+            if not cancelled.is_set() or agent.closed:
+                self._forget(owner, agent)
+            raise
+
+    def close(self) -> None:
+        for agent in [*self._peers.values(), self._agent]:
+            agent.close()
+        self._peers.clear()
+
+    def _peer(self, owner: _Owner) -> "_Agent":
+        with self._lock:
+            if owner.metadata not in self._peers:
+                while len(self._peers) >= MOST_PEERS:
+                    self._peers.pop(next(iter(self._peers))).close()
+                agent = _Agent(self._nixl, self._regions)
+                try:
+                    agent.connect(owner.metadata)
+                except TransferError:
+                    agent.close()
+                    raise
+                self._peers[owner.metadata] = agent
+            return self._peers[owner.metadata]
+
+    def _forget(self, owner: _Owner, agent: "_Agent") -> None:
+        with self._lock:
+            if self._peers.get(owner.metadata) is agent:
+                del self._peers[owner.metadata]
+        agent.close()
+
+
+class _Agent:
+    """A NIXL agent with our regions registered, and perhaps one peer. All calls into it are made under its lock."""
+
+    def __init__(self, nixl: ModuleType, regions: Sequence[Region]) -> None:
+        self._nixl = nixl
+        self._regions = regions
+        self._lock = Lock()
+        self._requests: set[int] = set()
+        self._peer = ""
+        with _translated(nixl, TransferError):
+            config = nixl.nixlAgentConfig()
+            config.useProgThread = True
+            self._agent: Any = nixl.nixlAgent(uuid4().hex, config)
+            if "UCX" not in self._agent.getAvailPlugins():
+                raise TransferError("NIXL has no UCX backend here")
+            self._backends = [self._agent.createBackend("UCX", {})]
+            for region in regions:
+                described = nixl.nixlRegDList(self._kind(region), [(region.address, region.size, max(region.device, 0), "")])
+                self._agent.registerMem(described, self._backends)
+
+    @property
+    def closed(self) -> bool:
+        return self._agent is None
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.getLocalMD())
+
+    def connect(self, metadata: bytes) -> None:
+        """Raises NotFromHere if UCX finds no way to the peer."""
+        with self._lock, _translated(self._nixl, NotFromHere):
+            self._peer = self._agent.loadRemoteMD(metadata).decode()
+            self._agent.makeConnection(self._peer, self._backends)
+
+    def read(self, reads: Sequence[Read], remote: Sequence[Region], cancelled: Event) -> None:
+        """All reads are of one region. Waits until the bytes are here or come no more."""
+        ours, theirs = self._regions[reads[0].region], remote[reads[0].region]
+        local = [(ours.address + read.local_offset, read.size, max(ours.device, 0)) for read in reads]
+        far = [(theirs.address + read.remote_offset, read.size, max(theirs.device, 0)) for read in reads]
+        with self._calling() as agent:
+            request: int = agent.createXferReq(
+                self._nixl.NIXL_READ,
+                self._nixl.nixlXferDList(self._kind(ours), local),
+                self._nixl.nixlXferDList(self._kind(theirs), far),
+                self._peer,
+                b"",
+                self._backends,
+            )
+            self._requests.add(request)
+            status = agent.postXferReq(request, b"")
+        deadline = 0.0
+        while status == self._nixl.NIXL_IN_PROG:
+            time.sleep(POLL_SECONDS)
+            if cancelled.is_set():
+                deadline = deadline or time.monotonic() + GRACE
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise TransferError("cancelled; the peer hangs, so what was asked of it was torn down")
+            with self._calling() as agent:
+                status = agent.getXferStatus(request)
+        with self._calling() as agent:
+            self._requests.remove(request)
+            agent.releaseXferReq(request)
+
+    def close(self) -> None:
+        """Afterwards memory is touched no more, whatever was under way."""
+        with self._lock, contextlib.suppress(self._nixl.nixlNotFoundError, self._nixl.nixlRemoteDisconnectError):
+            if (agent := self._agent) is None:
+                return
+            self._agent = None
+            for request in self._requests:
+                agent.releaseXferReq(request)
+            if self._peer:
+                agent.invalidateRemoteMD(self._peer)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Any]:
+        with self._lock, _translated(self._nixl, TransferError):
+            if self._agent is None:
+                raise TransferError("the peer died or hangs")
+            yield self._agent
+
+    def _kind(self, region: Region) -> object:
+        return self._nixl.DRAM_SEG if region.device < 0 else self._nixl.VRAM_SEG
+
+
+def _pieces(reads: Sequence[Read], regions: Sequence[Region]) -> Iterator[list[Read]]:
+    """Requests: reads of one region each, of about a piece's size together."""
+    for number, region in enumerate(regions):
+        most = HOST_PIECE if region.device < 0 else DEVICE_PIECE
+        piece: list[Read] = []
+        size = 0
+        for read in split_reads([read for read in reads if read.region == number], most):
+            if piece and (size + read.size > most or len(piece) == PIECE_READS):
+                yield piece
+                piece, size = [], 0
+            piece.append(read)
+            size += read.size
+        if piece:
+            yield piece
+
+
+@contextlib.contextmanager
+def _translated(nixl: ModuleType, error_type: type[TransferError]) -> Iterator[None]:
+    """NIXL's errors, which have no base of their own, as ours."""
+    try:
+        yield
+    except tuple(getattr(nixl, name) for name in dir(nixl) if name.startswith("nixl") and name.endswith("Error")) as error:
+        raise error_type(f"NIXL: {error}") from error
+
+
+def has_rdma() -> bool:
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def _load() -> ModuleType:
+    """NIXL's bindings. Its Python layer above them imports pickle and configures logging, and adds nothing that is used here."""
+    try:
+        return import_module("nixl_cu13._bindings")
+    except ImportError as error:
+        raise TransferError(f"the package nixl-cu13 is not installed, or cannot be loaded: {error}") from error

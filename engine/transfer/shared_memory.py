@@ -1,0 +1,169 @@
+"""KV blocks of processes on one host: memory that a peer maps and copies from.
+
+The memory is a memfd. It has no name, so nothing is left behind however its owner ends, and a peer reaches it through
+/proc/PID/fd, which the kernel allows to processes of the same user only. It is sealed at its size: a peer that maps it cannot be hurt by
+an owner that shrinks it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event, Lock
+from weakref import finalize
+
+import msgspec
+
+from engine.transfer.base import (
+    NotFromHere,
+    Offer,
+    Read,
+    Region,
+    TransferError,
+    check_cancelled,
+    check_remote,
+    split_reads,
+)
+from engine.transfer.process import Process, check_reachable, lives, this_process
+
+PIECE = 16 << 20
+"""Bytes between two looks at whether the transfer is cancelled: about two milliseconds."""
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Memory(msgspec.Struct, frozen=True, array_like=True):
+    """Where a region lies: `size` bytes from `offset` of what is open as `fd`, whose inode is `inode`."""
+
+    fd: int
+    inode: int
+    offset: int
+    size: int
+
+
+class _Owner(msgspec.Struct, frozen=True, array_like=True):
+    process: Process
+    regions: tuple[_Memory, ...]
+
+
+def shared_memory(size: int) -> mmap.mmap:
+    """`size` bytes of zeros that peers on this host can read, freed with the object. Raises OSError."""
+    fd = os.memfd_create("trellis-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED)
+        return mmap.mmap(fd, size)  # keeps a descriptor of its own
+    finally:
+        os.close(fd)
+
+
+class SharedMemory:
+    """Raises TransferError for regions that were not made by `shared_memory`."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        memories = tuple(_memory(region) for region in regions)
+        owner = _Owner(this_process(), memories)
+        self._offer = Offer("shared_memory", msgspec.msgpack.encode(owner))
+        self._regions = regions
+        self._lock = Lock()
+        self._peers: dict[_Owner, list[_Mapping]] = {}
+
+    def offer(self) -> Offer:
+        return self._offer
+
+    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
+        try:
+            owner = msgspec.msgpack.decode(data, type=_Owner)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        check_remote(reads, [memory.size for memory in owner.regions])
+        mappings = self._mapped(owner)
+        for read in split_reads(reads, PIECE):
+            check_cancelled(cancelled)
+            source = mappings[read.region].address + owner.regions[read.region].offset + read.remote_offset
+            ctypes.memmove(self._regions[read.region].address + read.local_offset, source, read.size)
+        if not lives(owner.process):
+            raise TransferError(f"process {owner.process.pid} died while it was read")
+
+    def close(self) -> None:
+        self._peers.clear()
+
+    def _mapped(self, owner: _Owner) -> "list[_Mapping]":
+        """The peer's memory in ours; that of peers that died is let go, which unmaps it once no thread reads from it any more."""
+        with self._lock:
+            for other in [other for other in self._peers if not lives(other.process)]:
+                del self._peers[other]
+            if owner not in self._peers:
+                self._peers[owner] = _map(owner)
+            return self._peers[owner]
+
+
+class _Mapping:
+    """A whole memfd, read-only, as long as this object lives."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.address: int = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if self.address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finalize(self, _libc.munmap, self.address, size).atexit = False
+
+
+def _map(owner: _Owner) -> list[_Mapping]:
+    """Raises NotFromHere, for a process that died too: its other offers are tried and say the same."""
+    check_reachable(owner.process)
+    try:
+        return [_open(owner, memory) for memory in owner.regions]
+    except OSError as error:
+        raise NotFromHere(f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}") from error
+
+
+def _open(owner: _Owner, memory: _Memory) -> _Mapping:
+    path = f"/proc/{owner.process.pid}/fd/{memory.fd}"
+    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
+        raise NotFromHere(f"descriptor {memory.fd} of process {owner.process.pid} is not the memory it offered")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(fd)
+        if facts.st_ino != memory.inode or not lives(owner.process) or not _is_sealed(fd):
+            raise NotFromHere(f"descriptor {memory.fd} of process {owner.process.pid} is not the memory it offered")
+        if memory.offset < 0 or memory.offset + memory.size > facts.st_size:
+            raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {facts.st_size}")
+        return _Mapping(fd, facts.st_size)
+    finally:
+        os.close(fd)
+
+
+def _memory(region: Region) -> _Memory:
+    """The memfd in which a region of this process lies, found by the kernel's own table."""
+    if region.device >= 0:
+        raise TransferError("the KV cache is in a GPU's memory")
+    start, offset, inode = _mapping_at(region)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by another thread in the meantime
+            facts = os.stat(int(name))
+            if stat.S_ISREG(facts.st_mode) and facts.st_ino == inode and _is_sealed(int(name)):
+                return _Memory(int(name), inode, offset + region.address - start, region.size)
+    raise TransferError("the memory of the KV cache was not made to be shared")
+
+
+def _mapping_at(region: Region) -> tuple[int, int, int]:
+    """Address, offset in its file and inode of the mapping that holds all of a region."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, inode, *path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in span.split("-"))
+        if start <= region.address and region.address + region.size <= end and path and path[0].startswith("/memfd:"):
+            return start, int(offset, 16), int(inode)
+    raise TransferError("the memory of the KV cache was not made to be shared")
+
+
+def _is_sealed(fd: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:") and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALED == SEALED

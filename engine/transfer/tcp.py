@@ -1,0 +1,256 @@
+"""KV blocks between hosts that share nothing but a network: the owner listens, and peers that hold its offer read over TCP.
+
+Host memory only. Both sides prove that they know the offer's secret before a byte of a region is sent; the bytes themselves are not
+encrypted. What a transfer costs at its end is a socket's end: a peer that died, a cancellation and a slow peer are all just that, and
+memory is touched no more once the socket is closed.
+
+    owner -> reader   challenge (32 bytes)
+    reader -> owner   proof of it, challenge (32 bytes each)
+    owner -> reader   proof of it (32 bytes)
+    reader -> owner   length (4 bytes), reads [(region, offset, size), ...] as msgpack
+    owner -> reader   their bytes, in that order
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Event, Lock, Thread
+from typing import Annotated
+
+import msgspec
+
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+
+CHALLENGE = 32
+MAX_REQUEST = 16 << 20
+CONNECT_SECONDS = 1.0
+STALL_SECONDS = 5.0
+"""Without a byte for so long, the other side is given up."""
+LOOK_SECONDS = 0.05
+"""Between two looks at whether a transfer is cancelled."""
+PIECE = 4 << 20
+MOST_CONNECTIONS = 64
+PEERS_REMEMBERED = 256
+_SIOCGIFADDR = 0x8915
+
+logger = logging.getLogger(__name__)
+
+
+class _Owner(msgspec.Struct, frozen=True, array_like=True):
+    addresses: tuple[str, ...]
+    port: int
+    secret: bytes
+    sizes: tuple[int, ...]
+
+
+class Tcp:
+    """Raises TransferError for regions that are not host memory."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        if any(region.device >= 0 for region in regions):
+            raise TransferError("the KV cache is in a GPU's memory")
+        self._regions = regions
+        self._views = [_view(region) for region in regions]
+        self._server = _Server(self._views)
+        owner = _Owner(_addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions))
+        self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
+        self._reached: OrderedDict[bytes, str] = OrderedDict()
+        """The address at which a peer was reached last, by its secret."""
+
+    def offer(self) -> Offer:
+        return self._offer
+
+    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
+        try:
+            owner = msgspec.msgpack.decode(data, type=_Owner)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        check_remote(reads, owner.sizes)
+        with self._connect(owner, cancelled) as connection:
+            try:
+                request = msgspec.msgpack.encode([_Wanted(read.region, read.remote_offset, read.size) for read in reads])
+                connection.sendall(struct.pack(">I", len(request)) + request)
+                for read in reads:
+                    _receive(connection, self._views[read.region][read.local_offset : read.local_offset + read.size], cancelled)
+            except OSError as error:
+                raise TransferError(f"the peer's connection ended: {error}") from error
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _connect(self, owner: _Owner, cancelled: Event) -> socket.socket:
+        """Raises NotFromHere if none of the peer's addresses leads to it."""
+        best = self._reached.get(owner.secret)
+        reasons = []
+        for address in sorted(owner.addresses, key=lambda address: address != best):
+            check_cancelled(cancelled)
+            try:
+                connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
+            except OSError as error:
+                reasons.append(f"{address}: {error}")
+                continue
+            try:
+                _set_timeouts(connection)
+                _prove(connection, owner.secret)
+            except OSError as error:
+                connection.close()
+                reasons.append(f"{address}: {error}")
+                continue
+            self._reached[owner.secret] = address
+            with contextlib.suppress(KeyError):  # another thread may have made room
+                while len(self._reached) > PEERS_REMEMBERED:
+                    self._reached.popitem(last=False)
+            return connection
+        raise NotFromHere(f"the peer cannot be reached at port {owner.port} ({'; '.join(reasons) or 'it has no address'})")
+
+
+class _Wanted(msgspec.Struct, frozen=True, array_like=True):
+    region: Annotated[int, msgspec.Meta(ge=0)]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Server:
+    """Serves reads of the views to those who know the secret, one thread a connection."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.secret = secrets.token_bytes(CHALLENGE)
+        self._views = views
+        self._lock = Lock()
+        self._connections: dict[socket.socket, Thread] = {}
+        self._closed = False
+        self._listener = socket.create_server(("", 0), backlog=MOST_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = Thread(target=self._accept, name="transfer-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when no thread reads the regions any more."""
+        with self._lock:
+            self._closed = True
+            running = list(self._connections.items())
+            for connection, _ in running:
+                with contextlib.suppress(OSError):  # its peer may have ended it
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._thread.join()
+        self._listener.close()
+        for _, thread in running:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("a transfer's connection could not be accepted: %s", error)
+                time.sleep(LOOK_SECONDS)
+                continue
+            thread = Thread(target=self._serve, args=(connection,), name="transfer-server", daemon=True)
+            with self._lock:
+                if self._closed or len(self._connections) >= MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._connections[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _set_timeouts(connection)
+            _check_proof(connection, self.secret)
+            (length,) = struct.unpack(">I", _exactly(connection, 4))
+            if length > MAX_REQUEST:
+                raise ConnectionError("the request is too long")
+            wanted = msgspec.msgpack.decode(_exactly(connection, length), type=list[_Wanted])
+            reads = [Read(one.region, one.offset, 0, one.size) for one in wanted]
+            check_remote(reads, [view.nbytes for view in self._views])
+            for read in split_reads(reads, PIECE):
+                connection.sendall(self._views[read.region][read.remote_offset : read.remote_offset + read.size])
+        except (OSError, msgspec.DecodeError, TransferError) as error:
+            logger.info("a peer's read ended early: %s", error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+
+def _prove(connection: socket.socket, secret: bytes) -> None:
+    """The reader's side. Raises OSError if the other side does not know the secret."""
+    theirs, ours = _exactly(connection, CHALLENGE), secrets.token_bytes(CHALLENGE)
+    connection.sendall(_proof(secret, b"reader", theirs) + ours)
+    if not hmac.compare_digest(_exactly(connection, CHALLENGE), _proof(secret, b"owner", ours)):
+        raise ConnectionError("another process listens there")
+
+
+def _check_proof(connection: socket.socket, secret: bytes) -> None:
+    """The owner's side. Raises OSError if the other side does not know the secret."""
+    ours = secrets.token_bytes(CHALLENGE)
+    connection.sendall(ours)
+    proof, theirs = _exactly(connection, CHALLENGE), _exactly(connection, CHALLENGE)
+    if not hmac.compare_digest(proof, _proof(secret, b"reader", ours)):
+        raise ConnectionError("the peer does not know the secret")
+    connection.sendall(_proof(secret, b"owner", theirs))
+
+
+def _proof(secret: bytes, role: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, role + challenge, "sha256")
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    buffer = bytearray(size)
+    _receive(connection, memoryview(buffer), Event())
+    return bytes(buffer)
+
+
+def _receive(connection: socket.socket, into: memoryview, cancelled: Event) -> None:
+    """Raises OSError at the connection's end or when nothing comes for STALL_SECONDS, TransferError when cancelled."""
+    heard = time.monotonic()
+    while into:
+        check_cancelled(cancelled)
+        try:
+            got = connection.recv_into(into[:PIECE], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            if time.monotonic() - heard > STALL_SECONDS:
+                raise TimeoutError(f"nothing came for {STALL_SECONDS:.0f} s") from None
+            continue
+        if not got:
+            raise ConnectionResetError("closed by the other side")
+        into = into[got:]
+        heard = time.monotonic()
+
+
+def _set_timeouts(connection: socket.socket) -> None:
+    """The kernel's own: a call then waits in it for a whole piece, not in the interpreter for each packet."""
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(LOOK_SECONDS * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_SECONDS), 0))
+
+
+def _view(region: Region) -> memoryview:
+    return memoryview((ctypes.c_char * region.size).from_address(region.address)).cast("B")
+
+
+def _addresses() -> tuple[str, ...]:
+    """This host's IPv4 addresses: the one that leads out first, the loopback last."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = []
+        with contextlib.suppress(OSError):  # no route leads out
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            found.append(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return tuple(sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.")))

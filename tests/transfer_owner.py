@@ -1,0 +1,44 @@
+"""A process whose memory the transfer tests read: `python transfer_owner.py METHOD SIZE...`, region by region.
+
+Prints its offers as one line of hexadecimal msgpack, then obeys lines: `forget` gives the memory's descriptors up, anything else ends it.
+"""
+
+import ctypes
+import os
+import random
+import sys
+
+import msgspec
+
+from engine.transfer.base import Region
+from engine.transfer.shared_memory import shared_memory
+from engine.transfer.transfers import Transfers
+
+PATTERN = 1 << 20
+
+
+def content(region: int, size: int) -> bytes:
+    """What a region holds: one random MiB after another, all alike."""
+    return (random.Random(region).randbytes(PATTERN) * (size // PATTERN + 1))[:size]
+
+
+def main() -> None:
+    memories = [shared_memory(int(size)) for size in sys.argv[2:]]
+    regions = []
+    for number, memory in enumerate(memories):
+        memory[:] = content(number, len(memory))
+        regions.append(Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), -1))
+    transfers = Transfers(regions, sys.argv[1])
+    print(msgspec.msgpack.encode(transfers.offers()).hex(), flush=True)  # noqa: T201 - what the test reads
+    for line in sys.stdin:
+        if line.strip() != "forget":
+            break
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:trellis"):
+                os.close(int(name))
+        print("forgotten", flush=True)  # noqa: T201
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
