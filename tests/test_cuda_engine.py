@@ -20,7 +20,7 @@ OUTPUT = 24
 
 def save(path: Path, spread: float) -> Path:
     config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024, vocab_size=2048,
+        hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=2048,
         max_position_embeddings=2048, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
