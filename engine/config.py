@@ -50,8 +50,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     enable_cuda_graphs: bool = True
     threads: int = 0
     guide_timeout_seconds: float = 15.0
-    kv_transfer: str = ""
-    """How KV blocks move between replicas: shared_memory, cuda_ipc, nixl, or auto for the best of them; empty for not at all."""
+    kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
+    """How KV blocks move between replicas; empty for not at all."""
     transfer_timeout_seconds: float = 5.0
     """How long reading a prompt's KV blocks may take before the prompt is computed here."""
     cache_dir: str = ""

@@ -14,16 +14,21 @@ from engine.logits import LogitsProcessor, register
 
 
 class ForcedSequence:
-    """Emits `token_ids` one after the other and then `eos_token_id`, whatever the model says. Ids beyond the vocabulary are IndexErrors."""
+    """Emits `token_ids` one after the other and then `eos_token_id`, whatever the model says. Ids beyond the vocabulary are IndexErrors.
+
+    Where it stands follows from how many tokens have come since the first call.
+    """
 
     def __init__(self, token_ids: Sequence[int], eos_token_id: int) -> None:
         self._forced = tuple(token_ids)
         self._eos_token_id = eos_token_id
-        self._position = 0
+        self._num_prompt: int | None = None
 
     def __call__(self, token_ids: Sequence[int], logits: Any) -> None:
-        forced = self._forced[self._position] if self._position < len(self._forced) else self._eos_token_id
-        self._position += 1
+        if self._num_prompt is None:
+            self._num_prompt = len(token_ids)
+        position = len(token_ids) - self._num_prompt
+        forced = self._forced[position] if position < len(self._forced) else self._eos_token_id
         logits.fill_(-math.inf)
         logits[forced] = 0.0
 

@@ -31,19 +31,18 @@ class KvCache:
     """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that
     all layers of a block are one contiguous range."""
 
-    def __init__(
-        self, num_blocks: int, layers: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.data = _zeros((num_blocks, layers, 2, block_size, heads, head_dim), dtype, device)
-        self.layers, self.block_size, self.heads, self.head_dim = layers, block_size, heads, head_dim
-        self.token_rows = self.data.view(-1, heads * head_dim)
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        _, self.layers, _, self.block_size, heads, head_dim = data.shape
+        self.heads, self.head_dim = heads, head_dim
+        self.token_rows = data.view(-1, heads * head_dim)
         """[blocks * layers * 2 * block_size, heads * head_dim]"""
-        self.block_rows = self.data.view(-1, block_size * heads * head_dim)
+        self.block_rows = data.view(-1, self.block_size * heads * head_dim)
         """[blocks * layers * 2, block_size * heads * head_dim]"""
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
 
     On a CPU they are anonymous pages, which take memory only once a block is written.
     """

@@ -92,6 +92,10 @@ class BlockPool:
                 blocks.append(block)
         return blocks
 
+    def find(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """The reusable block of each key, not yet held; None where there is none."""
+        return [self._block_of.get(key) for key in keys] if self.reuse else [None] * len(keys)
+
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of these blocks `available` counts now and would not once they are held."""
         return sum(self._references[block] == 0 for block in blocks)

@@ -10,8 +10,11 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.blocks import BlockPool, EventData
+from engine.embedded.fetches import Fetches
 from engine.embedded.groups import BlockGroups
+from engine.embedded.handover import held_of, layout_of
 from engine.embedded.load import load_model
+from engine.embedded.reports import batching, ending, prompt_report
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
 from engine.embedded.sampler import Drawn, Sampled, Sampler
 from engine.embedded.scheduler import Chunk, Scheduler
@@ -19,7 +22,8 @@ from engine.embedded.sequence import Sequence
 from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
-from engine.types import Delta, FinishReason, PromptReport
+from engine.transfer.transfers import Transfers
+from engine.types import Delta, Held
 
 Outputs = list[tuple[str, Delta | EngineFailure]]
 """What a step has for each request id that it touched."""
@@ -66,26 +70,65 @@ class EngineCore:
         self._iteration = self._completed = self._aborted = 0
         self._last = InflightBatchingStats()
         self._latency_ms = 0.0
+        self.layout = layout_of(config.model, self.model.vocab_size, config.kv_block_size, self.model.memory)
+        self._fetches: Fetches | None = None
+        if config.kv_transfer:
+            transfers = Transfers(self.model.memory.regions, config.kv_transfer)
+            self._offers = transfers.offers()
+            self._fetches = Fetches(self.scheduler, transfers, config.transfer_timeout_seconds)
+        self._stalled = False
+        """Whether the last step found that all sequences wait for something else than a step."""
         self._overlap = config.overlap_scheduler == "on" or (config.overlap_scheduler == "auto" and self.model.device.type != "cpu")
         self._launched: _Step | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do."""
-        return bool(self._sequences) or self._launched is not None
+        """Whether a sequence has still something to say, or another replica's blocks are being read."""
+        return len(self._sequences) > len(self.scheduler.held) or self._launched is not None or self.poll_seconds is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would get anywhere; if not, a command or the end of a transfer has to come first."""
+        return self._launched is not None or (not self._stalled and bool(self.scheduler.running or self.scheduler.waiting))
+
+    @property
+    def poll_seconds(self) -> float | None:
+        """The longest pause between two calls of `poll`; None if there is nothing to poll."""
+        return self._fetches.poll_seconds if self._fetches is not None else None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its request id must be new."""
         assert sequence.request.request_id not in self._sequences, "request ids are unique"
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
+        self._stalled = False
 
     def abort(self, request_id: str) -> None:
-        """Drop a sequence and free its blocks; nothing happens if it has finished."""
-        if sequence := self._sequences.pop(request_id, None):
+        """Drop a sequence and free its blocks, at once or when no transfer writes to them any more; nothing happens if it has finished."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        held = sequence in self.scheduler.held
+        self._completed += held
+        self._aborted += not held
+        if self._fetches is not None and sequence in self.scheduler.fetching:
+            self._fetches.abort(sequence)
+        else:
             self.scheduler.remove(sequence)
-            self._aborted += 1
-            self._audit_when_idle()
+        self._stalled = False
+        self._audit_when_idle()
+
+    def poll(self) -> bool:
+        """Take note of transfers that have ended; whether one has."""
+        ended = self._fetches is not None and self._fetches.poll()
+        if ended:
+            self._stalled = False
+        return ended
+
+    def close(self) -> None:
+        """End all transfers; the core is of no use afterwards."""
+        if self._fetches is not None:
+            self._fetches.close()
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.
@@ -94,6 +137,8 @@ class EngineCore:
         tokens which the host has yet to see. Without, launch and result follow each other; both give the same tokens.
         """
         outputs: Outputs = []
+        self.poll()
+        ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self._launched is not None and any(sequence.sampler.needs_history for sequence in self.scheduler.running):
             outputs += self._settle()
         previous, self._launched = self._launched, None
@@ -103,6 +148,8 @@ class EngineCore:
         self._launched = launched
         if not self._overlap:
             outputs += self._settle()
+        self._stalled = not (ran or launched or outputs or self.scheduler.preemptions > preemptions)
+        self._begin_fetches()
         self._audit_when_idle()
         return outputs
 
@@ -113,7 +160,7 @@ class EngineCore:
             timestamp=time.time(),
             iteration=self._iteration,
             iter_latency_ms=self._latency_ms,
-            num_active_requests=len(scheduler.running),
+            num_active_requests=len(scheduler.running) + len(scheduler.fetching),
             num_queued_requests=len(scheduler.waiting),
             num_completed_requests=self._completed,
             max_num_active_requests=self._max_num_seqs,
@@ -121,6 +168,10 @@ class EngineCore:
             num_preemptions=scheduler.preemptions,
             inflight_batching_stats=self._last if self._sequences else InflightBatchingStats(),
             kv_cache_stats=self.blocks.stats(),
+            num_held_requests=len(scheduler.held),
+            num_held_blocks=scheduler.held_blocks,
+            num_fetching_requests=len(scheduler.fetching),
+            **(self._fetches.stats() if self._fetches is not None else {}),
         )
 
     def _audit_when_idle(self) -> None:
@@ -146,9 +197,16 @@ class EngineCore:
             failures += self._fail(chunks, error)
             return None
         self._iteration += 1
-        self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
+        self._last = batching(chunks, self.scheduler.preemptions - preemptions)
         _note_pending(chunks, 1)
         return step
+
+    def _begin_fetches(self) -> None:
+        """Start to read what the step's admissions need, now that the device is done with the step before."""
+        if self._fetches is not None and (fetches := self.scheduler.take_fetches()):
+            self._fetches.start(fetches)
+            self._stalled = False
+            self.poll()
 
     def _settle(self) -> Outputs:
         """Finish the step under way."""
@@ -167,7 +225,8 @@ class EngineCore:
                 if self._sequences.get(request_id) is not chunk.sequence:
                     continue
                 self.scheduler.computed(chunk)
-                if sampled is not None:
+                # A prefill that lost its blocks meanwhile has nothing to hold: it is computed again.
+                if sampled is not None and (chunk.current or not chunk.sequence.request.prefill_only):
                     outputs.append((request_id, self._append(chunk.sequence, sampled)))
         except (RuntimeError, ValueError) as error:
             outputs += self._fail(step.chunks, error)
@@ -196,7 +255,7 @@ class EngineCore:
             if sequence.sampler.error:
                 self.abort(sequence.request.request_id)
                 return EngineFailure(sequence.sampler.error)
-        finish, stop = self._finish(sequence, sampled.token_id)
+        finish, stop = ending(sequence, sampled.token_id, self.model.eos_token_ids, self.model.context_length)
         if finish is not None:
             del self._sequences[sequence.request.request_id]
             self.scheduler.remove(sequence)
@@ -204,22 +263,16 @@ class EngineCore:
         prompt = None
         if not sequence.reported:
             sequence.reported = True
-            prompt = _prompt_report(sequence)
+            prompt = prompt_report(sequence)
         if not wanted:
             return Delta((), finish_reason=finish, prompt=prompt)
-        return Delta((sampled.token_id,), () if sampled.logprobs is None else (sampled.logprobs,), finish, stop, prompt)
+        held = self._hold(sequence) if sequence.request.prefill_only and finish is None else None
+        return Delta((sampled.token_id,), () if sampled.logprobs is None else (sampled.logprobs,), finish, stop, prompt, held)
 
-    def _finish(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        sampling, count = sequence.request.sampling, sequence.num_output
-        if count > sampling.min_tokens:
-            if token in sampling.stop_token_ids:
-                return "stop", token
-            # A grammar lets the end of sequence through only when the output is complete: nothing could follow it.
-            if token in self.model.eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
-                return "stop", None
-        if count >= sampling.max_tokens or len(sequence.tokens) >= self.model.context_length:
-            return "length", None
-        return None, None
+    def _hold(self, sequence: Sequence) -> Held:
+        """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
+        self.scheduler.hold(sequence)
+        return held_of(self.layout, [pool.num_blocks for pool in self.blocks.pools], sequence.tables, self._offers)
 
     def _fail(self, chunks: Sequence_[Chunk], error: Exception) -> Outputs:
         failures: Outputs = []
@@ -239,22 +292,3 @@ def _note_pending(chunks: Sequence_[Chunk], change: int) -> None:
         if chunk.samples:
             chunk.sequence.pending += change
             chunk.sequence.sampler.pending = chunk.sequence.pending
-
-
-def _prompt_report(sequence: Sequence) -> PromptReport:
-    assert sequence.first_scheduled is not None
-    logprobs = None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
-    return PromptReport(sequence.cached_tokens, sequence.first_scheduled - sequence.arrival, logprobs)
-
-
-def _batching(chunks: Sequence_[Chunk], preempted: int) -> InflightBatchingStats:
-    prefills = [chunk for chunk in chunks if chunk.start + 1 < chunk.sequence.num_prompt]
-    decodes = len(chunks) - len(prefills)
-    return InflightBatchingStats(
-        num_scheduled_requests=len(chunks),
-        num_context_requests=len(prefills),
-        num_gen_requests=decodes,
-        num_paused_requests=preempted,
-        num_ctx_tokens=sum(chunk.length for chunk in prefills),
-        avg_num_decoded_tokens_per_iter=1.0 if decodes else 0.0,
-    )

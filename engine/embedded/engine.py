@@ -16,6 +16,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar import GrammarCompiler, Matcher
+from engine.embedded.handover import resume
 from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
@@ -27,6 +28,9 @@ from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 
 log = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
+"""Seconds between two looks at a transfer while nothing else runs, and by how much each is longer than the last."""
 
 
 class EmbeddedEngine:
@@ -100,6 +104,10 @@ class EmbeddedEngine:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         check_prompt(request, self.info.vocab_size, min(self.info.context_length, self._capacity))
+        if request.prefill_only and request.handoff is not None:
+            raise InvalidRequest("a request with a handoff has its prompt computed already", "handoff")
+        if not self._config.kv_transfer and (request.prefill_only or (request.handoff is not None and request.handoff.state)):
+            raise InvalidRequest("this engine moves no KV blocks: its setting kv_transfer is empty", "handoff")
         if request.request_id in self._streams:
             raise InvalidRequest("a running request has the same request_id", "request_id")
 
@@ -117,7 +125,7 @@ class EmbeddedEngine:
     def _sequence(self, request: GenerateRequest, matcher: Matcher | None) -> Sequence:
         seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
         info, arrival = self.info, time.monotonic()
-        return Sequence(
+        sequence = Sequence(
             request=request,
             sampler=SamplerState(
                 request.sampling, request.prompt_token_ids, info.eos_token_ids, seed, matcher, info.vocab_size, torch.device(info.device)
@@ -127,6 +135,9 @@ class EmbeddedEngine:
             tokens=list(request.prompt_token_ids),
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else [None],
         )
+        if request.handoff is not None:
+            resume(sequence, request.handoff, self._layout)
+        return sequence
 
     def _abort(self, request_id: str) -> None:
         self._commands.put(lambda core: core.abort(request_id))
@@ -146,29 +157,39 @@ class EmbeddedEngine:
                 while self._obey(core):
                     outputs = core.step()
                     self._call(self._deliver, outputs, core.stats(), self._take_events())
+            core.close()
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)
             self._call(self._fail_all, EngineDied("the engine died"))
 
     def _obey(self, core: EngineCore) -> bool:
-        """Carry out the commands that wait, and wait for one while there is nothing to run; False when told to stop."""
+        """Carry out the commands that wait, and wait for one, with an eye on transfers, while no step would get anywhere; False when told
+        to stop."""
+        told, pause = False, _SHORTEST_PAUSE
         while True:
-            idle = not core.busy
-            if idle:
+            if not core.ready and not told:
                 self._call(self._deliver, [], core.stats(), self._take_events())
-            elif self._commands.empty():
+                told = True
+            elif core.ready and self._commands.empty():
                 return True
-            command = self._commands.get()
+            longest = core.poll_seconds
+            try:
+                command = self._commands.get(timeout=None if longest is None else min(pause, longest))
+            except queue.Empty:
+                told = not core.poll()
+                pause *= _LONGER_PAUSE
+                continue
             if command is None:
                 return False
             command(core)
+            told = False
 
     def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
         started = time.monotonic()
         torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
         model, config = core.model, self._config
-        self._capacity = core.blocks.capacity
+        self._capacity, self._layout = core.blocks.capacity, core.layout
         info = EngineInfo(
             backend="embedded",
             model=config.model,

@@ -58,16 +58,16 @@ class Matcher:
                 bitmask[row, token_id // 32] |= 1 << token_id % 32 if token_id % 32 < 31 else -(2**31)
         self._spend(started)
 
-    def accept(self, token_id: int) -> None:
-        """A token was appended to the output. After the end, nothing changes any more."""
+    def accept(self, token_id: int) -> bool:
+        """A token was appended to the output; False, and no change, if the grammar does not allow it. After the end all are allowed."""
         if self.finished or self.error:
-            return
+            return True
         started = time.thread_time()
         accepted = self._matcher.accept_token(token_id)
-        assert accepted, f"token {token_id} was sampled against the grammar"
         self.finished = self._matcher.is_terminated()
         self._allowance += _TOKEN_SECONDS
         self._spend(started)
+        return accepted
 
     def _spend(self, started: float) -> None:
         self._spent += time.thread_time() - started

@@ -12,6 +12,8 @@ from engine.stats import KvCacheStats
 
 GONE = -1
 """In a table: no block, because no later token attends to it."""
+MISSING = -2
+"""In a table that is not held yet: a block whose contents are to be read from another replica."""
 UNLIMITED = 1 << 62
 
 Table = list[int]
@@ -70,6 +72,24 @@ class BlockGroups:
             tables.append([GONE] * first + pool.match(keys[first:count]))
         return tables
 
+    def plan(self, keys: Sequence[BlockKey], position: int) -> list[Table]:
+        """Tables for a sequence that goes on at `position`, whose full blocks before it have these `keys`: what can be reused, and what is
+        MISSING; not yet held."""
+        count, tables = _blocks(position, self.block_size), []
+        for pool in self.pools:
+            first = pool.first(position)
+            found = [MISSING if block is None else block for block in pool.find(keys[first:])]
+            tables.append([GONE] * first + found + [MISSING] * (count - first - len(found)))
+        return tables
+
+    def fill(self, tables: Sequence[Table]) -> list[list[int]]:
+        """Allocate the blocks that are MISSING in held tables; where they were, by group."""
+        places = [[index for index, block in enumerate(table) if block == MISSING] for table in tables]
+        for pool, table, missing in zip(self.pools, tables, places, strict=True):
+            for index, block in zip(missing, pool.allocate(len(missing)), strict=True):
+                table[index] = block
+        return places
+
     def _reusable(self, keys: Sequence[BlockKey]) -> int:
         """After how many blocks every group has what the next token attends to."""
         if self.pools[0].window is None:
@@ -86,17 +106,18 @@ class BlockGroups:
         so that `spare` blocks are left in each pool. A window is counted whole: what lies behind it comes back only later."""
         for pool, table in zip(self.pools, matched, strict=True):
             tokens = length if pool.window is None else min(length, end + pool.window)
-            held = table[pool.first(len(table) * self.block_size) :]
-            if _blocks(tokens, self.block_size) - len(table) + pool.idle_among(held) + spare > pool.available:
+            new = _blocks(tokens, self.block_size) - len(table) + table.count(MISSING)
+            if new + pool.idle_among(_present(table)) + spare > pool.available:
                 return False
         return True
 
     def hold(self, matched: Sequence[Table], length: int) -> None:
         """Take a reference to the blocks of matched tables, for a sequence of `length` tokens."""
         for pool, table in zip(self.pools, matched, strict=True):
-            pool.hold(table[pool.first(len(table) * self.block_size) :])
-        self.reused += len(matched[0])
-        self.missed += _blocks(length, self.block_size) - len(matched[0])
+            pool.hold(_present(table))
+        reused = len(matched[0]) - matched[0].count(MISSING)
+        self.reused += reused
+        self.missed += _blocks(length, self.block_size) - reused
 
     def grow(self, tables: Sequence[Table], length: int, end: int) -> bool:
         """Add blocks for the tokens up to `end`, where attention is full for all `length`; False, and no change, if there are too few."""
@@ -109,11 +130,14 @@ class BlockGroups:
         return True
 
     def store(self, tables: Sequence[Table], keys: Sequence[BlockKey], tokens: Sequence[int], first: int) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`."""
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
-            chain = [(table[i], keys[i], tokens[i * size : (i + 1) * size]) for i in range(first, len(keys))]
-            pool.store(keys[first - 1] if first else None, chain)
+            start = first
+            while start < len(keys) and table[start] == GONE:
+                start += 1
+            chain = [(table[i], keys[i], tokens[i * size : (i + 1) * size]) for i in range(start, len(keys))]
+            pool.store(keys[start - 1] if start else None, chain)
 
     def leave_behind(self, tables: Sequence[Table], position: int) -> None:
         """Give back what no token from `position` on attends to."""
@@ -125,6 +149,10 @@ class BlockGroups:
             if start < stop:
                 pool.release(table[start:stop])
                 table[start:stop] = [GONE] * (stop - start)
+
+    def count(self, tables: Sequence[Table]) -> int:
+        """How many blocks there are in a sequence's tables."""
+        return sum(len(_present(table)) for table in tables)
 
     def release(self, tables: Sequence[Table]) -> None:
         """Give back a sequence's tables."""
@@ -138,7 +166,7 @@ class BlockGroups:
 
 
 def _present(table: Table) -> Table:
-    return [block for block in table if block != GONE]
+    return [block for block in table if block >= 0]
 
 
 def _blocks(tokens: int, block_size: int) -> int:

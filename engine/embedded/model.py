@@ -14,10 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded import decoder, linear
-from engine.embedded.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks
+from engine.embedded.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks, zeros
 from engine.embedded.layout import Attends, LayerGroup, ask, share
 from engine.embedded.linear import can_pack
 from engine.embedded.load import device_of, dtype_of
+from engine.embedded.memory import KvMemory, shared_zeros
 from engine.embedded.norm import replace_norms
 from engine.embedded.pending import PendingTokens
 from engine.embedded.scheduler import Chunk
@@ -44,18 +45,15 @@ class Model(PendingTokens):
         self.vocab_size: int = self.hf_config.vocab_size
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
         self.groups = self._share(config, attends)
-        self.caches = [
-            KvCache(
-                group.num_blocks + self.spare_blocks,
-                len(group.layers),
-                config.kv_block_size,
-                attends.kv_heads,
-                attends.head_dim,
-                self.cache_dtype,
-                self.device,
-            )
+        shapes = [
+            (group.num_blocks + self.spare_blocks, len(group.layers), 2, config.kv_block_size, attends.kv_heads, attends.head_dim)
             for group in self.groups
         ]
+        shared = bool(config.kv_transfer) and self.device.type == "cpu"
+        self.caches = [
+            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device)) for shape in shapes
+        ]
+        self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks of a step as `forward` wants them."""

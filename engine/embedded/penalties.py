@@ -31,7 +31,7 @@ def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     _penalise(logits, states)
     processed = [row for row, state in enumerate(states) if state.processors]
     for row in processed:
-        _process(logits[row], states[row])
+        process(logits[row], states[row])
     _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
     _repair(logits, states, masked, bitmask)
 
@@ -92,7 +92,7 @@ def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tens
     return bitmask
 
 
-def _process(logits: torch.Tensor, state: SamplerState) -> None:
+def process(logits: torch.Tensor, state: SamplerState) -> None:
     """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and that is all."""
     token_ids = tuple(state.tokens)
     for processor in state.processors:

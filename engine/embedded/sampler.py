@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from engine.embedded.grammar import Matcher
-from engine.embedded.penalties import edit
+from engine.embedded.penalties import edit, process
 from engine.embedded.truncation import Truncation, put, quantile, race, take, weigh
+from engine.errors import InvalidRequest
 from engine.logits import create
 from engine.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -52,6 +53,7 @@ class SamplerState:
         device: torch.device,
     ) -> None:
         self.sampling = sampling
+        self._vocab_size, self._device = vocab_size, device
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.matcher = matcher
@@ -112,12 +114,25 @@ class SamplerState:
 
     def accept(self, token_id: int) -> None:
         """A token was appended to the output."""
+        self._note(token_id)
+        if self.matcher is not None:
+            accepted = self.matcher.accept(token_id)
+            assert accepted, f"token {token_id} was sampled against the grammar"
+
+    def resume(self, token_id: int) -> None:
+        """The first token was sampled elsewhere. Logits processors are called as for it, with logits that mean nothing, since they may keep
+        state. Raises InvalidRequest if the grammar does not allow it."""
+        if self.matcher is not None and not self.matcher.accept(token_id):
+            raise InvalidRequest("the handoff's token is not one that the guide allows", "handoff")
+        if self.processors:
+            process(torch.zeros(self._vocab_size, device=self._device), self)
+        self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
         self.tokens.append(token_id)
         if self.counts is not None and self.seen is not None:
             self.counts[token_id] += 1
             self.seen[token_id] = True
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

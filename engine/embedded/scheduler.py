@@ -4,13 +4,16 @@ Running sequences come first: decodes (one token each), then the rest of started
 of tokens and in order of rank. A sequence is admitted when blocks for all its present tokens are there, or for its first chunk and the
 window in layers of a sliding window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is
 preempted: it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
+
+Of disaggregation it knows that a sequence can be fetching, which is to have a slot and blocks while another replica's are read into them,
+and held, which is to keep the blocks of a computed prompt for another replica. Neither is ever preempted.
 """
 
 import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.embedded.groups import BlockGroups, Table
+from engine.embedded.groups import MISSING, BlockGroups, Table
 from engine.embedded.sequence import Sequence
 
 PROMPT_LOGPROB_TOKENS = 256
@@ -39,8 +42,15 @@ class Chunk(NamedTuple):
         return self.sequence.starts == self.starts and self.sequence.slot >= 0
 
 
+class Fetch(NamedTuple):
+    """A sequence that has been given blocks for its prompt; `missing` has, for each group, the indices in its table of those to read."""
+
+    sequence: Sequence
+    missing: list[list[int]]
+
+
 class Scheduler:
-    """Owns the waiting and the running list; the groups own the blocks."""
+    """Owns the lists of sequences; the groups own the blocks."""
 
     def __init__(self, blocks: BlockGroups, *, max_num_seqs: int, max_num_tokens: int, chunked_prefill: bool) -> None:
         self.blocks = blocks
@@ -48,9 +58,15 @@ class Scheduler:
         """In order of rank."""
         self.running: list[Sequence] = []
         """In order of rank."""
+        self.fetching: list[Sequence] = []
+        self.held: list[Sequence] = []
+        self.held_blocks = 0
+        """Of all groups; one that two sequences share counts twice."""
+        self.orphans: list[list[Table]] = []
+        """Blocks that nobody has any more and that a transfer may still write to."""
         self.preemptions = 0
+        self._fetches: list[Fetch] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._chunked = chunked_prefill
 
@@ -60,14 +76,43 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a finished or aborted sequence and free its blocks."""
-        if sequence.slot >= 0:
-            self.running.remove(sequence)
-            self._slots.append(sequence.slot)
-            sequence.slot = -1
-        else:
-            self.waiting.remove(sequence)
+        self._take_out(sequence)
         self.blocks.release(sequence.tables)
         sequence.tables = []
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keep the blocks of a running sequence, and nothing else of it, until it is removed."""
+        self._take_out(sequence)
+        self.held.append(sequence)
+        self.held_blocks += self.blocks.count(sequence.tables)
+
+    def take_fetches(self) -> list[Fetch]:
+        """What is to be read for sequences that have begun to fetch since the last time. The step before must have ended by then: it may
+        still write to blocks that have been given back."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    def fetched(self, sequence: Sequence) -> None:
+        """A fetching sequence's blocks have been read: they become reusable, and it runs."""
+        self.fetching.remove(sequence)
+        sequence.remote = None
+        bisect.insort(self.running, sequence, key=_rank)
+        sequence.computed = sequence.num_prompt
+        keys = sequence.extend_keys(self.blocks.block_size)[: sequence.num_prompt // self.blocks.block_size]
+        self.blocks.store(sequence.tables, keys, sequence.tokens, 0)
+        sequence.stored = len(keys)
+
+    def abandon(self, sequence: Sequence) -> list[Table]:
+        """Take out a fetching sequence and leave its blocks to `orphans`, until `release_orphan`."""
+        self._take_out(sequence)
+        tables, sequence.tables, sequence.remote, sequence.stored = sequence.tables, [], None, 0
+        self.orphans.append(tables)
+        return tables
+
+    def release_orphan(self, tables: list[Table]) -> None:
+        """Free what `abandon` returned."""
+        self.orphans.remove(tables)
+        self.blocks.release(tables)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, taken as computed from now on; empty when all that runs waits for its last pending token."""
@@ -106,7 +151,21 @@ class Scheduler:
 
     def audit(self) -> None:
         """Assert that every block is accounted for."""
-        self.blocks.audit([sequence.tables for sequence in (*self.running, *self.waiting)])
+        sequences = (*self.running, *self.waiting, *self.fetching, *self.held)
+        self.blocks.audit([*(sequence.tables for sequence in sequences), *self.orphans])
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Out of its list, and out of its slot if it has one."""
+        if sequence.slot < 0:
+            if sequence.tables:
+                self.held.remove(sequence)
+                self.held_blocks -= self.blocks.count(sequence.tables)
+            else:
+                self.waiting.remove(sequence)
+            return
+        (self.running if sequence.remote is None else self.fetching).remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
 
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """The largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
@@ -135,32 +194,63 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         for sequence in self._candidates():
-            if budget <= 0 or len(self.running) >= self._max_num_seqs:
+            if not self._slots:
+                return
+            if sequence.remote is not None and (missing := self._missing(sequence)):
+                if not self._fetch(sequence, missing):
+                    return
+                continue
+            if budget <= 0:
                 return
             matched = self._match(sequence)
             sequence.computed = len(matched[0]) * self.blocks.block_size
             length = self._length(sequence, budget, chunks)
-            # One spare block for each running sequence, or admitting would soon preempt what it admits.
-            spare = len(self.running)
-            fits = not spare or self.blocks.fits(matched, sequence.length, sequence.computed + length, spare)
-            if not length or not fits:
+            if not length or not self._fits(matched, sequence.length, sequence.computed + length):
                 sequence.computed = 0
                 return
             self._start(sequence, matched, length)
             chunks.append(Chunk.next_of(sequence, length))
             budget -= length
 
+    def _fits(self, tables: list[Table], length: int, end: int) -> bool:
+        # One spare block for each running sequence, or admitting would soon preempt what it admits.
+        spare = len(self.running) + len(self.fetching)
+        alone = not (spare or self.held or self.orphans)
+        return alone or self.blocks.fits(tables, length, end, spare)
+
     def _start(self, sequence: Sequence, matched: list[Table], length: int) -> None:
-        self.blocks.hold(matched, sequence.length)
-        sequence.tables, sequence.stored = matched, len(matched[0])
-        grown = self.blocks.grow(sequence.tables, sequence.length, sequence.computed + length)
-        assert grown, "alone, every sequence fits"
+        sequence.stored, sequence.remote = len(matched[0]), None
+        self._seat(sequence, matched, sequence.computed + length)
         if not sequence.num_output:
             sequence.cached_tokens = sequence.computed
-        sequence.slot = self._slots.pop()
-        sequence.starts += 1
-        self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
+
+    def _seat(self, sequence: Sequence, tables: list[Table], end: int) -> list[list[int]]:
+        """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; the indices of those that were MISSING, by group."""
+        self.blocks.hold(tables, sequence.length)
+        missing = self.blocks.fill(tables)
+        grown = self.blocks.grow(tables, sequence.length, end)
+        assert grown, "alone, every sequence fits"
+        self.waiting.remove(sequence)
+        sequence.tables, sequence.slot = tables, self._slots.pop()
+        sequence.starts += 1
+        return missing
+
+    def _missing(self, sequence: Sequence) -> list[Table]:
+        """Tables for a prompt that another replica has computed; empty if all of it is here."""
+        size = self.blocks.block_size
+        tables = self.blocks.plan(sequence.extend_keys(size)[: sequence.num_prompt // size], sequence.num_prompt)
+        return tables if any(MISSING in table for table in tables) else []
+
+    def _fetch(self, sequence: Sequence, tables: list[Table]) -> bool:
+        """Have its missing blocks read, if there is room for all of its prompt."""
+        if not self._fits(tables, sequence.length, sequence.num_prompt):
+            return False
+        known = min((table.index(MISSING) for table in tables if MISSING in table), default=0)
+        self._fetches.append(Fetch(sequence, self._seat(sequence, tables, sequence.num_prompt)))
+        sequence.stored = known
+        bisect.insort(self.fetching, sequence, key=_rank)
+        return True
 
     def _match(self, sequence: Sequence) -> list[Table]:
         """Reusable blocks of its prefix. At least one token is always computed, for its logits; all of them, if all are reported."""
@@ -169,9 +259,10 @@ class Scheduler:
         return self.blocks.match(sequence.extend_keys(size)[:usable])
 
     def _candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences in order, without those whose next block a running prompt is computing just now: they wait to share it."""
+        """Waiting sequences in order, without those whose next block a running prompt is computing, or a fetching one is reading, just now:
+        they wait to share it."""
         size = self.blocks.block_size
-        prompts = [s for s in self.running if s.stored < s.num_prompt // size] if self.blocks.reuse else []
+        prompts = [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []
         coming = {key for s in prompts for key in s.extend_keys(size)[s.stored :]}
         for sequence in list(self.waiting):
             keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]

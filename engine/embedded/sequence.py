@@ -9,6 +9,7 @@ from engine.embedded.blocks import BlockKey, block_key, root_key
 from engine.types import GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.embedded.handover import HeldState
     from engine.embedded.sampler import SamplerState
 
 
@@ -44,6 +45,8 @@ class Sequence:
     """Leading blocks that are in the pool's prefix index, or were when they were computed."""
     cached_tokens: int = 0
     first_scheduled: float | None = None
+    remote: HeldState | None = None
+    """Where another replica keeps the keys and values of its prompt, until they have been read or could not be."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reported: bool = False
     """Whether the prompt report has been given out."""
@@ -74,8 +77,9 @@ class Sequence:
 
     @property
     def spent(self) -> bool:
-        """Whether the pending token is the last one that was asked for."""
-        return self.pending > 0 and self.num_output + self.pending >= self.request.sampling.max_tokens
+        """Whether the pending token is the last one that is computed here."""
+        last = 1 if self.request.prefill_only else self.request.sampling.max_tokens
+        return self.pending > 0 and self.num_output + self.pending >= last
 
     @property
     def wants_prompt_logprobs(self) -> bool:

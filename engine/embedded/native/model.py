@@ -16,6 +16,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.layout import Attends, LayerGroup, share
 from engine.embedded.load import UnsupportedModelError
+from engine.embedded.memory import KvMemory, shared_zeros
 from engine.embedded.native.build import NoCompilerError, library
 from engine.embedded.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.native.structures import Step
@@ -48,10 +49,13 @@ class NativeModel(PendingTokens):
         self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)
-        self._cache = zeros((self.groups[0].num_blocks, _block_bytes(config, shape) // 4), torch.float32)
+        cache = (shared_zeros if config.kv_transfer else zeros)(
+            (self.groups[0].num_blocks, _block_bytes(config, shape) // 4), torch.float32
+        )
+        self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
         self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
         threads = config.threads or os.cpu_count() or 1
-        self._decoder = code.decoder_new(self._weights.describe(self._cache, config.kv_block_size), threads)
+        self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward = code.decoder_forward
         weakref.finalize(self, code.decoder_delete, self._decoder)
 
@@ -87,9 +91,12 @@ def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
 
 
 def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
-    attends = Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
     layer_block_bytes = _block_bytes(config, shape) // shape.layers
-    return share(attends, layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks)
+    return share(_attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks)
+
+
+def _attends(shape: LlamaConfig) -> Attends:
+    return Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
 
 
 def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
