@@ -1,4 +1,4 @@
-"""Reading a JSON body: its type, size and time limited, validated from the raw bytes."""
+"""Reading a body, mostly a JSON one: its type, size and time limited, validated from the raw bytes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -24,7 +24,7 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
     async def parse(request: Request) -> M:
         _check_headers(request)
-        raw = await _read(request, state_of(request)["http"])
+        raw = await read_body(request, state_of(request)["http"])
         _refuse_many_values(raw)
         _refuse_non_finite(raw)
         try:
@@ -49,7 +49,8 @@ def _check_headers(request: Request) -> None:
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 
 
-async def _read(request: Request, options: HttpOptions) -> bytes:
+async def read_body(request: Request, options: HttpOptions) -> bytes:
+    """The bytes of a body. Raises HTTPException 408 or 413."""
     limit = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:

@@ -26,7 +26,7 @@ async def answer(request: Request, begin: Coroutine[Any, Any, Generation], strea
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client goes: then ClientDisconnect is raised. The body must have been read."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnect(request.receive))
+    gone = asyncio.create_task(disconnect(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -42,6 +42,7 @@ async def _complete(begin: Awaitable[Generation]) -> bytes:
     return await (await begin).complete()
 
 
-async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+async def disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has gone, or has its whole answer."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -17,6 +17,8 @@ class Replica:
     """The one model behind the routes, from the moment the port is open until it closes."""
 
     model_name: str
+    entrance: str = "/v1"
+    """Where its requests come in."""
     created: int = field(default_factory=lambda: int(time.time()))
     engine: AdmissionEngine | None = None
     """Set once it has started, together with the processor."""
@@ -52,6 +54,8 @@ class HttpOptions:
     """Seconds for the whole body."""
     ping_interval: float
     """Seconds of silence before a keep-alive comment; 0 sends none."""
+    lease_seconds: float
+    """How long KV blocks are held for a decode replica."""
 
 
 class State(TypedDict):

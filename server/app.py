@@ -7,7 +7,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_fastapi_instrumentator import Instrumentator
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, health, metrics, models, tokenize, version
+from routers import chat, completions, health, internal, metrics, models, tokenize, version
 from server import __version__, errors, openapi
 from server.compose import served_name
 from server.lifespan import make_lifespan
@@ -15,7 +15,10 @@ from server.metrics import ServerMetrics
 from server.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
 from server.settings import Settings
 
-ROUTERS = (chat.router, completions.router, models.router, tokenize.router, health.router, metrics.router, version.router)
+OPERATIONS = (health.router, metrics.router, version.router)
+PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
+ROUTERS = {"aggregated": PUBLIC, "decode": PUBLIC, "prefill": (internal.router,)}
+"""What a role serves besides the operations."""
 
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
@@ -30,7 +33,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in ROUTERS:
+    for router in (*ROUTERS[settings.disaggregation_mode], *OPERATIONS):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
         openapi.install(app)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings import EngineArgsError, Settings, read_settings, visible_devices
+from server.settings import EngineArgsError, Settings, read_settings, role_shortage, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
 """What the first argument may be; `serve` is what is meant without."""
@@ -53,9 +53,9 @@ def _listing(settings: Settings) -> list[str]:
 
 
 def _check_servable(settings: Settings) -> None:
-    """Raises SettingsError for a role that has no routes yet, and for more ranks than there are GPUs."""
-    if settings.disaggregation_mode != "aggregated":
-        raise SettingsError(f"--disaggregation-mode: the role {settings.disaggregation_mode} is not served by this version")
+    """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
+    if (lacking_of_role := role_shortage(settings)) is not None:
+        raise SettingsError(": ".join(lacking_of_role))
     if settings.engine == "trtllm" and not settings.engine_address:
         from server import engine_args, gpus  # noqa: PLC0415 - most engines do without
 

@@ -4,6 +4,9 @@ import dataclasses
 import logging
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from engine.base import Engine
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.errors import EngineFailure
 from engine.processors import HelloWorld, ProcessorConfig
@@ -71,7 +74,35 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         )
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir.expanduser())}
+    if settings.disaggregation_mode == "aggregated":
+        values["kv_transfer"] = ""
     return EmbeddedConfig(model=str(folder), processors=_processors(settings, folder), **values)
+
+
+def serving_engine(settings: Settings, local: Engine, registry: CollectorRegistry) -> Engine:
+    """The engine that requests go to: `local`, and in a decode replica one that has prompts computed elsewhere."""
+    if settings.disaggregation_mode != "decode":
+        return local
+    from engine.disaggregated.engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without
+    from engine.disaggregated.pool import PeerPool  # noqa: PLC0415
+    from server.prefill_metrics import PrefillMetrics  # noqa: PLC0415
+
+    name = served_name(settings)
+    observer = PrefillMetrics(registry, name)
+    secret = settings.internal_secret.get_secret_value() if settings.internal_secret else ""
+    pool = PeerPool(settings.prefill_urls, secret, settings.prefill_attempts, observer)
+    min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
+    return DisaggregatedEngine(local, pool, name, min_tokens, observer)
+
+
+def has_text(settings: Settings) -> bool:
+    """Whether text comes and goes here: prefill replicas see token ids alone."""
+    return settings.disaggregation_mode != "prefill"
+
+
+def entrance(settings: Settings) -> str:
+    """The path under which requests come in."""
+    return "/v1" if has_text(settings) else "/prefill"
 
 
 def default_processors(settings: Settings) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from engine.trtllm.arguments import Effective
 from server.engine_args import Parallelism, effective, parallelism
 from server.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.serving import listen
-from server.settings import DEFAULT_MODEL, EngineArgsError, Settings, visible_devices
+from server.settings import DEFAULT_MODEL, EngineArgsError, Settings, role_shortage, visible_devices
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -144,16 +144,20 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
 
 
 def check_role(settings: Settings) -> Iterator[Finding]:
-    """What a role other than the whole does to arguments that have no other fault."""
+    """What a role other than the whole lacks, and does to arguments that have no other fault."""
     role = settings.disaggregation_mode
     if role == "aggregated":
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
     effects = [f"forces {path} to {json.dumps(found.value(path))}" for path, layer in sorted(found.origins.items()) if layer == "role"]
     effects += [f"ignores {name}" for name in found.ignored]
-    yield Finding(
-        "problem", "; ".join([f"the role {role} is not served by this version", *effects]), "set DISAGGREGATION_MODE to aggregated"
-    )
+    lacking = role_shortage(settings)
+    if lacking is None:
+        yield Finding("ok", "; ".join([f"role {role}", *effects]))
+    elif role == "encode":
+        yield Finding("problem", "; ".join([lacking[1], *effects]), "set DISAGGREGATION_MODE to aggregated, prefill or decode")
+    else:
+        yield Finding("problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica")
 
 
 def check_parallelism(gpus: int, needs: Parallelism) -> Finding:

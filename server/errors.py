@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -68,6 +68,7 @@ _HTTP_RULES: dict[int, Rule] = {
     404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
     405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
     408: Rule(408, "invalid_request_error", "request_timeout"),
+    409: Rule(409, "invalid_request_error", "replicas_differ"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
     431: Rule(431, "invalid_request_error", "headers_too_large"),
@@ -121,7 +122,8 @@ async def _handle(_: Request, error: Exception) -> Response:
 
 def _http_rule(error: HTTPException) -> Rule:
     default = Rule(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
-    return _HTTP_RULES.get(error.status_code, default)
+    rule = _HTTP_RULES.get(error.status_code, default)
+    return rule if error.detail == HTTPStatus(error.status_code).phrase else replace(rule, message=None)
 
 
 def _headers(rule: Rule, error: Exception) -> dict[str, str]:

@@ -19,6 +19,8 @@ from engine.errors import EngineFailure
 from engine.process import EngineProcess
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
+from multimodal.templates import ChatTemplate
+from multimodal.tokenizer import Tokenizer
 from routers.state import HttpOptions, Replica, State
 from server import __version__, compose
 from server.errors import render_event
@@ -36,11 +38,12 @@ def make_lifespan(settings: Settings, metrics: ServerMetrics) -> Callable[[FastA
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
-        replica = Replica(compose.served_name(settings))
+        replica = Replica(compose.served_name(settings), compose.entrance(settings))
         options = HttpOptions(
             max_body_bytes=int(settings.max_body_mb * (1 << 20)),
             body_timeout=settings.body_timeout_seconds,
             ping_interval=settings.sse_ping_seconds,
+            lease_seconds=settings.lease_seconds,
         )
         async with background(metrics.watch_loop(replica), "event-loop-lag"), background(live(settings, metrics, replica), "replica"):
             yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
@@ -54,31 +57,39 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> 
         async with AsyncExitStack() as stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
-            inner, failed = await _open_engine(settings, folder, stack)
+            local, failed = await _open_engine(settings, folder, stack)
+            inner = compose.serving_engine(settings, local, metrics.registry)
             engine = AdmissionEngine(inner, settings.max_queue_size, settings.queue_timeout_seconds)
             stack.push_async_callback(engine.close)
-            if settings.engine_address:
-                await engine.start()
-                folder = await in_thread(partial(compose.model_folder, settings))
-                tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
-            else:
-                (tokenizer, template), _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
+            text = await _start(settings, folder, engine)
             await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
-            generation_metrics = GenerationMetrics(metrics.registry, replica.model_name)
-            replica.processor = Processor(
-                engine,
-                tokenizer,
-                template,
-                compose.limits(settings),
-                replica.model_name,
-                generation_metrics,
-                compose.default_processors(settings),
-            )
+            if text is not None:
+                replica.processor = Processor(
+                    engine,
+                    *text,
+                    compose.limits(settings),
+                    replica.model_name,
+                    GenerationMetrics(metrics.registry, replica.model_name),
+                    compose.default_processors(settings),
+                )
             replica.engine = engine
             raise EngineFailure(await failed())
     except Exception as error:  # whatever it was: the server cannot go on, and says why
         replica.failure = one_line(error)
         log.debug("the replica failed", exc_info=error)
+
+
+async def _start(settings: Settings, folder: Path | None, engine: Engine) -> tuple[Tokenizer, ChatTemplate | None] | None:
+    """Start the engine, and load what makes text of tokens and tokens of text, where that is done."""
+    if not compose.has_text(settings):
+        await engine.start()
+        return None
+    if settings.engine_address:
+        await engine.start()
+        folder = await in_thread(partial(compose.model_folder, settings))
+        return await in_thread(partial(compose.load_text, settings, folder))
+    text, _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
+    return text
 
 
 def one_line(error: Exception) -> str:

@@ -137,3 +137,14 @@ class _EngineCollector(_Collector):
         )
         yield self._counter("iterations", "Steps of the engine", stats.iteration)
         yield self._gauge("iteration_latency_seconds", "The engine's latest step", stats.iter_latency_ms / 1e3)
+        yield from self._collect_transfers(stats)
+
+    def _collect_transfers(self, stats: IterationStats) -> Iterable[Metric]:
+        """Of KV blocks that go from replica to replica."""
+        yield self._gauge("num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests)
+        yield self._gauge("kv_cache_held_blocks", "Their KV blocks", stats.num_held_blocks)
+        yield self._gauge("num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests)
+        yield self._counter("kv_transfer_success", "Prompts whose KV blocks were read", stats.kv_transfer_success_total)
+        yield self._counter("kv_transfer_failure", "Prompts computed again, as reading them failed", stats.kv_transfer_failure_total)
+        yield self._counter("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes)
+        yield self._counter("kv_transfer_latency_seconds", "Time that reading them took", stats.kv_transfer_latency_seconds)

@@ -20,7 +20,7 @@ from server.turnstile import Turnstile
 
 LIVENESS = "/health/live"
 INTERNAL = frozenset({"/prefill", "/encode"})
-"""Routes between replicas, never for outside clients. No role of this version mounts them."""
+"""Routes between replicas, never for outside clients."""
 OPEN_WHILE_NOT_READY = frozenset(
     {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/version", "/docs", "/openapi.json"}
 )

@@ -156,8 +156,9 @@ class Server(uvicorn.Server):
         info = replica.engine.info
         listener = self.servers[0].sockets[0]
         log.info(
-            "ready: %s/v1 serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
+            "ready: %s%s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
             url_of(listener),
+            replica.entrance,
             replica.model_name,
             info.context_length,
             info.num_blocks * info.block_size,

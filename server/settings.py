@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
@@ -59,7 +60,7 @@ class Settings(BaseSettings):
     )
     disaggregation_mode: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
-        description="Role of this replica: `config` and `doctor` show what each forces; this version serves aggregated",
+        description="Role of this replica: aggregated does all, decode has prompts computed by prefill replicas; encode is not served yet",
     )
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
@@ -97,6 +98,26 @@ class Settings(BaseSettings):
     enable_cuda_graphs: bool = Field(True, description="Run decode steps as CUDA graphs")
     threads: int = Field(0, ge=0, description="Compute threads of the embedded engine; 0 takes the machine's cores")
     fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
+
+    # Disaggregation
+    prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Comma-separated prefill replicas for a decode replica: http://host:port, or dns+http://name:port for all addresses",
+    )
+    prefill_fallback: Literal["local", "refuse"] = Field(
+        "local", description="Without a prefill replica, decode computes the prompt itself (local) or answers 503 (refuse)"
+    )
+    prefill_min_tokens: int = Field(
+        32, ge=0, description="Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse"
+    )
+    prefill_attempts: int = Field(3, ge=1, description="Most prefill replicas that are asked for one request, one after the other")
+    lease_seconds: float = Field(30.0, gt=0, description="How long a prefill replica holds KV blocks that nobody has fetched")
+    kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl"] = Field(
+        "auto", description="How KV blocks move between replicas of the embedded engine; auto takes the best that both have"
+    )
+    transfer_timeout_seconds: float = Field(
+        5.0, gt=0, description="How long decode may take to read a prompt's KV blocks before it computes the prompt itself"
+    )
 
     # TensorRT-LLM
     backend: Literal["pytorch", "_autodeploy"] = Field("pytorch", description="TensorRT-LLM's own backend")
@@ -169,7 +190,7 @@ class Settings(BaseSettings):
     def _role(cls, value: object) -> object:
         return _ROLE_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("api_keys", "cors_origins", "chat_template_kwargs", mode="before")
+    @field_validator("api_keys", "cors_origins", "chat_template_kwargs", "prefill_urls", mode="before")
     @classmethod
     def _comma_separated(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -178,6 +199,17 @@ class Settings(BaseSettings):
         if value and not parts:  # API_KEYS="," was meant to close the server
             raise ValueError("names nothing; leave it empty or out for none")
         return parts
+
+    @field_validator("prefill_urls", mode="after")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https", "dns+http") or not parts.hostname or parts.port is None:
+                raise ValueError("each must be http://host:port, https://host:port or dns+http://name:port")
+            if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+                raise ValueError("nothing may follow the port, or come before the host")
+        return value
 
     @field_validator("api_processes", mode="after")
     @classmethod
@@ -216,6 +248,18 @@ class Settings(BaseSettings):
 def read_settings(arguments: Sequence[str]) -> Settings:
     """The settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError; `--help` exits."""
     return CliApp.run(Settings, cli_args=list(arguments))
+
+
+def role_shortage(settings: Settings) -> tuple[str, str] | None:
+    """The setting that the role lacks, and why; None if it lacks nothing."""
+    role = settings.disaggregation_mode
+    if role == "encode":
+        return "--disaggregation-mode (DISAGGREGATION_MODE)", f"the role {role} is not served by this version"
+    if role in ("prefill", "decode") and settings.internal_secret is None:
+        return "--internal-secret (INTERNAL_SECRET)", f"the role {role} needs it: replicas know each other by it"
+    if role == "decode" and not settings.prefill_urls:
+        return "--prefill-urls (PREFILL_URLS)", "the role decode needs it: it says which replicas prefill"
+    return None
 
 
 def child_environment(**variables: str) -> dict[str, str]:

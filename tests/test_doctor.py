@@ -204,18 +204,20 @@ def test_a_run_for_tensorrt_llm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "CUDA_VISIBLE_DEVICES= shows none of 2 GPU(s)" in capsys.readouterr().out
 
 
-def test_a_role_that_is_not_served_yet_and_what_it_forces() -> None:
+def test_what_a_role_lacks_and_forces() -> None:
     assert list(doctor.check_role(Settings(engine="trtllm"))) == []
-    (prefill,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill"))
-    assert prefill.level == "problem" and "role prefill is not served" in prefill.text
+    (lacking,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill"))
+    assert lacking.level == "problem" and "INTERNAL_SECRET" in lacking.text
+    (prefill,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill", internal_secret="s"))
+    assert prefill.level == "ok" and prefill.text.startswith("role prefill; forces")
     assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces cache_transceiver_config.kv_transfer_timeout_ms' in prefill.text
     assert "forces disable_overlap_scheduler to true" in prefill.text
     (encode,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="encode", enable_attention_dp=True))
-    assert encode.text.endswith("ignores enable_attention_dp")
+    assert encode.level == "problem" and "role encode is not served" in encode.text and encode.text.endswith("ignores enable_attention_dp")
     (decode,) = [
         finding for finding in doctor.findings(Settings(engine="fake", disaggregation_mode="decode", port=0)) if "role" in finding.text
     ]
-    assert decode.text == "the role decode is not served by this version"
+    assert decode.level == "problem" and "INTERNAL_SECRET" in decode.text
 
 
 def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

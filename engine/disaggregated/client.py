@@ -1,0 +1,159 @@
+"""One hand-over on its way: asks a peer's /prefill, reads the framed answer, and keeps it open as the lease of the KV blocks."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import msgspec
+
+from engine import errors
+from engine.handoff import MAX_BYTES, decode_handoff
+from engine.types import Handoff
+from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, FrameReader, PrefillInfo
+
+CONNECT_SECONDS = 1.5
+_MOST_ERROR_BYTES = 1 << 16
+_ERRORS: dict[str, type[errors.EngineError]] = {
+    "context_length_exceeded": errors.ContextOverflow,
+    "not_ready": errors.EngineNotReady,
+    "engine_died": errors.EngineDied,
+    "queue_full": errors.QueueFull,
+    "queue_timeout": errors.QueueTimeout,
+    "unavailable": errors.EngineUnavailable,
+    "engine_failure": errors.EngineFailure,
+    "internal_error": errors.EngineFailure,
+}
+"""By the code of the error envelope."""
+
+
+class PeerError(errors.EngineUnavailable):
+    """The peer itself is at fault, not the request: it cannot be reached, says nothing, or nothing that makes sense."""
+
+    def __init__(self, message: str, outcome: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        """For the metrics: unreachable, silent or refused."""
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str = ""
+    param: str | None = None
+    code: str | None = None
+
+
+class _Envelope(msgspec.Struct):
+    error: _Error
+
+
+_envelopes = msgspec.json.Decoder(_Envelope)
+_infos = msgspec.msgpack.Decoder(PrefillInfo)
+
+
+class Lease:
+    """What a peer has handed over. It holds the KV blocks until `aclose`, or until `ended` returns."""
+
+    def __init__(self, handoff: Handoff, response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
+        self.handoff = handoff
+        self._response = response
+        self._chunks = chunks
+
+    async def ended(self) -> None:
+        """Return when the peer has ended the lease, or has gone."""
+        try:
+            async for _ in self._chunks:
+                pass
+        except httpx.HTTPError:
+            return
+
+    async def aclose(self) -> None:
+        """The blocks are needed no more."""
+        await self._response.aclose()
+
+
+async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> Lease:
+    """Have the peer at `url` prefill. Raises PeerError, or the error of `engine/errors` that it answers with."""
+    request = http.build_request("POST", f"{url}/prefill", content=body, headers={**headers, "content-type": MEDIA_TYPE})
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS + SILENCE_SECONDS):
+            response = await http.send(request, stream=True)
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise _peer_error(url, error) from error
+    try:
+        if response.status_code != httpx.codes.OK:
+            raise _refusal(url, response.status_code, await _bounded(response))
+        chunks = response.aiter_raw()
+        return Lease(await _handoff(url, chunks), response, chunks)
+    except (httpx.HTTPError, TimeoutError, ValueError) as error:
+        await response.aclose()
+        raise _peer_error(url, error) from error
+    except BaseException:  # cancellation included
+        await response.aclose()
+        raise
+
+
+async def describe(http: httpx.AsyncClient, url: str) -> PrefillInfo:
+    """What the peer at `url` prefills with, if it would take a request now. Raises as `prefill` does."""
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            response = await http.get(f"{url}/prefill")
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise _peer_error(url, error) from error
+    if response.status_code != httpx.codes.OK:
+        raise _refusal(url, response.status_code, response.content)
+    try:
+        return _infos.decode(response.content)
+    except msgspec.DecodeError as error:
+        raise PeerError(f"{url} does not say what it prefills with: {error}", "refused") from error
+
+
+async def _handoff(url: str, chunks: AsyncIterator[bytes]) -> Handoff:
+    """The first frame that says something. Raises TimeoutError after a silence, ValueError for what is no frame."""
+    reader = FrameReader(MAX_BYTES)
+    while True:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            raise PeerError(f"{url} ended its answer without a handoff", "unreachable")
+        for frame in reader.feed(chunk):
+            if frame.failed:
+                raise _refusal(url, httpx.codes.OK, frame.payload)
+            if frame.payload:
+                return _decoded(url, frame.payload)
+
+
+def _decoded(url: str, payload: bytes) -> Handoff:
+    try:
+        return decode_handoff(payload)
+    except errors.InvalidRequest as error:  # of the peer's making, not of the user's
+        raise PeerError(f"{url}: {error}", "refused") from error
+
+
+async def _bounded(response: httpx.Response) -> bytes:
+    content = b""
+    async with asyncio.timeout(SILENCE_SECONDS):
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > _MOST_ERROR_BYTES:
+                raise ValueError("an answer without an end")
+    return content
+
+
+def _peer_error(url: str, error: Exception) -> PeerError:
+    if isinstance(error, TimeoutError | httpx.ReadTimeout | httpx.WriteTimeout):
+        return PeerError(f"{url} has been silent for {SILENCE_SECONDS:g} s", "silent")
+    return PeerError(f"{url} cannot be reached: {error or type(error).__name__}", "unreachable")
+
+
+def _refusal(url: str, status: int, content: bytes) -> errors.EngineError:
+    """The error of an envelope. What is wrong between the replicas, rather than with the request, is the peer's."""
+    try:
+        error = _envelopes.decode(content).error
+    except msgspec.DecodeError:
+        return PeerError(f"{url} answered {status} and no error that can be read", "refused")
+    if error.code is None and error.type == "invalid_request_error":
+        return errors.InvalidRequest(error.message, error.param)
+    kind = _ERRORS.get(error.code or "")
+    if kind is None:
+        return PeerError(f"{url} refuses: {error.message}", "refused")
+    return kind(error.message, error.param) if issubclass(kind, errors.InvalidRequest) else kind(f"{url}: {error.message}")

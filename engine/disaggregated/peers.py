@@ -1,0 +1,184 @@
+"""One prefill replica as seen from a decode replica: whether it can be asked, how busy it is, and which prefixes it has computed."""
+
+import asyncio
+import logging
+import random
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import httpx
+
+from engine.disaggregated import client
+from engine.disaggregated.client import Lease, PeerError
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from protocol.internal import PrefillInfo
+
+PROBE_SECONDS = 2.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+MAX_KEYS = 1 << 16
+"""Blocks remembered for one peer."""
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who counts what happens between the replicas."""
+
+    def answered(self, peer: str, outcome: str, seconds: float) -> None:
+        """A peer has handed over (`ok`), or has not: invalid, unavailable, failed, unreachable, silent, refused or cancelled."""
+
+    def retried(self) -> None:
+        """A request goes to another peer."""
+
+    def computed_locally(self, reason: str) -> None:
+        """A prompt is computed here: because it is short, for want of a peer (`no_peer`), or after its KV blocks were lost (`lost`)."""
+
+    def available(self, peer: str, available: bool) -> None:
+        """Whether a peer takes requests; one that is no peer any more takes none."""
+
+
+class Breaker:
+    """Closed while all is well. A failure opens it: nobody asks, until after a pause, longer after each failure, one probe decides."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        return self._failures == 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the probe; 0 if it is due, or if the breaker is closed."""
+        return max(self._until - self._clock(), 0.0) if self._failures else 0.0
+
+    def succeed(self) -> None:
+        self._failures = 0
+
+    def fail(self) -> None:
+        """Requests that fail together, while it is open already, count once."""
+        if self.pause:
+            return
+        pause = min(FIRST_PAUSE * 2**self._failures, LONGEST_PAUSE)
+        self._failures = min(self._failures + 1, 16)
+        self._until = self._clock() + pause * random.uniform(0.8, 1.2)
+
+
+class Prefixes:
+    """Keys of the blocks that a peer has computed, the least recently used forgotten first. A guess: it may have evicted them since."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def known(self, keys: Sequence[int]) -> int:
+        """How many blocks from the start are known."""
+        return next((count for count, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def add(self, keys: Sequence[int]) -> None:
+        for key in reversed(keys):  # the start of a prefix is of use for longest
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._max_keys:
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+def block_keys(tokens: Sequence[int], block_size: int, salt: str) -> list[int]:
+    """A key for each whole block but one that ends the prompt, whose last token is always computed. It stands for all tokens so far."""
+    data = array("I", tokens)
+    keys, key = [], hash(salt)
+    for end in range(block_size, len(data), block_size):
+        key = hash((key, data[end - block_size : end].tobytes()))
+        keys.append(key)
+    return keys
+
+
+class Peer:
+    """A prefill replica at `url`. `watch` runs for as long as it is one; only then can it be `available`."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, observer: Observer) -> None:
+        self.url = url
+        self.prefixes = Prefixes()
+        self.in_flight = 0
+        """Prompt tokens that it was asked to compute and has not answered for."""
+        self.last_asked = 0
+        self.info: PrefillInfo | None = None
+        self.reason = "has not answered yet"
+        """Why it is not available, if it is not."""
+        self.probed = asyncio.Event()
+        self._http = http
+        self._observer = observer
+        self._breaker = Breaker()
+
+    @property
+    def available(self) -> bool:
+        return self.info is not None and self._breaker.closed
+
+    def cost(self, keys: Sequence[int], tokens: int, block_size: int) -> int:
+        """Prompt tokens to compute before the first token of such a request."""
+        return self.in_flight + tokens - self.prefixes.known(keys) * block_size
+
+    async def watch(self) -> None:
+        """Probe again and again, until cancelled."""
+        try:
+            while True:
+                if not self._breaker.pause:
+                    await self._probe()
+                    self.probed.set()
+                await asyncio.sleep(self._breaker.pause or PROBE_SECONDS)
+        finally:
+            self._observer.available(self.url, False)
+
+    async def prefill(self, body: bytes, request_id: str, keys: Sequence[int], tokens: int) -> Lease:
+        """Raises as `client.prefill` does. `tokens`: how many are to be computed."""
+        started, outcome = time.perf_counter(), "cancelled"
+        self.in_flight += tokens
+        try:
+            lease = await client.prefill(self._http, self.url, body, {"x-request-id": request_id})
+            outcome = "ok"
+            self.prefixes.add(keys)
+            return lease
+        except EngineError as error:
+            outcome = _outcome(error)
+            if isinstance(error, PeerError | EngineNotReady | EngineDied):
+                self._fail(str(error))
+            raise
+        finally:
+            self.in_flight -= tokens
+            self._observer.answered(self.url, outcome, time.perf_counter() - started)
+
+    async def _probe(self) -> None:
+        try:
+            info = await client.describe(self._http, self.url)
+        except EngineError as error:
+            self._fail(str(error))
+            return
+        if not self.available:
+            log.info("prefill replica %s answers", self.url)
+            self._observer.available(self.url, True)
+        self.info = info
+        self._breaker.succeed()
+
+    def _fail(self, reason: str) -> None:
+        if self.available or reason != self.reason:
+            log.warning("prefill replica: %s", reason)
+        self.reason = reason
+        self.prefixes.clear()  # it may be another one when it is back
+        self._breaker.fail()
+        self._observer.available(self.url, False)
+
+
+def _outcome(error: EngineError) -> str:
+    if isinstance(error, PeerError):
+        return error.outcome
+    if isinstance(error, InvalidRequest):
+        return "invalid"
+    return "failed" if isinstance(error, EngineFailure) else "unavailable"

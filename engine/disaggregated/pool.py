@@ -1,0 +1,153 @@
+"""The prefill replicas that there are, and which of them is asked: found by address or by DNS name, chosen by cost, tried in turn."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from engine.disaggregated.client import CONNECT_SECONDS, Lease
+from engine.disaggregated.peers import Observer, Peer, block_keys
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.types import GenerateRequest
+from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
+
+DNS = "dns+http"
+"""Scheme of a name that stands for every address it has: dns+http://prefill:8000."""
+RESOLVE_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class NoPeer(EngineUnavailable):
+    """There is no prefill replica to ask, or none that did what it was asked."""
+
+
+class PeerPool:
+    """The peers behind `urls`, asked with `secret`. `mine` says what a peer has to have in common with this replica."""
+
+    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer) -> None:
+        self._static = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]
+        self._names = [urlsplit(url) for url in urls if url.startswith(f"{DNS}://")]
+        self._attempts = attempts
+        self._observer = observer
+        self._asked = 0
+        self._peers: dict[str, Peer] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._resolving: asyncio.Task[None] | None = None
+        self._http = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {secret}"},
+            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=None, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
+
+    async def start(self) -> None:
+        """Find the peers, and wait a moment for each to say that it is there."""
+        self._keep(await self._found())
+        if self._names:
+            self._resolving = asyncio.create_task(self._resolve(), name="prefill-discovery")
+        if self._peers:
+            probes = [asyncio.create_task(peer.probed.wait()) for peer in self._peers.values()]
+            try:
+                await asyncio.wait(probes, timeout=SILENCE_SECONDS)
+            finally:
+                for probe in probes:
+                    probe.cancel()
+
+    async def close(self) -> None:
+        if self._resolving is not None:
+            self._resolving.cancel()
+            await asyncio.wait([self._resolving])
+            self._resolving = None
+        watchers = list(self._watchers.values())
+        self._keep(set())
+        if watchers:
+            await asyncio.wait(watchers)
+        await self._http.aclose()
+
+    def healthy(self, mine: PrefillInfo) -> bool:
+        """Whether some peer would be asked now."""
+        return any(not self._obstacle(peer, mine) for peer in self._peers.values())
+
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
+        """Have a peer prefill, the cheapest first, then others. Raises InvalidRequest, or why the last one asked did not; NoPeer if there
+        is none. The caller closes the lease.
+        """
+        prompt = request.prompt_token_ids
+        reuses = request.sampling.prompt_logprobs is None
+        keys = block_keys(prompt, mine.block_size, request.cache_salt) if reuses else []
+        body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
+        tried: list[Peer] = []
+        failure: EngineError = NoPeer(self._obstacles(mine))
+        while len(tried) < self._attempts and (peer := self._choose(keys, len(prompt), mine, tried)) is not None:
+            if tried:
+                self._observer.retried()
+            tried.append(peer)
+            computed = len(prompt) - peer.prefixes.known(keys) * mine.block_size
+            try:
+                return await peer.prefill(body, request.request_id, keys, computed)
+            except InvalidRequest:
+                raise
+            except EngineError as error:
+                failure = error
+        raise failure
+
+    def _choose(self, keys: Sequence[int], tokens: int, mine: PrefillInfo, tried: Sequence[Peer]) -> Peer | None:
+        """The peer with the least to compute before the first token; of equals the one that was asked longest ago."""
+        candidates = [peer for peer in self._peers.values() if peer not in tried and not self._obstacle(peer, mine)]
+        if not candidates:
+            return None
+        peer = min(candidates, key=lambda peer: (peer.cost(keys, tokens, mine.block_size), peer.last_asked))
+        self._asked += 1
+        peer.last_asked = self._asked
+        return peer
+
+    def _obstacle(self, peer: Peer, mine: PrefillInfo) -> str:
+        """Why `peer` cannot be asked; empty if it can."""
+        if not peer.available or peer.info is None:
+            return peer.reason if peer.url in peer.reason else f"{peer.url} {peer.reason}"
+        pairs = ((name, getattr(peer.info, name), getattr(mine, name)) for name in mine.__struct_fields__)
+        return "; ".join(f"{peer.url} has {name} {theirs}, this replica has {ours}" for name, theirs, ours in pairs if theirs != ours)
+
+    def _obstacles(self, mine: PrefillInfo) -> str:
+        found = [self._obstacle(peer, mine) for peer in self._peers.values()]
+        return f"no prefill replica can take the request: {'; '.join(filter(None, found)) or 'none is known'}"
+
+    def _keep(self, urls: set[str]) -> None:
+        """Have the peers at `urls`, and no others. Requests that are with one that goes are not touched."""
+        for url in self._peers.keys() - urls:
+            log.info("prefill replica %s is one no more", url)
+            del self._peers[url]
+            self._watchers.pop(url).cancel()
+        for url in urls - self._peers.keys():
+            peer = self._peers[url] = Peer(url, self._http, self._observer)
+            self._watchers[url] = asyncio.create_task(peer.watch(), name=f"prefill-peer-{url}")
+
+    async def _resolve(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_SECONDS)
+            self._keep(await self._found())
+
+    async def _found(self) -> set[str]:
+        """The URLs of all peers now. A name that cannot be resolved at present keeps the addresses that it had."""
+        urls = set(self._static)
+        for name in self._names:
+            assert name.hostname is not None and name.port is not None, "the settings are checked"
+            try:
+                found = await asyncio.get_running_loop().getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                log.warning("the name %s of prefill replicas cannot be resolved: %s", name.hostname, error)
+                return urls | self._peers.keys()
+            urls |= {_url(str(address[0]), name.port) for *_, address in found}
+        return urls
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ipaddress.ip_address(address.partition("%")[0]).version == 6 else f"http://{address}:{port}"

@@ -1,0 +1,75 @@
+"""What replicas say to each other on /prefill: msgpack bodies, and answers in frames. It is no part of the public interface.
+
+`GET /prefill` answers a `PrefillInfo`. `POST /prefill` takes a `PrefillRequest` and answers with frames: empty ones while the request
+waits or is computed, then one with the handoff, or with an error envelope. After a handoff that holds KV blocks the answer stays open, and
+silent: it is the lease of the blocks. The client closes it when it needs them no more; the server ends it when they are about to go.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+VERSION = 1
+MEDIA_TYPE = "application/vnd.msgpack"
+ALIVE_SECONDS = 1.0
+"""Pause between the empty frames of a server that is still at it."""
+SILENCE_SECONDS = 3.0
+"""Silence after which a client takes the server for stuck."""
+
+_LENGTH = struct.Struct(">I")
+_FAILED = 1 << 31
+"""Bit of a frame's length: the payload is an error envelope, as JSON."""
+
+
+class PrefillInfo(msgspec.Struct, frozen=True):
+    """What a replica prefills with. Replicas that differ in any of this cannot read each other's KV blocks."""
+
+    version: int
+    model: str
+    backend: str
+    dtype: str
+    block_size: int
+
+
+class PrefillRequest(msgspec.Struct, frozen=True):
+    """`request` is an engine request, read only once version and model are known to fit."""
+
+    version: int
+    model: str
+    request: msgspec.Raw
+
+
+class Frame(NamedTuple):
+    """One part of an answer; without a payload a sign of life."""
+
+    payload: bytes
+    failed: bool
+
+
+def frame(payload: bytes = b"", *, failed: bool = False) -> bytes:
+    """The bytes of one frame."""
+    return _LENGTH.pack(len(payload) | (_FAILED if failed else 0)) + payload
+
+
+class FrameReader:
+    """Frames out of the chunks in which they arrive. Raises ValueError for one of more than `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> Iterator[Frame]:
+        """The frames that `chunk` completes."""
+        self._buffer += chunk
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            size, failed = length & ~_FAILED, bool(length & _FAILED)
+            if size > self._max_bytes:
+                raise ValueError(f"a frame of {size} bytes; the most is {self._max_bytes}")
+            if len(self._buffer) < _LENGTH.size + size:
+                return
+            payload = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
+            del self._buffer[: _LENGTH.size + size]
+            yield Frame(payload, failed)
