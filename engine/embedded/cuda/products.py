@@ -1,6 +1,7 @@
 """A product of few rows: bound by the memory that the weight comes from, like `kernels.gemv`, on tensor cores.
 
-cuBLAS is as good at the product itself, but it neither starts while the kernel before drains nor takes in what follows it.
+cuBLAS is as good at the product itself, but it neither starts while the kernel before drains nor takes in what follows it. Tiles come by
+the tensor memory accelerator, which leaves threads nothing to compute and fills what is missing of the rows with zeros.
 """
 
 # mypy: ignore-errors
@@ -9,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 64
 _MAX_PROGRAMS = 1024
@@ -21,25 +23,21 @@ def _product(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, M)
-    k = tl.arange(0, BLOCK_K)
-    weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    inputs = x + m[None, :] * K + k[:, None]
-    exists = (m < rows)[None, :]
     gdc_launch_dependents()
     gdc_wait()
     share = K // SPLITS
     acc = tl.zeros((BLOCK_N, M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, M), tl.float32)
     for start in tl.range(split * share, (split + 1) * share, BLOCK_K, num_stages=STAGES):
-        value = tl.load(inputs + start, exists, 0.0)
-        acc = tl.dot(tl.load(weights + start, eviction_policy="evict_first"), value, acc)
+        value = x.load([0, start]).T
+        acc = tl.dot(weight.load([tile * BLOCK_N, start]), value, acc)
         if GATED:
-            acc_up = tl.dot(tl.load(weights + N * K + start, eviction_policy="evict_first"), value, acc_up)
+            acc_up = tl.dot(weight.load([N + tile * BLOCK_N, start]), value, acc_up)
     if GATED:
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate * tl.sigmoid(gate) * acc_up
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M)
+    exists = (m < rows)[None, :]
     target = out + m[None, :] * N + n[:, None]
     if SPLITS == 1:
         if ADD:
@@ -80,10 +78,12 @@ class Product:
         n = weight.shape[0] // 2 if gated else weight.shape[0]
         block_n, block_k, splits, stages, warps = tile
         out = residual if residual is not None else x.new_empty((rows, n))
+        padded = max(16, triton.next_power_of_2(rows))
         assert rows <= MAX_ROWS and (n // block_n) * splits <= _MAX_PROGRAMS, "the scratch memory is for fewer"
         _product[(n // block_n, splits)](
-            x, weight, out, self._partial, self._counters, rows, n, k, residual is not None, gated,
-            max(16, triton.next_power_of_2(rows)), block_n, block_k, splits, stages, num_warps=warps, launch_pdl=True,
+            TensorDescriptor.from_tensor(x, [padded, block_k]), TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+            out, self._partial, self._counters, rows, n, k, residual is not None, gated,
+            padded, block_n, block_k, splits, stages, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         return out
 
