@@ -26,7 +26,9 @@ def main() -> None:
     memories = [shared_memory(int(size)) for size in sys.argv[2:]]
     regions = []
     for number, memory in enumerate(memories):
-        memory[:] = content(number, len(memory))
+        for start in range(0, len(memory), PATTERN):
+            part = len(memory[start : start + PATTERN])
+            memory[start : start + part] = content(number, part)
         regions.append(Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), -1))
     transfers = Transfers(regions, sys.argv[1])
     print(msgspec.msgpack.encode(transfers.offers()).hex(), flush=True)  # noqa: T201 - what the test reads
@@ -34,7 +36,11 @@ def main() -> None:
         if line.strip() != "forget":
             break
         for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:trellis"):
+            if (
+                int(name) > 2
+                and os.path.exists(f"/proc/self/fd/{name}")
+                and os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:trellis")
+            ):
                 os.close(int(name))
         print("forgotten", flush=True)  # noqa: T201
     os._exit(0)

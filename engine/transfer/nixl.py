@@ -31,6 +31,8 @@ DEVICE_PIECE = 1 << 30
 PIECE_READS = 1024
 GRACE = 5.0
 POLL_SECONDS = 50e-6
+PROGRESS_MICROSECONDS = 1000
+"""How often an agent's thread looks for what UCX failed to wake it for; with none it spins."""
 MOST_PEERS = 64
 
 
@@ -45,7 +47,7 @@ class Nixl:
     def __init__(self, regions: Sequence[Region]) -> None:
         self._nixl = _load()
         self._regions = regions
-        self._agent = _Agent(self._nixl, regions)
+        self._agent = _Agent(self._nixl, regions, served=True)
         """The one that peers read from."""
         self._offer = Offer("nixl", msgspec.msgpack.encode(_Owner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
@@ -80,7 +82,7 @@ class Nixl:
             if owner.metadata not in self._peers:
                 while len(self._peers) >= MOST_PEERS:
                     self._peers.pop(next(iter(self._peers))).close()
-                agent = _Agent(self._nixl, self._regions)
+                agent = _Agent(self._nixl, self._regions, served=False)
                 try:
                     agent.connect(owner.metadata)
                 except TransferError:
@@ -97,9 +99,12 @@ class Nixl:
 
 
 class _Agent:
-    """A NIXL agent with our regions registered, and perhaps one peer. All calls into it are made under its lock."""
+    """A NIXL agent with our regions registered: `served` to peers by a thread of its own, or to read one peer, which polling moves on.
 
-    def __init__(self, nixl: ModuleType, regions: Sequence[Region]) -> None:
+    All calls into it are made under its lock.
+    """
+
+    def __init__(self, nixl: ModuleType, regions: Sequence[Region], served: bool) -> None:
         self._nixl = nixl
         self._regions = regions
         self._lock = Lock()
@@ -107,7 +112,8 @@ class _Agent:
         self._peer = ""
         with _translated(nixl, TransferError):
             config = nixl.nixlAgentConfig()
-            config.useProgThread = True
+            config.useProgThread = served
+            config.pthrDelay = PROGRESS_MICROSECONDS
             self._agent: Any = nixl.nixlAgent(uuid4().hex, config)
             if "UCX" not in self._agent.getAvailPlugins():
                 raise TransferError("NIXL has no UCX backend here")
@@ -134,8 +140,8 @@ class _Agent:
         ours, theirs = self._regions[reads[0].region], remote[reads[0].region]
         local = [(ours.address + read.local_offset, read.size, max(ours.device, 0)) for read in reads]
         far = [(theirs.address + read.remote_offset, read.size, max(theirs.device, 0)) for read in reads]
-        with self._calling() as agent:
-            request: int = agent.createXferReq(
+        with self._calling():
+            request: int = self._agent.createXferReq(
                 self._nixl.NIXL_READ,
                 self._nixl.nixlXferDList(self._kind(ours), local),
                 self._nixl.nixlXferDList(self._kind(theirs), far),
@@ -144,7 +150,7 @@ class _Agent:
                 self._backends,
             )
             self._requests.add(request)
-            status = agent.postXferReq(request, b"")
+            status = self._agent.postXferReq(request, b"")
         deadline = 0.0
         while status == self._nixl.NIXL_IN_PROG:
             time.sleep(POLL_SECONDS)
@@ -153,29 +159,30 @@ class _Agent:
                 if time.monotonic() > deadline:
                     self.close()
                     raise TransferError("cancelled; the peer hangs, so what was asked of it was torn down")
-            with self._calling() as agent:
-                status = agent.getXferStatus(request)
-        with self._calling() as agent:
+            with self._calling():
+                status = self._agent.getXferStatus(request)
+        with self._calling():
             self._requests.remove(request)
-            agent.releaseXferReq(request)
+            self._agent.releaseXferReq(request)
 
     def close(self) -> None:
         """Afterwards memory is touched no more, whatever was under way."""
-        with self._lock, contextlib.suppress(self._nixl.nixlNotFoundError, self._nixl.nixlRemoteDisconnectError):
-            if (agent := self._agent) is None:
+        with self._lock:
+            agent, self._agent = self._agent, None  # destroyed at the end of this call: nobody else keeps it
+            if agent is None:
                 return
-            self._agent = None
-            for request in self._requests:
-                agent.releaseXferReq(request)
-            if self._peer:
-                agent.invalidateRemoteMD(self._peer)
+            with contextlib.suppress(*_errors(self._nixl)):  # of a peer that died; its agent goes all the same
+                for request in self._requests:
+                    agent.releaseXferReq(request)
+                if self._peer:
+                    agent.invalidateRemoteMD(self._peer)
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[Any]:
+    def _calling(self) -> Iterator[None]:
         with self._lock, _translated(self._nixl, TransferError):
             if self._agent is None:
                 raise TransferError("the peer died or hangs")
-            yield self._agent
+            yield
 
     def _kind(self, region: Region) -> object:
         return self._nixl.DRAM_SEG if region.device < 0 else self._nixl.VRAM_SEG
@@ -199,11 +206,15 @@ def _pieces(reads: Sequence[Read], regions: Sequence[Region]) -> Iterator[list[R
 
 @contextlib.contextmanager
 def _translated(nixl: ModuleType, error_type: type[TransferError]) -> Iterator[None]:
-    """NIXL's errors, which have no base of their own, as ours."""
     try:
         yield
-    except tuple(getattr(nixl, name) for name in dir(nixl) if name.startswith("nixl") and name.endswith("Error")) as error:
+    except _errors(nixl) as error:
         raise error_type(f"NIXL: {error}") from error
+
+
+def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
+    """NIXL's, which have no base of their own."""
+    return tuple(getattr(nixl, name) for name in dir(nixl) if name.startswith("nixl") and name.endswith("Error"))
 
 
 def has_rdma() -> bool:
