@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     )
     prefill_attempts: int = Field(3, ge=1, description="Most prefill replicas that are asked for one request, one after the other")
     lease_seconds: float = Field(30.0, gt=0, description="How long a prefill replica holds KV blocks that nobody has fetched")
-    kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl"] = Field(
+    kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = Field(
         "auto", description="How KV blocks move between replicas of the embedded engine; auto takes the best that both have"
     )
     transfer_timeout_seconds: float = Field(

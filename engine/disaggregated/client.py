@@ -75,7 +75,7 @@ async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[
     """Have the peer at `url` prefill. Raises PeerError, or the error of `engine/errors` that it answers with."""
     request = http.build_request("POST", f"{url}/prefill", content=body, headers={**headers, "content-type": MEDIA_TYPE})
     try:
-        async with asyncio.timeout(CONNECT_SECONDS + SILENCE_SECONDS):
+        async with asyncio.timeout(SILENCE_SECONDS):
             response = await http.send(request, stream=True)
     except (httpx.HTTPError, TimeoutError) as error:
         raise _peer_error(url, error) from error

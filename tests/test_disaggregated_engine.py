@@ -1,0 +1,311 @@
+"""Prefill elsewhere, decode here: a decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from disaggregated_support import (
+    INFO,
+    PROMPT,
+    SOON,
+    Seen,
+    aggregated,
+    all_of,
+    bare_peer,
+    decode_engine,
+    nothing,
+    prefill_replica,
+    request,
+    stats_with,
+    tokens_of,
+)
+from msgspec.structs import replace
+
+from engine.admission import AdmissionEngine
+from engine.base import DeltaIterator, Engine
+from engine.disaggregated import client
+from engine.disaggregated.engine import DisaggregatedEngine
+from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
+from engine.fake import FakeEngine
+from engine.stream import DeltaStream
+from engine.types import GenerateRequest
+from protocol.internal import frame
+from routers import internal
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def pair(prefill: dict[str, Any] | None = None, **decode: Any) -> AsyncIterator[tuple[AdmissionEngine, DisaggregatedEngine, Seen]]:
+    """The engine of a prefill replica, and a decode engine before it."""
+    async with prefill_replica(**(prefill or {})) as (url, peer, _), decode_engine([url], **decode) as (engine, seen):
+        yield peer, engine, seen
+
+
+async def busy(engine: Engine) -> DeltaIterator:
+    """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
+    stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
+    await anext(stream)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 30, "logprobs": 2},
+        {"max_tokens": 1},
+        {"max_tokens": 0, "prompt_logprobs": 1},
+        {"max_tokens": 8, "prompt_logprobs": 0},
+        {"stop_token_ids": (PROMPT[0],)},
+        {"stop_token_ids": (PROMPT[3],)},
+        {"min_tokens": 5, "stop_token_ids": PROMPT[:3]},
+    ],
+)
+async def test_the_deltas_are_those_of_one_engine(sampling: dict[str, Any]) -> None:
+    wanted = request(**sampling)
+    async with pair() as (peer, engine, seen):
+        said, whole = await all_of(engine, wanted), await aggregated(wanted)
+        assert tokens_of(said) == tokens_of(whole)
+        assert [entry for delta in said for entry in delta.logprobs] == [entry for delta in whole for entry in delta.logprobs]
+        assert (said[-1].finish_reason, said[-1].stop_reason) == (whole[-1].finish_reason, whole[-1].stop_reason)
+        assert [delta.prompt is not None for delta in said] == [True] + [False] * (len(said) - 1)
+        assert said[0].prompt is not None and whole[0].prompt is not None and said[0].prompt.logprobs == whole[0].prompt.logprobs
+        assert all(delta.held is None for delta in said)
+        await stats_with(peer, nothing)
+        await stats_with(engine, nothing)
+        assert seen.outcomes == {"ok": 1} and not seen.local
+
+
+async def test_cached_tokens_are_those_of_prefill() -> None:
+    async with pair() as (_, engine, _):
+        for expected in (0, 64):
+            report = (await all_of(engine, request()))[0].prompt
+            assert report is not None and report.cached_tokens == expected
+
+
+async def test_many_at_once_do_not_mix_and_leave_nothing() -> None:
+    async with prefill_replica() as (one, first, _), prefill_replica() as (two, second, _), decode_engine([one, two]) as (engine, seen):
+        wanted = [request(str(index), tuple(range(10 + index, 60 + 2 * index)), max_tokens=20) for index in range(40)]
+        said = await asyncio.gather(*(all_of(engine, each) for each in wanted))
+        for each, deltas in zip(wanted, said, strict=True):
+            assert tokens_of(deltas) == list(each.prompt_token_ids[:20])
+        assert seen.outcomes == {"ok": 40} and min(seen.by_peer.values()) >= 10 and len(seen.by_peer) == 2
+        for each_engine in (first, second, engine):
+            await stats_with(each_engine, nothing)
+
+
+async def test_what_is_wrong_with_a_request_is_the_users_to_know_and_not_tried_again() -> None:
+    async with prefill_replica() as (one, _, _), prefill_replica() as (two, _, _), decode_engine([one, two]) as (engine, seen):
+        with pytest.raises(InvalidRequest, match="outside the vocabulary") as caught:
+            await all_of(engine, request(prompt=(5, 600)))
+        assert caught.value.param == "prompt"
+        with pytest.raises(ContextOverflow):
+            await all_of(engine, request(max_tokens=40_000))
+        assert seen.outcomes == {"invalid": 2} and seen.retries == 0 and all(seen.peers.values())
+
+
+async def test_short_prompts_and_those_without_a_peer_are_computed_here() -> None:
+    async with bare_peer(info=replace(INFO, block_size=16)) as other, prefill_replica() as (url, _, _):
+        async with decode_engine([url], min_tokens=71) as (engine, seen):
+            assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+            assert seen.local == {"short": 1} and not seen.outcomes
+        async with decode_engine([other]) as (engine, seen):
+            assert engine.healthy and tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+            assert seen.local == {"no_peer": 1} and not seen.outcomes
+
+
+async def test_replicas_that_differ_refuse_to_pair_and_name_both_values() -> None:
+    async with bare_peer(info=replace(INFO, block_size=16, dtype="float32")) as url, decode_engine([url], min_tokens=None) as (engine, _):
+        assert not engine.healthy
+        with pytest.raises(EngineUnavailable, match=r"has dtype float32, this replica has none; .* has block_size 16, this replica has 32"):
+            await all_of(engine, request())
+    async with prefill_replica(served_model_name="other") as (url, _, _), decode_engine([url], min_tokens=None) as (engine, _):
+        with pytest.raises(EngineUnavailable, match="has model other, this replica has fake"):
+            await all_of(engine, request())
+
+
+async def test_without_the_secret_nothing_is_computed() -> None:
+    async with prefill_replica() as (url, peer, _), decode_engine([url], min_tokens=None, secret="wrong") as (engine, seen):
+        with pytest.raises(EngineUnavailable, match="refuses: A valid API key is required"):
+            await all_of(engine, request())
+        assert (await stats_with(peer, nothing)).iteration == 0 and not seen.outcomes
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome"),
+    [
+        (b"", "silent"),
+        (CHUNKED + b"4\r\n\0\0\0\0\r\n", "silent"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", "unreachable"),
+        (CHUNKED + b"8\r\n" + frame(b"\xc1nop") + b"\r\n", "refused"),
+        (CHUNKED + b"4\r\n\x7f\xff\xff\xff\r\n", "unreachable"),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops", "refused"),
+    ],
+)
+async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch, after: bytes, outcome: str) -> None:
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.3)
+    async with bare_peer(after) as bad, prefill_replica() as (good, _, _), decode_engine([bad, good]) as (engine, seen):
+        engine.pool._peers[good].last_asked = 1  # so that the other one is asked first
+        assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+        assert seen.outcomes == {outcome: 1, "ok": 1} and seen.retries == 1
+        assert seen.peers == {bad: False, good: True}
+        await all_of(engine, request())
+        assert seen.outcomes["ok"] == 2 and seen.retries == 1, "it is not asked again until a probe succeeds"
+
+
+async def test_attempts_are_bounded_and_a_full_queue_is_no_illness() -> None:
+    settings = {"max_batch_size": 1, "max_queue_size": 0}
+    async with AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(prefill_replica(**settings)) for _ in range(3)]
+        engine, seen = await stack.enter_async_context(decode_engine([url for url, _, _ in peers], min_tokens=None, attempts=2))
+        held = [peer.generate(replace(request(), prefill_only=True)) for _, peer, _ in peers]
+        for stream in held:
+            await anext(stream)
+        with pytest.raises(QueueFull):
+            await all_of(engine, request())
+        assert seen.outcomes == {"unavailable": 2} and seen.retries == 1 and all(seen.peers.values())
+        for stream in held:
+            await stream.aclose()
+        assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+
+
+async def test_a_draining_replica_finishes_its_hand_overs_and_gets_no_more() -> None:
+    async with prefill_replica() as (url, peer, replica), decode_engine([url], min_tokens=None) as (engine, _):
+        lease = await engine.pool.prefill(request(), engine.common)
+        replica.draining = True
+        with pytest.raises(EngineNotReady, match="shutting down"):
+            await all_of(engine, request())
+        await asyncio.sleep(0.1)
+        assert replica.running == 1 and (await stats_with(peer, lambda stats: True)).num_held_requests == 1
+        await lease.aclose()
+        await stats_with(peer, nothing, SOON)
+        while replica.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def cancel(engine: Engine, ready: Any) -> None:
+    """Begin a request, and cancel it once `ready` has returned."""
+    task = asyncio.create_task(all_of(engine, request(max_tokens=500)))
+    await ready
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def test_cancelled_while_queued_at_prefill() -> None:
+    async with pair({"max_batch_size": 1}) as (peer, engine, seen):
+        blocking = peer.generate(replace(request(), prefill_only=True))
+        await anext(blocking)
+
+        async def queued() -> None:
+            while not peer.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+        await cancel(engine, queued())
+        async with asyncio.timeout(SOON):
+            while peer.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert seen.outcomes == {"cancelled": 1}
+        await blocking.aclose()
+        await stats_with(peer, nothing, SOON)
+
+
+async def test_cancelled_while_prefilling() -> None:
+    async with pair({"fake_token_delay_ms": 2000}) as (peer, engine, seen):
+        stream = await busy(peer)
+        began = asyncio.get_running_loop().time()
+        task = asyncio.create_task(all_of(engine, request(max_tokens=500)))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait([task])
+        await stats_with(peer, lambda stats: stats.num_aborted_requests == 1, SOON)
+        assert asyncio.get_running_loop().time() - began < 1.5, "the engine had not begun with it"
+        assert seen.outcomes == {"cancelled": 1}
+        await stream.aclose()
+
+
+async def test_cancelled_while_the_blocks_are_read() -> None:
+    async with pair(token_delay=2.0) as (peer, engine, _):
+        stream = await busy(engine.local)
+
+        async def reading() -> None:
+            while not engine.local._waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+        await cancel(engine, reading())
+        await stats_with(peer, nothing, SOON)
+        await stats_with(engine, lambda stats: stats.num_aborted_requests == 1, SOON)
+        await stream.aclose()
+
+
+async def test_cancelled_while_decoding() -> None:
+    async with pair(token_delay=0.02) as (peer, engine, _):
+        stream = engine.generate(request(max_tokens=500))
+        assert len(tokens_of([await anext(stream), await anext(stream)])) >= 2
+        await stats_with(peer, nothing, SOON)
+        await stream.aclose()
+        await stats_with(engine, nothing, SOON)
+
+
+async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer ends first, and the blocks go a moment later; the engine that was still waiting to read them computes the prompt."""
+    monkeypatch.setattr(internal, "GRACE_SECONDS", 0.4)
+    async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
+        stream = await busy(engine.local)
+        task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
+        await stats_with(peer, lambda stats: stats.num_held_requests == 1)
+        while not seen.local:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert not nothing(await stats_with(peer, lambda stats: True)), "the blocks outlive the answer"
+        await stats_with(peer, nothing, 0.4 + SOON)
+        assert not task.done()
+        said = await task
+        assert tokens_of(said) == list(PROMPT[:4]) and said[-1].finish_reason == "length"
+        assert seen.local == {"lost": 1} and [delta.prompt is not None for delta in said].count(True) == 1
+        await stream.aclose()
+        await stats_with(engine, nothing, 2.0)
+
+
+async def test_an_engine_lost_with_the_blocks_costs_no_token() -> None:
+    async with pair(token_delay=0.5) as (peer, engine, seen):
+        stream = await busy(engine.local)
+        task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
+        await stats_with(peer, lambda stats: stats.num_held_requests == 1)
+        await peer.close()
+        assert tokens_of(await task) == list(PROMPT[:4])
+        assert seen.local == {"lost": 1}
+        await stream.aclose()
+
+
+class Picky(FakeEngine):
+    """Cannot use what is handed over, nor go on without."""
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if request.handoff is not None:
+            return DeltaStream.failed(InvalidRequest("block sizes differ: 16 and 32", "handoff"))
+        return super().generate(request)
+
+
+async def test_an_engine_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disaggregated_support.FakeEngine", Picky)
+    async with pair() as (peer, engine, _):
+        stream = engine.generate(request())
+        assert (await anext(stream)).token_ids == (PROMPT[0],)
+        with pytest.raises(EngineUnavailable, match="block sizes differ: 16 and 32"):
+            await anext(stream)
+        await stats_with(peer, nothing)
+
+
+async def test_closing_ends_every_request_with_an_error() -> None:
+    async with pair(token_delay=0.05) as (peer, engine, _):
+        streams = [engine.generate(request(str(index), max_tokens=500)) for index in range(10)]
+        assert (await anext(streams[0])).token_ids
+        await engine.close()
+        for stream in streams:
+            with pytest.raises(EngineNotReady):
+                _ = [delta async for delta in stream]
+        await stats_with(peer, nothing, SOON)
+        with pytest.raises(EngineNotReady):
+            await all_of(engine, request())
