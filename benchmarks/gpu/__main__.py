@@ -13,7 +13,7 @@ from pathlib import Path
 import benchmarks.gpu
 from benchmarks.gpu.cells import WORKLOADS, Workload
 from benchmarks.gpu.load import Clients
-from benchmarks.gpu.model import SHAPES, SMALL, Shape, write_folder, write_weights
+from benchmarks.gpu.model import SHAPES, SMALL, TAME, Shape, write_folder, write_weights
 from benchmarks.gpu.report import GpuReport
 from benchmarks.gpu.worker import Job, Measure, Measured, Started, work
 from benchmarks.servers import Server, Spec, serving, tail
@@ -149,6 +149,8 @@ class Run:
         from benchmarks.gpu.check import check, passes  # noqa: PLC0415 - torch and transformers take seconds that other runs do not need
 
         args, shape = self._args, min(self._args.shape, SMALL, key=lambda shape: shape.hidden)
+        if "fp8" in (args.flags.get("quantization"), args.flags.get("kv-cache-dtype")):
+            shape = replace(shape, spread=TAME)
         folder = self._model(shape, weights=True)
         flags = {name: value for name, value in args.flags.items() if name != "load-format"} | CHECK_FLAGS
         found = list(check(folder, self._config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log"))
@@ -189,7 +191,7 @@ class Run:
 
     def _model(self, shape: Shape, weights: bool) -> Path:
         """The model's folder, made when it is first asked for."""
-        folder = self._folder / f"hidden-{shape.hidden}-{'weights' if weights else 'dummy'}"
+        folder = self._folder / f"hidden-{shape.hidden}-{f'spread-{shape.spread}' if weights else 'dummy'}"
         if not folder.exists():
             write_folder(folder, shape)
             if weights:

@@ -65,12 +65,12 @@ def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log:
 def passes(yardstick: Agreement, engine: Agreement) -> bool:
     """Whether the engine's error is no other than that of its type: half as much again on average, three times at worst.
 
-    The same holds in eight bits, where the yardstick's own error is many times that of bfloat16.
+    The same holds in eight bits, where the yardstick's own error is more than ten times that of bfloat16, and many tokens are near ties.
     """
     return (
         engine.mean_error <= 1.5 * yardstick.mean_error + SLACK
         and engine.max_error <= 3 * yardstick.max_error + 10 * SLACK
-        and engine.tokens >= yardstick.tokens - 0.02
+        and engine.tokens >= yardstick.tokens - max(0.02, 0.1 * (1 - yardstick.tokens))
     )
 
 

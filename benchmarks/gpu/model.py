@@ -39,6 +39,9 @@ class Shape:
 LLAMA_8B = Shape(4096, 32, 32, 8, 14336)
 SMALL = Shape(1024, 8, 8, 2, 2816)
 """Small enough to be computed in float32, with the heads of the large one, for the same kernels."""
+TAME = 0.02
+"""A spread with which attention and logits are as flat as a trained model's. Larger ones amplify roundings: those to eight bits beyond
+telling right from wrong."""
 SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL, "tiny": Shape(64, 2, 4, 2, 128, vocabulary=1024, max_position=2048, spread=0.2)}
 
 

@@ -49,7 +49,7 @@ class LlamaDecoder:
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
         width = self.heads[0] * dim
-        self._fetch = not width & (width - 1)
+        self._fetch = width >= 128 and not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, self._embedding.device)
         self._layers = []
         for index in range(len(inner.layers)):
