@@ -23,7 +23,7 @@ from engine.types import Delta, GenerateRequest, SamplingParams
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
-HANDING_OVER = ["fake", "fake-host", "fake-admission", "trtllm", "trtllm-host"]
+HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 """The kinds that prefill for each other; one engine is both sides here."""
 FAKE_TRTLLM = str(Path(__file__).parent / "fake_trtllm")
 _ids = itertools.count()
@@ -48,7 +48,7 @@ def fake_trtllm() -> Iterator[None]:
 
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.startswith("embedded"):
-        return EmbeddedConfig(model=str(tiny_model), **EMBEDDED)
+        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED)
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
         arguments = {"kv_cache_config": cache, "max_batch_size": 16, "guided_decoding_backend": "xgrammar", "enable_iter_perf_stats": True}

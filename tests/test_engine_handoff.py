@@ -27,14 +27,19 @@ async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncItera
 
 async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaIterator]:
     """What is handed over, as it travels, and the open stream that it is valid with."""
-    stream = engine.generate(replace(request, prefill_only=True))
+    stream = engine.generate(replace(request, prefill_only=True, request_id=f"{request.request_id}-prefill"))
     return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, await anext(stream)))), stream
+
+
+def decoding(request: GenerateRequest, handed: Handoff) -> GenerateRequest:
+    """The request as the other side knows it: here both are one engine, and the prefill's is not over yet."""
+    return replace(request, request_id=f"{request.request_id}-decode", handoff=handed)
 
 
 async def both(engine: Engine, request: GenerateRequest) -> list[Delta]:
     """The deltas of prefill and decode."""
     handed, stream = await prefill(engine, request)
-    rest = [] if handed.first.finish_reason is not None else await generate(engine, replace(request, handoff=handed))
+    rest = [] if handed.first.finish_reason is not None else await generate(engine, decoding(request, handed))
     await stream.aclose()
     return [handed.first, *rest]
 
@@ -109,9 +114,9 @@ async def test_an_end_at_the_first_token_leaves_nothing_to_decode(engine: Engine
 async def test_decoding_that_is_cancelled_frees_both_sides(engine: Engine) -> None:
     request = request_for(prompt_of(40), max_tokens=400)
     handed, stream = await prefill(engine, request)
-    decoding = engine.generate(replace(request, handoff=handed))
-    await anext(decoding)
-    await decoding.aclose()
+    stream_of_decode = engine.generate(decoding(request, handed))
+    await anext(stream_of_decode)
+    await stream_of_decode.aclose()
     await stream.aclose()
     await idle(engine, timeout=2.0)
 
@@ -121,7 +126,7 @@ async def test_what_another_engine_left_is_refused(engine: Engine) -> None:
     handed, stream = await prefill(engine, request)
     for wrong, message in ((replace(handed, backend="other"), "other"), (replace(handed, state=b"\xc1"), "handoff")):
         with pytest.raises(InvalidRequest, match=message) as caught:
-            await generate(engine, replace(request, handoff=wrong))
+            await generate(engine, decoding(request, wrong))
         assert caught.value.param == "handoff"
     await stream.aclose()
     await idle(engine)
@@ -133,7 +138,7 @@ async def test_without_the_blocks_the_prompt_is_computed_again(engine: Engine) -
     request = request_for(prompt_of(2 * BLOCK + 3), max_tokens=20)
     handed, stream = await prefill(engine, request)
     await stream.aclose()
-    rest = await generate(engine, replace(request, handoff=replace(handed, state=b"")))
+    rest = await generate(engine, decoding(request, replace(handed, state=b"")))
     assert tokens_of([handed.first, *rest]) == tokens_of(await generate(engine, request))
     assert all(delta.prompt is None for delta in rest)
 
