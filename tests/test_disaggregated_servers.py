@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +15,13 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from disaggregated_support import BEARER, cluster, servers, wait_empty
-from http_support import CHAT, ServerProcess
+from http_support import CHAT, ROOT, ServerProcess
+from test_deploy import free_port
 
-LONG = {**CHAT, "max_tokens": 60, "ignore_eos": True, "stream": True}
+LONG = {**CHAT, "max_tokens": 30, "ignore_eos": True, "stream": True}
 SLOW = ("--fake-token-delay-ms", "30")
 
 
@@ -194,3 +201,26 @@ def test_without_prefill_a_decode_replica_that_computes_no_prompts_is_not_ready(
             assert refused.status_code == 503 and refused.headers["retry-after"] and prefill.url in refused.json()["error"]["message"]
             assert httpx.get(f"{decode.url}/health/ready").status_code == 503
             assert httpx.get(f"{decode.url}/health/live").status_code == 200
+
+
+def test_one_command_starts_and_stops_all_of_it() -> None:
+    """Two prefill, two decode, and nginx where there is one."""
+    command = [sys.executable, str(ROOT / "deploy/disaggregated.py"), "--engine", "fake", "--prefill-min-tokens", "0"]
+    environment = {**os.environ, "PORT": str(free_port())}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        log = process.stderr
+        reading = threading.Thread(target=log.read, daemon=True)
+        reading.start()
+        try:
+            line = process.stdout.readline()
+            children = psutil.Process(process.pid).children(recursive=True)
+            url = re.findall(r"http://\S+/v1", line)[0]
+            answers = [httpx.post(f"{url}/chat/completions", json=CHAT, timeout=20) for _ in range(4)]
+            assert {answer.status_code for answer in answers} == {200}
+            assert len({said(answer.json())["choices"][0]["message"]["content"] for answer in answers}) == 1
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+            reading.join(5)
+        assert len(children) >= 8 and not [child for child in children if child.is_running()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from server.doctor import check_limits
-from server.settings import Settings
+from server.settings import Settings, role_shortage
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
@@ -50,6 +50,21 @@ def test_tensorrt_llm_starts_as_the_doctor_wants_it() -> None:
     (mounted,) = [volume.split(":") for volume in service["volumes"] if volume.startswith("./")]
     arguments = environment["EXTRA_ENGINE_ARGS"].partition(":-")[2].removesuffix("}")
     assert arguments.startswith(mounted[1]) and (ROOT / mounted[0] / arguments.removeprefix(f"{mounted[1]}/")).is_file()
+
+
+def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    prefill, decode, gateway = (compose["services"][name] for name in ("prefill", "decode", "gateway"))
+    assert {service["profiles"][0] for service in (prefill, decode, gateway)} == {"disaggregated"}
+    for service, role in ((prefill, "prefill"), (decode, "decode")):
+        environment = service["environment"]
+        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        given = {"internal_secret": "s", "disaggregation_mode": role, "prefill_urls": environment.get("PREFILL_URLS", "")}
+        assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert "INTERNAL_SECRET" in environment and service["deploy"]["replicas"] == 2
+    assert decode["environment"]["PREFILL_URLS"] == "dns+http://prefill:8000"
+    assert decode["networks"]["disaggregated"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
+    assert gateway["volumes"] == compose["services"]["nginx"]["volumes"] and gateway["networks"] == ["disaggregated"]
 
 
 def test_the_image_is_pinned_and_not_roots() -> None:

@@ -1,0 +1,156 @@
+"""Two prefill and two decode replicas on this machine, behind nginx where it is installed: `make serve-disaggregated`.
+
+Arguments are settings for all four (--engine fake, --model FOLDER); PORT, or 8000, is where clients come in. Ctrl-C stops everything.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 900.0
+"""A model may have to be fetched first."""
+STOP_SECONDS = 40.0
+
+
+class Group:
+    """The processes, and the tasks that pass on what they log."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._processes: dict[str, Process] = {}
+        self._logs: set[asyncio.Task[None]] = set()
+        given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, (os.cpu_count() or 1) // 4))}
+        self._environment = {**given, **os.environ}
+
+    async def replicas(self, role: str, count: int, **variables: str) -> list[str]:
+        """URLs of `count` replicas, once they are ready."""
+        urls = []
+        for index in range(1, count + 1):
+            port = free_port()
+            environment = {**self._environment, **variables, "DISAGGREGATION_MODE": role, "HOST": "127.0.0.1", "PORT": str(port)}
+            await self.start(f"{role}-{index}", [sys.executable, "-m", "server", *self._arguments], environment)
+            urls.append(f"http://127.0.0.1:{port}")
+        for url in urls:
+            await self._ready(url)
+        return urls
+
+    async def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environment, stderr=PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        self._processes[name] = process
+        self._logs.add(asyncio.create_task(_pass_on(name, process)))
+
+    async def first_end(self) -> str:
+        """The name of the first process that ends."""
+        waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return waits[done.pop()]
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def stop(self) -> None:
+        """Those that clients talk to first: decode replicas still need prefill while they finish."""
+        for name in reversed(self._processes):
+            process = self._processes[name]
+            if process.returncode is None:
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                process.kill()
+        if self._logs:
+            await asyncio.wait(self._logs, timeout=1)
+
+    async def _ready(self, url: str) -> None:
+        async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
+            while True:
+                for name, process in self._processes.items():
+                    if process.returncode is not None:
+                        raise SystemExit(f"{name} ended with exit code {process.returncode}")
+                try:
+                    if (await client.get(f"{url}/health/ready", headers=_key())).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+def _key() -> dict[str, str]:
+    keys = os.environ.get("API_KEYS", "")
+    return {"authorization": f"Bearer {keys.split(',')[0]}"} if keys else {}
+
+
+async def _pass_on(name: str, process: Process) -> None:
+    assert process.stderr is not None
+    async for line in process.stderr:
+        sys.stderr.write(f"{name}: {line.decode(errors='replace')}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> str:
+    """The shipped configuration for these addresses."""
+    text = (ROOT / "deploy/nginx/trellis.conf").read_text()
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("server server:8000")]
+    servers = "\n".join(line.replace("server:8000", url.removeprefix("http://")) for url in upstreams)
+    return text.replace(line, servers).replace("listen 8080", f"listen 127.0.0.1:{port}").replace("/tmp/", f"{folder}/")
+
+
+async def serve(arguments: Sequence[str], folder: Path) -> int:
+    group, stopping = Group(arguments), asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    running = asyncio.create_task(_serve(group, folder))
+    try:
+        await asyncio.wait({running, stop := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not running.done():
+            return 0
+        sys.stderr.write(f"{running.result()} has ended, and with it everything\n")
+        return 1
+    finally:
+        running.cancel()
+        await group.stop()
+
+
+async def _serve(group: Group, folder: Path) -> str:
+    """Start everything, say where it is, and return the name of the first process that ends."""
+    prefill = await group.replicas("prefill", 2)
+    decode = await group.replicas("decode", 2, PREFILL_URLS=",".join(prefill))
+    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    if nginx is None:
+        sys.stdout.write(f"ready, without nginx: {' and '.join(f'{url}/v1' for url in decode)}\n")
+    else:
+        port = int(os.environ.get("PORT", "8000"))
+        (folder / "nginx.conf").write_text(nginx_configuration(decode, port, folder))
+        directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
+        await group.start("nginx", [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
+        sys.stdout.write(f"ready: http://127.0.0.1:{port}/v1\n")
+    sys.stdout.flush()
+    return await group.first_end()
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="trellis-") as folder:
+        return asyncio.run(serve(sys.argv[1:], Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
