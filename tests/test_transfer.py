@@ -1,11 +1,7 @@
 """Transfers between two real processes, by every method that runs on this machine."""
 
-import gc
-import importlib.util
 import random
-import signal
 import socket
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -14,13 +10,10 @@ import pytest
 from engine.transfer.base import Offer, Read, Region, TransferError
 from engine.transfer.transfers import METHODS, Transfers
 from tests.transfer_owner import content
-from tests.transfer_support import Memory, Owner, ended, held, owning
+from tests.transfer_support import ON_HOST, Memory, Owner, ended, owning
 
 MIB = 1 << 20
 SIZES = (3 * MIB, 8 * MIB + 4096)
-LARGE = 256 * MIB
-NIXL = pytest.param("nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed"))
-ON_HOST = ["shared_memory", "tcp", NIXL]
 
 
 @pytest.fixture(params=ON_HOST)
@@ -132,145 +125,6 @@ def test_offers_that_are_none(method: str, transfers: Transfers, memory: Memory)
     with pytest.raises(TransferError, match="the peer offers nothing"):
         transfers.read([], [Read(0, 0, 0, 1)])
     assert not memory.touched()
-
-
-def test_an_owner_that_was_killed_before(owner: Owner, transfers: Transfers) -> None:
-    ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
-    owner.kill()
-    start = time.monotonic()
-    with pytest.raises(TransferError):
-        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
-    assert time.monotonic() - start < 2
-
-
-def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
-    memory = Memory(LARGE)
-    transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
-        owner.kill()
-        start = time.monotonic()
-        with pytest.raises(TransferError):
-            ended(transfer)
-        assert time.monotonic() - start < 2
-    with owning(method, LARGE // 8) as successor:
-        ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
-    transfers.close()
-
-
-def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
-    memory = Memory(LARGE)
-    transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
-        transfer.cancel()
-        start = time.monotonic()
-        with pytest.raises(TransferError, match="cancelled"):
-            ended(transfer)
-        assert time.monotonic() - start < 1
-        before = memory.bytes(0)
-        time.sleep(0.1)
-        assert memory.bytes(0) == before
-        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
-        assert memory.bytes(0)[:MIB] == content(0, MIB)
-    transfers.close()
-
-
-def test_closing_ends_what_runs(method: str) -> None:
-    memory = Memory(LARGE)
-    transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
-        start = time.monotonic()
-        transfers.close()
-        assert time.monotonic() - start < 2
-        with pytest.raises(TransferError, match="cancelled"):
-            transfer.done()
-
-
-def test_a_peer_that_hangs_holds_nobody_up() -> None:
-    """Over TCP, where the owner has a part in the transfer."""
-    memory = Memory(LARGE)
-    transfers = Transfers(memory.regions, "tcp")
-    with owning("tcp", LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
-        owner.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
-        assert not transfer.done()
-        transfer.cancel()
-        with pytest.raises(TransferError, match="cancelled"):
-            assert ended(transfer) < 0.5
-        owner.process.send_signal(signal.SIGCONT)
-        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
-    transfers.close()
-
-
-@pytest.mark.parametrize("method", [NIXL])
-def test_nixl_is_torn_down_when_a_peer_hangs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP, where the owner has a part in the transfer, and goes on with it later."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr("engine.transfer.nixl.GRACE", 0.3)
-    memory = Memory(LARGE)
-    transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE, UCX_TLS="tcp") as owner:
-        ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
-        owner.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
-        assert not transfer.done()
-        transfer.cancel()
-        with pytest.raises(TransferError, match="the peer hangs"):
-            assert ended(transfer) < 1
-        before = memory.bytes(0)
-        owner.process.send_signal(signal.SIGCONT)
-        time.sleep(0.3)
-        assert memory.bytes(0) == before
-    with owning(method, MIB, UCX_TLS="tcp") as successor:
-        ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
-    transfers.close()
-
-
-def test_nothing_is_left_behind(method: str, memory: Memory) -> None:
-    def round_of(kill: bool) -> None:
-        transfers = Transfers(memory.regions, method)
-        with owning(method, *SIZES) as owner:
-            ended(transfers.read(owner.offers, random_reads(4)))
-            if kill:
-                owner.kill()
-                with pytest.raises(TransferError):
-                    ended(transfers.read(owner.offers, random_reads(4)))
-        transfers.close()
-
-    round_of(kill=True)  # what a library takes once for the process
-    gc.collect()  # errors of earlier tests keep what raised them
-    before = held()
-    for kill in (False, True, True, False):
-        round_of(kill)
-    gc.collect()
-    assert held() == before
-
-
-def test_shared_memory_whose_descriptor_is_gone() -> None:
-    memory = Memory(*SIZES)
-    transfers = Transfers(memory.regions, "shared_memory")
-    with owning("shared_memory", *SIZES) as owner:
-        owner.say("forget")
-        assert owner.line() == "forgotten"
-        with pytest.raises(TransferError, match="cannot be opened: No such file"):
-            ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
-    transfers.close()
-
-
-def test_dead_peers_memory_is_let_go() -> None:
-    memory = Memory(*SIZES)
-    transfers = Transfers(memory.regions, "shared_memory")
-    with owning("shared_memory", *SIZES) as first, owning("shared_memory", *SIZES) as second:
-        ended(transfers.read(first.offers, [Read(0, 0, 0, MIB)]))
-        one_peer = held()["memories"]
-        first.kill()
-        ended(transfers.read(second.offers, [Read(0, 0, 0, MIB)]))
-        assert held()["memories"] == one_peer
-    transfers.close()
 
 
 def test_tcp_serves_nobody_without_the_secret() -> None:

@@ -1,6 +1,6 @@
 """KV blocks by NIXL, whose UCX backend finds the fastest way there is: NVLink within a host, RDMA between hosts.
 
-How UCX behaves when things go wrong was measured (docs/decisions/0011) and shapes this file:
+How UCX behaves when things go wrong was measured (docs/decisions/0012) and shapes this file:
 
 - Releasing a request does not stop it: bytes went on arriving after it. So a transfer goes in pieces, and cancelling waits for the piece.
 - What does stop it is the end of its agent. So each peer is read by an agent of its own, and one whose piece does not end within

@@ -93,15 +93,8 @@ class Tcp:
         for address in sorted(owner.addresses, key=lambda address: address != best):
             check_cancelled(cancelled)
             try:
-                connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
+                connection = _reach(address, owner, cancelled)
             except OSError as error:
-                reasons.append(f"{address}: {error}")
-                continue
-            try:
-                _set_timeouts(connection)
-                _prove(connection, owner.secret)
-            except OSError as error:
-                connection.close()
                 reasons.append(f"{address}: {error}")
                 continue
             self._reached[owner.secret] = address
@@ -110,6 +103,18 @@ class Tcp:
                     self._reached.popitem(last=False)
             return connection
         raise NotFromHere(f"the peer cannot be reached at port {owner.port} ({'; '.join(reasons) or 'it has no address'})")
+
+
+def _reach(address: str, owner: _Owner, cancelled: Event) -> socket.socket:
+    """Raises OSError if the peer is not there."""
+    connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
+    try:
+        _set_timeouts(connection)
+        _prove(connection, owner.secret, cancelled)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class _Wanted(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +131,7 @@ class _Server:
         self._views = views
         self._lock = Lock()
         self._connections: dict[socket.socket, Thread] = {}
-        self._closed = False
+        self._closed = Event()
         self._listener = socket.create_server(("", 0), backlog=MOST_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
         self._thread = Thread(target=self._accept, name="transfer-listener", daemon=True)
@@ -135,7 +140,7 @@ class _Server:
     def close(self) -> None:
         """Returns when no thread reads the regions any more."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             running = list(self._connections.items())
             for connection, _ in running:
                 with contextlib.suppress(OSError):  # its peer may have ended it
@@ -151,14 +156,14 @@ class _Server:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._closed:
+                if self._closed.is_set():
                     return
                 logger.warning("a transfer's connection could not be accepted: %s", error)
                 time.sleep(LOOK_SECONDS)
                 continue
             thread = Thread(target=self._serve, args=(connection,), name="transfer-server", daemon=True)
             with self._lock:
-                if self._closed or len(self._connections) >= MOST_CONNECTIONS:
+                if self._closed.is_set() or len(self._connections) >= MOST_CONNECTIONS:
                     connection.close()
                     continue
                 self._connections[connection] = thread
@@ -167,11 +172,11 @@ class _Server:
     def _serve(self, connection: socket.socket) -> None:
         try:
             _set_timeouts(connection)
-            _check_proof(connection, self.secret)
-            (length,) = struct.unpack(">I", _exactly(connection, 4))
+            _check_proof(connection, self.secret, self._closed)
+            (length,) = struct.unpack(">I", _exactly(connection, 4, self._closed))
             if length > MAX_REQUEST:
                 raise ConnectionError("the request is too long")
-            wanted = msgspec.msgpack.decode(_exactly(connection, length), type=list[_Wanted])
+            wanted = msgspec.msgpack.decode(_exactly(connection, length, self._closed), type=list[_Wanted])
             reads = [Read(one.region, one.offset, 0, one.size) for one in wanted]
             check_remote(reads, [view.nbytes for view in self._views])
             for read in split_reads(reads, PIECE):
@@ -184,19 +189,19 @@ class _Server:
             connection.close()
 
 
-def _prove(connection: socket.socket, secret: bytes) -> None:
+def _prove(connection: socket.socket, secret: bytes, cancelled: Event) -> None:
     """The reader's side. Raises OSError if the other side does not know the secret."""
-    theirs, ours = _exactly(connection, CHALLENGE), secrets.token_bytes(CHALLENGE)
+    theirs, ours = _exactly(connection, CHALLENGE, cancelled), secrets.token_bytes(CHALLENGE)
     connection.sendall(_proof(secret, b"reader", theirs) + ours)
-    if not hmac.compare_digest(_exactly(connection, CHALLENGE), _proof(secret, b"owner", ours)):
+    if not hmac.compare_digest(_exactly(connection, CHALLENGE, cancelled), _proof(secret, b"owner", ours)):
         raise ConnectionError("another process listens there")
 
 
-def _check_proof(connection: socket.socket, secret: bytes) -> None:
+def _check_proof(connection: socket.socket, secret: bytes, closed: Event) -> None:
     """The owner's side. Raises OSError if the other side does not know the secret."""
     ours = secrets.token_bytes(CHALLENGE)
     connection.sendall(ours)
-    proof, theirs = _exactly(connection, CHALLENGE), _exactly(connection, CHALLENGE)
+    proof, theirs = _exactly(connection, CHALLENGE, closed), _exactly(connection, CHALLENGE, closed)
     if not hmac.compare_digest(proof, _proof(secret, b"reader", ours)):
         raise ConnectionError("the peer does not know the secret")
     connection.sendall(_proof(secret, b"owner", theirs))
@@ -206,9 +211,9 @@ def _proof(secret: bytes, role: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, role + challenge, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, cancelled: Event) -> bytes:
     buffer = bytearray(size)
-    _receive(connection, memoryview(buffer), Event())
+    _receive(connection, memoryview(buffer), cancelled)
     return bytes(buffer)
 
 

@@ -27,7 +27,10 @@ class Transfers:
     """Reads run in threads: the copy itself holds no lock of the interpreter, and nothing here waits but `close`."""
 
     def __init__(self, regions: Sequence[Region], method: MethodName = "auto") -> None:
-        """Raises TransferError if the method named, or with `auto` every method, cannot be used on this machine for these regions."""
+        """The regions stay mapped until `close`.
+
+        Raises TransferError if the method named, or with `auto` every method, cannot be used on this machine for these regions.
+        """
         self._regions = tuple(regions)
         self._methods: dict[str, Method] = {}
         self._works: OrderedDict[tuple[Offer, ...], str] = OrderedDict()
@@ -51,6 +54,8 @@ class Transfers:
 
     def read(self, offers: Sequence[Offer], reads: Sequence[Read]) -> Transfer:
         """Start copying a peer's bytes into our regions by the first of its offers that works from here.
+
+        Nothing else may use the places it writes, work queued on a GPU included, until the transfer is done.
 
         Raises TransferError, nothing touched, for reads beyond our regions and for a peer with no method of ours. What can be known only
         by asking the peer, the transfer's `done` raises: that no offer works, each with its reason, or that the peer died.
