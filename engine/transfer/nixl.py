@@ -6,7 +6,7 @@ How UCX behaves when things go wrong was measured (docs/decisions/0012) and shap
 - What does stop it is the end of its agent. So each peer is read by an agent of its own, and one whose piece does not end within
   GRACE seconds of its cancellation (the peer hangs) is destroyed; afterwards memory is touched no more.
 - A peer that dies fails its requests with "remote disconnect" within milliseconds. Its agent is then done with.
-- Where hosts share neither NVLink nor RDMA, UCX reads over TCP, for which the *owner* sends; UCX aborted the owner's process in one of six
+- Where hosts share neither NVLink nor RDMA, UCX reads over TCP, for which the *owner* sends; UCX aborted the owner's process in 2 of 14
   cases in which the reader was killed meanwhile. So `auto` takes NIXL for host memory only where there is RDMA (`has_rdma`), and
   engine/transfer/tcp.py elsewhere.
 """
