@@ -130,7 +130,7 @@ class _Run:
         except EngineError as error:
             if self._engine.min_tokens is None:
                 raise
-            log.warning("the prompt of %s is computed here: %s", self._request.request_id, error)
+            log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
             return None
 
     async def _go_on(self, lease: Lease) -> None:
@@ -167,7 +167,8 @@ class _Run:
         self._local.close()
         self._begun = asyncio.get_running_loop().create_future()
         self._engine.observer.computed_locally("lost")
-        self._generate(replace(self._request, handoff=replace(handoff, state=b"")))
+        again = f"{self._request.request_id}-again"  # the engine may still be busy with what was aborted
+        self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
         if (refusal := await self._begun) is not None:
             raise EngineUnavailable(f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}")
 
