@@ -13,7 +13,7 @@ import uvicorn
 from http_support import ServerProcess
 
 from engine.admission import AdmissionEngine
-from engine.base import Engine
+from engine.base import DeltaIterator, Engine
 from engine.config import FakeConfig
 from engine.disaggregated.engine import DisaggregatedEngine
 from engine.disaggregated.pool import PeerPool
@@ -102,6 +102,20 @@ async def decode_engine(
         yield engine, seen
     finally:
         await engine.close()
+
+
+@asynccontextmanager
+async def pair(prefill: dict[str, Any] | None = None, **decode: Any) -> AsyncIterator[tuple[AdmissionEngine, DisaggregatedEngine, Seen]]:
+    """The engine of a prefill replica, and a decode engine before it."""
+    async with prefill_replica(**(prefill or {})) as (url, peer, _), decode_engine([url], **decode) as (engine, seen):
+        yield peer, engine, seen
+
+
+async def busy(engine: Engine) -> DeltaIterator:
+    """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
+    stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
+    await anext(stream)
+    return stream
 
 
 @asynccontextmanager

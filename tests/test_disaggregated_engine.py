@@ -1,8 +1,7 @@
 """Prefill elsewhere, decode here: a decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ from disaggregated_support import (
     INFO,
     PROMPT,
     SOON,
-    Seen,
     aggregated,
     all_of,
     bare_peer,
     decode_engine,
     nothing,
+    pair,
     prefill_replica,
     request,
     stats_with,
@@ -23,32 +22,11 @@ from disaggregated_support import (
 )
 from msgspec.structs import replace
 
-from engine.admission import AdmissionEngine
-from engine.base import DeltaIterator, Engine
 from engine.disaggregated import client
-from engine.disaggregated.engine import DisaggregatedEngine
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
-from engine.fake import FakeEngine
-from engine.stream import DeltaStream
-from engine.types import GenerateRequest
 from protocol.internal import frame
-from routers import internal
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-@asynccontextmanager
-async def pair(prefill: dict[str, Any] | None = None, **decode: Any) -> AsyncIterator[tuple[AdmissionEngine, DisaggregatedEngine, Seen]]:
-    """The engine of a prefill replica, and a decode engine before it."""
-    async with prefill_replica(**(prefill or {})) as (url, peer, _), decode_engine([url], **decode) as (engine, seen):
-        yield peer, engine, seen
-
-
-async def busy(engine: Engine) -> DeltaIterator:
-    """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
-    stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
-    await anext(stream)
-    return stream
 
 
 @pytest.mark.parametrize(
@@ -183,129 +161,3 @@ async def test_a_draining_replica_finishes_its_hand_overs_and_gets_no_more() -> 
         await stats_with(peer, nothing, SOON)
         while replica.running:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-async def cancel(engine: Engine, ready: Any) -> None:
-    """Begin a request, and cancel it once `ready` has returned."""
-    task = asyncio.create_task(all_of(engine, request(max_tokens=500)))
-    await ready
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
-
-
-async def test_cancelled_while_queued_at_prefill() -> None:
-    async with pair({"max_batch_size": 1}) as (peer, engine, seen):
-        blocking = peer.generate(replace(request(), prefill_only=True))
-        await anext(blocking)
-
-        async def queued() -> None:
-            while not peer.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-        await cancel(engine, queued())
-        async with asyncio.timeout(SOON):
-            while peer.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        assert seen.outcomes == {"cancelled": 1}
-        await blocking.aclose()
-        await stats_with(peer, nothing, SOON)
-
-
-async def test_cancelled_while_prefilling() -> None:
-    async with pair({"fake_token_delay_ms": 2000}) as (peer, engine, seen):
-        stream = await busy(peer)
-        began = asyncio.get_running_loop().time()
-        task = asyncio.create_task(all_of(engine, request(max_tokens=500)))
-        await asyncio.sleep(0.3)
-        task.cancel()
-        await asyncio.wait([task])
-        await stats_with(peer, lambda stats: stats.num_aborted_requests == 1, SOON)
-        assert asyncio.get_running_loop().time() - began < 1.5, "the engine had not begun with it"
-        assert seen.outcomes == {"cancelled": 1}
-        await stream.aclose()
-
-
-async def test_cancelled_while_the_blocks_are_read() -> None:
-    async with pair(token_delay=2.0) as (peer, engine, _):
-        stream = await busy(engine.local)
-
-        async def reading() -> None:
-            while not engine.local._waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-        await cancel(engine, reading())
-        await stats_with(peer, nothing, SOON)
-        await stats_with(engine, lambda stats: stats.num_aborted_requests == 1, SOON)
-        await stream.aclose()
-
-
-async def test_cancelled_while_decoding() -> None:
-    async with pair(token_delay=0.02) as (peer, engine, _):
-        stream = engine.generate(request(max_tokens=500))
-        assert len(tokens_of([await anext(stream), await anext(stream)])) >= 2
-        await stats_with(peer, nothing, SOON)
-        await stream.aclose()
-        await stats_with(engine, nothing, SOON)
-
-
-async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer ends first, and the blocks go a moment later; the engine that was still waiting to read them computes the prompt."""
-    monkeypatch.setattr(internal, "GRACE_SECONDS", 0.4)
-    async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
-        stream = await busy(engine.local)
-        task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
-        await stats_with(peer, lambda stats: stats.num_held_requests == 1)
-        while not seen.local:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        assert not nothing(await stats_with(peer, lambda stats: True)), "the blocks outlive the answer"
-        await stats_with(peer, nothing, 0.4 + SOON)
-        assert not task.done()
-        said = await task
-        assert tokens_of(said) == list(PROMPT[:4]) and said[-1].finish_reason == "length"
-        assert seen.local == {"lost": 1} and [delta.prompt is not None for delta in said].count(True) == 1
-        await stream.aclose()
-        await stats_with(engine, nothing, 2.0)
-
-
-async def test_an_engine_lost_with_the_blocks_costs_no_token() -> None:
-    async with pair(token_delay=0.5) as (peer, engine, seen):
-        stream = await busy(engine.local)
-        task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
-        await stats_with(peer, lambda stats: stats.num_held_requests == 1)
-        await peer.close()
-        assert tokens_of(await task) == list(PROMPT[:4])
-        assert seen.local == {"lost": 1}
-        await stream.aclose()
-
-
-class Picky(FakeEngine):
-    """Cannot use what is handed over, nor go on without."""
-
-    def generate(self, request: GenerateRequest) -> DeltaStream:
-        if request.handoff is not None:
-            return DeltaStream.failed(InvalidRequest("block sizes differ: 16 and 32", "handoff"))
-        return super().generate(request)
-
-
-async def test_an_engine_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disaggregated_support.FakeEngine", Picky)
-    async with pair() as (peer, engine, _):
-        stream = engine.generate(request())
-        assert (await anext(stream)).token_ids == (PROMPT[0],)
-        with pytest.raises(EngineUnavailable, match="block sizes differ: 16 and 32"):
-            await anext(stream)
-        await stats_with(peer, nothing)
-
-
-async def test_closing_ends_every_request_with_an_error() -> None:
-    async with pair(token_delay=0.05) as (peer, engine, _):
-        streams = [engine.generate(request(str(index), max_tokens=500)) for index in range(10)]
-        assert (await anext(streams[0])).token_ids
-        await engine.close()
-        for stream in streams:
-            with pytest.raises(EngineNotReady):
-                _ = [delta async for delta in stream]
-        await stats_with(peer, nothing, SOON)
-        with pytest.raises(EngineNotReady):
-            await all_of(engine, request())

@@ -156,7 +156,7 @@ def test_killed_and_hung_prefill_replicas_cost_no_request() -> None:
         wait_empty(prefill[1], prefill[2], decode)
 
 
-def test_a_client_that_goes_frees_decode_and_prefill() -> None:
+def test_a_client_that_goes_frees_decode_and_prefill_and_so_does_a_killed_decode_replica() -> None:
     with cluster(1, ("--fake-token-delay-ms", "200")) as (prefill, decode):
 
         async def leave() -> None:
@@ -169,6 +169,12 @@ def test_a_client_that_goes_frees_decode_and_prefill() -> None:
 
         asyncio.run(leave())
         wait_empty(*prefill, decode)
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(ask, decode) for _ in range(8)]
+            time.sleep(0.3)
+            decode.process.kill()
+            wait_empty(*prefill)
+            assert all("Error" in each.result()[1] for each in asked)
 
 
 def test_a_draining_prefill_replica_finishes_its_hand_overs() -> None:
