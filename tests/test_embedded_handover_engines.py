@@ -5,7 +5,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, De
 
 async def both(two: Two, request: GenerateRequest) -> list[Delta]:
     handed, stream = await prefill(two[0], request)
-    rest = [] if handed.first.finish_reason else await generate(two[1], replace(request, handoff=handed))
-    await stream.aclose()
+    async with aclosing(stream):
+        rest = [] if handed.first.finish_reason else await generate(two[1], replace(request, handoff=handed))
     return [handed.first, *rest]
 
 
