@@ -5,6 +5,7 @@ Standard input is one `Job`; standard output one message for each result. What t
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -101,6 +102,8 @@ async def run(job: Job, results: IO[bytes]) -> None:
     engine = create_engine(job.config)
     try:
         await engine.start()
+        gc.collect()
+        gc.freeze()  # as the engine's host does
         _report(results, Started(time.perf_counter() - started, engine.info))
         if isinstance(job.work, Measure):
             for cell, seed in job.work.cells:

@@ -49,7 +49,7 @@ class LlamaDecoder:
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
         width = self.heads[0] * dim
-        self._fetch = width >= 128 and not width & (width - 1)
+        self._fetch = not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, self._embedding.device)
         self._layers = []
         for index in range(len(inner.layers)):
@@ -79,6 +79,8 @@ class LlamaDecoder:
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
             attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at
+                if not len(rows):
+                    return x.new_empty((0, len(self._head)))
                 x, attended = x[rows], attended[rows]
             normed = products.add(x, attended, layer.out, layer.mlp_norm)
             normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)

@@ -12,8 +12,8 @@ from engine.embedded.cuda.weights import Norm, Normed, Products, Tile, Weight
 class Fp8Products(Products):
     """Half the bytes of a weight for one row, which keeps its own type; more rows are quantised and multiplied on fp8 tensor cores."""
 
-    # Twice the columns of those in bfloat16, which are as many bytes; benchmarks/kernels.py finds better ones.
-    tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (4, 4096, 8), "out": (16, 1024, 8), "gate_up": (2, 4096, 4), "down": (8, 2048, 8)}
+    # Measured on an H200 (benchmarks/kernels.py).
+    tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (16, 512, 8), "out": (16, 1024, 8), "gate_up": (2, 4096, 4), "down": (8, 2048, 8)}
 
     def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
         quantised = [fp8_kernels.quantise(part) for part in parts]

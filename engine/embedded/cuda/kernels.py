@@ -201,6 +201,7 @@ def gemv(
     K = x.shape[1]
     N = weight.shape[0] // 2 if gated else weight.shape[0]
     block_n, block_k, warps = _fitting(tile, N, K)
+    fetch = fetch and K >= 128  # whole lines of memory
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
     _gemv[(N // block_n,)](

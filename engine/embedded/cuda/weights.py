@@ -70,7 +70,7 @@ class Products(ABC):
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         """x += value · weightᵀ, in place, and then `norm` of it; without one x itself."""
-        if len(x) > 1:
+        if len(x) != 1:
             return self._add_rows(x, value, weight, norm)
         fetch = weight.name == "out" and self._fetch
         kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=self.tiles[weight.name])
