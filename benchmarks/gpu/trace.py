@@ -7,9 +7,7 @@ which a kernel ran, the idle time between two kernels by its length, and the ker
 import argparse
 import asyncio
 import random
-import subprocess
 import tempfile
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.__main__ import DEFAULTS, arguments, settings_of
 from benchmarks.gpu.cells import WORKLOADS, Workload
+from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.worker import measure
 from engine.base import Engine
@@ -34,7 +33,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of decoding that are recorded")
     parser.add_argument("--top", type=int, default=18, help="kernels shown")
     args, flags = parser.parse_known_args()
-    print(chip())
+    print(f"chip: {chip()}")
     with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
         model = Path(folder)
         write_folder(model, SHAPES["llama-8b"])
@@ -105,28 +104,6 @@ def table(events: "list[Any]", top: int) -> str:
 
 _STEP = 20.0
 _GAPS = ((2.0, "under 2"), (20.0, "under 20"), (100.0, "under 100"), (float("inf"), "longer"))
-
-
-def chip(seconds: float = 1.0) -> str:
-    """What a product of 8192 rows with a weight of 28672 x 4096 sustains, as the prompts of an 8B model have it, and a read of 4 GiB."""
-    x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (8192, 28672))
-    big = torch.empty(1 << 30, device="cuda").uniform_()
-    product = _rate(lambda: x @ weight.t(), 2 * 8192 * 28672 * 4096, seconds)
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,power.limit,temperature.gpu", "--format=csv,noheader"]
-    state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return f"chip: {product / 1e12:.0f} TFLOP/s sustained ({state}), {_rate(big.sum, 4 << 30, seconds) / 1e12:.2f} TB/s read"
-
-
-def _rate(work: Any, amount: float, seconds: float) -> float:
-    work()
-    torch.cuda.synchronize()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        for _ in range(10):
-            work()
-        count += 10
-        torch.cuda.synchronize()
-    return count * amount / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

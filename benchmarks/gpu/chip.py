@@ -1,0 +1,33 @@
+"""What a GPU itself sustains, `python -m benchmarks.gpu.chip`: no two of a kind are the same, and power bounds them all."""
+
+import subprocess
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def chip(seconds: float = 1.0) -> str:
+    """What a product of 8192 rows with a weight of 28672 x 4096 sustains, as the prompts of an 8B model have it, and a read of 4 GiB."""
+    x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (8192, 28672))
+    big = torch.empty(1 << 30, device="cuda").uniform_()
+    product = _rate(lambda: x @ weight.t(), 2 * 8192 * 28672 * 4096, seconds)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,power.limit,temperature.gpu", "--format=csv,noheader"]
+    state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{product / 1e12:.0f} TFLOP/s sustained ({state}), {_rate(big.sum, 4 << 30, seconds) / 1e12:.2f} TB/s read"
+
+
+def _rate(work: Callable[[], object], amount: float, seconds: float) -> float:
+    work()
+    torch.cuda.synchronize()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(10):
+            work()
+        count += 10
+        torch.cuda.synchronize()
+    return count * amount / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    print(chip())
