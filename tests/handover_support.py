@@ -57,8 +57,8 @@ class Pair:
 
     def __init__(self, folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
         self.events: list[Any] = []
-        self.prefill = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **prefill}), lambda _: None)
-        self.decode = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **decode}), self.events.append)
+        self.prefill = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **prefill}), lambda _: None)
+        self.decode = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **decode}), self.events.append)
         self.controlled: list[Controlled] = []
 
     def serve(self, requests: list[GenerateRequest]) -> Deltas:

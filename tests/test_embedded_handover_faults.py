@@ -1,5 +1,6 @@
 """Handovers that go wrong: transfers that break, hang or come late, aborts at every stage, handoffs that lie, blocks that run out."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_what_is_held_makes_others_wait_without_turning_in_circles(tiny_model: P
 def test_other_layouts_are_refused_by_both_values(tiny_model: Path, options: dict[str, Any], said: str) -> None:
     with pair_of(tiny_model, SMALL, {**SMALL, **options}) as pair:
         with pytest.raises(EngineUnavailable, match=said):
+            pair.begin(REQUEST)
+        pair.finish()
+
+
+def test_the_same_architecture_with_other_weights_is_another_model(tiny_model: Path, tmp_path: Path) -> None:
+    tuned = shutil.copytree(tiny_model, tmp_path / "tuned")
+    weights = tuned / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+    with pair_of(tiny_model, SMALL, {**SMALL, "model": str(tuned)}) as pair:
+        with pytest.raises(EngineUnavailable, match=r"model [0-9a-f]{16} here, [0-9a-f]{16} on the prefill replica"):
             pair.begin(REQUEST)
         pair.finish()
 

@@ -18,13 +18,14 @@ BACKEND = "embedded"
 MAX_STATE_BYTES = 8 << 20
 """Of a table with a million blocks, and more."""
 _PARAM = "handoff"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights
 
 
 class Layout(msgspec.Struct, frozen=True):
     """What two replicas must have in common so that one can use the other's KV blocks."""
 
     model: str
-    """Hash of config.json."""
+    """Hash of config.json and of samples of the weights: two fine-tunes of one model differ in all of them."""
     vocab_size: int
     layers: int
     kv_heads: int
@@ -41,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 _NAMES = {
-    "model": "config.json",
+    "model": "model",
     "vocab_size": "vocabulary",
     "layers": "number of layers",
     "kv_heads": "number of key-value heads",
@@ -72,7 +73,7 @@ _states = msgspec.msgpack.Decoder(HeldState)
 def layout_of(folder: str, vocab_size: int, block_size: int, memory: KvMemory) -> Layout:
     attends = memory.attends
     return Layout(
-        model=blake3((Path(folder) / "config.json").read_bytes()).hexdigest()[:16],
+        model=_identity(Path(folder)),
         vocab_size=vocab_size,
         layers=len(attends.windows),
         kv_heads=attends.kv_heads,
@@ -83,6 +84,17 @@ def layout_of(folder: str, vocab_size: int, block_size: int, memory: KvMemory) -
         block_size=block_size,
         block_bytes=memory.block_bytes,
     )
+
+
+def _identity(folder: Path) -> str:
+    digest = blake3((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def held_of(layout: Layout, num_blocks: Sequence_[int], tables: Sequence_[Table], offers: tuple[Offer, ...]) -> Held:
