@@ -23,8 +23,8 @@ Topic = Literal["stats", "kv_events"]
 MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
 """Pause between the signs of life that a host sends."""
-SILENCE_SECONDS = 10.0
-"""Silence after which a client takes its host for stuck."""
+SILENCE_SECONDS = 5.0
+"""Silence after which a client takes its host for stuck: soon enough for another replica to answer within ten seconds."""
 _BURST = 256
 """Messages read before other work gets its turn."""
 

@@ -85,7 +85,7 @@ class HandoffAnswer(Response):
         del self.headers["content-length"]
         replica = state["replica"]
         assert replica.engine is not None, "the gate lets no request in before the engine is there"
-        self._backend = replica.engine.info.backend
+        self._engine = replica.engine
         self._stream: DeltaIterator = replica.engine.generate(request)
         self._request_id = request.request_id
         self._lease_seconds = state["http"].lease_seconds
@@ -114,6 +114,8 @@ class HandoffAnswer(Response):
     async def _answer(self, send: Send, computing: "asyncio.Future[Delta]") -> None:
         try:
             while not (await asyncio.wait({computing}, timeout=ALIVE_SECONDS))[0]:
+                if not self._engine.healthy:  # one that is stuck would have its decode replica wait for as long as this one lives
+                    raise EngineNotReady("The engine gives no sign of life.")
                 await self._send(send, frame())
             delta = computing.result()
         except Exception as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
@@ -122,7 +124,7 @@ class HandoffAnswer(Response):
             await self._send(send, frame(self._render_error(error), failed=True), last=True)
             return
         async with asyncio.timeout(self._lease_seconds):  # a client that does not read holds nothing for longer either
-            await self._send(send, frame(handoff.encode(handoff.handoff_of(self._backend, delta))), last=delta.held is None)
+            await self._send(send, frame(handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))), last=delta.held is None)
         if delta.held is not None:
             await self._hold(send)
 

@@ -1,11 +1,12 @@
 """Internal routes belong to replicas: the internal secret opens them, and API keys do not. What /prefill answers."""
 
+import asyncio
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from disaggregated_support import BEARER, INFO, SECRET, nothing, request, stats_with
+from disaggregated_support import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from http_support import application
 
 from engine.handoff import decode_handoff
@@ -96,3 +97,18 @@ async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyP
         assert last.failed and b'"code":"queue_timeout"' in last.payload
         await held.aclose()
         await stats_with(engine, nothing)
+
+
+async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica lives and could say so for ever, while its engine's process hangs."""
+    monkeypatch.setattr(internal, "ALIVE_SECONDS", 0.05)
+    async with application(disaggregation_mode="prefill", internal_secret=SECRET, fake_token_delay_ms=60_000) as (client, state):
+        stream = await busy(state["replica"].engine)
+        asking = asyncio.create_task(post(client, body_of()))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
+        answer = await asyncio.wait_for(asking, 2)
+        *alive, last = FrameReader(1 << 20).feed(answer.content)
+        assert last.failed and b"not_ready" in last.payload and not any(frame.payload for frame in alive)
+        await stream.aclose()
