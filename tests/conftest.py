@@ -1,9 +1,17 @@
 """What many tests share."""
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # for `cuda_support`: Triton reads it when it is imported, which transformers does
 
 
 @pytest.fixture(scope="session")

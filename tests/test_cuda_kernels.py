@@ -1,54 +1,25 @@
 """The Triton kernels against torch, on a GPU, or by Triton's interpreter where Triton is installed without one."""
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from cuda_support import FP8, ON_GPU, interpreter  # noqa: F401 - a fixture
 from torch.nn import functional
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
+from engine.embedded.cuda import decode_attention, fp8_kernels, kernels, products
+from engine.embedded.cuda.fp8 import Fp8Products
+from engine.embedded.cuda.weights import Norm, PlainProducts, Products
 
-from engine.embedded.cuda import decode_attention, fp8_kernels, kernels, products  # noqa: E402
-from engine.embedded.cuda.fp8 import Fp8Products  # noqa: E402
-from engine.embedded.cuda.weights import Norm, PlainProducts, Products  # noqa: E402
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-FP8 = torch.float8_e4m3fn
-
-
-@triton.jit
-def _nothing() -> None:
-    pass
-
-
-def _to_fp8(values: Any) -> Any:
-    """The interpreter's own conversion to eight bits forgets to carry into the exponent."""
-    return torch.from_numpy(values).float().to(FP8).view(torch.uint8).numpy()
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter runs one program after the other: there is nothing to wait for."""
+def seeded() -> None:
     torch.manual_seed(0)
-    if not ON_GPU:
-        from triton.runtime import interpreter  # noqa: PLC0415
-
-        GridExecutor = interpreter.GridExecutor  # noqa: N806
-        convert = interpreter._convert_float
-        monkeypatch.setattr(interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a))
-        for module in (decode_attention, fp8_kernels, kernels, products):
-            monkeypatch.setattr(module, "gdc_wait", _nothing)
-            monkeypatch.setattr(module, "gdc_launch_dependents", _nothing)
-        call = GridExecutor.__call__
-        monkeypatch.setattr(GridExecutor, "__call__", lambda self, *a, launch_pdl=True, **k: call(self, *a, **k))
-    yield
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
