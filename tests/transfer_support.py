@@ -25,7 +25,7 @@ ON_HOST = ["shared_memory", "tcp", NIXL]
 class Owner:
     def __init__(self, method: str, *sizes: int, program: str = "transfer_owner.py", **environment: str) -> None:
         command = [sys.executable, str(ROOT / "tests" / program), method, *map(str, sizes)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), **environment}
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.offers = msgspec.msgpack.decode(bytes.fromhex(self.line()), type=tuple[Offer, ...])
 
