@@ -29,7 +29,10 @@ STOP_SECONDS = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How to start a server. `argv` holds `{port}`; `model` is its name in requests, empty takes the first that it lists."""
+    """How to start a server. `argv` holds `{port}`; `model` is its name in requests, empty takes the first that it lists.
+
+    `port` is reserved by the caller, or 0; `answers` is false for one that clients do not talk to.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -37,6 +40,8 @@ class Spec:
     model: str = ""
     extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
     env: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    answers: bool = True
 
 
 def ours(model: str) -> Spec:
@@ -99,7 +104,7 @@ class Server:
             return str(response.read().decode())
 
     def wait(self, started: float) -> None:
-        """Return once it is ready and has answered one request. Raises RuntimeError, with the end of its log, if it never does."""
+        """Return once it is ready and, if it answers, has answered a request. Raises RuntimeError, with the log's end, if it never is."""
         while True:
             if self.process.poll() is not None or time.perf_counter() - started > START_SECONDS:
                 raise RuntimeError(f"{self.spec.name} did not start:\n{tail(self.log)}")
@@ -109,6 +114,8 @@ class Server:
             except (URLError, OSError):
                 time.sleep(0.05)
         self.ready_seconds = time.perf_counter() - started
+        if not self.spec.answers:
+            return
         first = run(self.target, Load(1, 1, 8, 1), PromptMaker(), "first")
         if first.errors:
             raise RuntimeError(f"{self.spec.name} does not answer: {first.first_error}")
@@ -147,7 +154,8 @@ def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Ite
 
     What it prints goes to the file `log`, or to one that goes with it.
     """
-    with reserved_port() as port, tempfile.TemporaryDirectory(prefix="trellis-bench-") as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="trellis-bench-") as folder, ExitStack() as stack:
+        port = spec.port or stack.enter_context(reserved_port())
         log = log or Path(folder) / f"{spec.name}.log"
         argv = [part.format(port=port) for part in spec.argv]
         with pinned(core), log.open("wb") as output:
