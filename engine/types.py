@@ -130,6 +130,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     max_logprobs: int = 20
+    capacity: int = 0
+    """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
+    kv_layout: str = ""
+    """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

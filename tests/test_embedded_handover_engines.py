@@ -162,3 +162,16 @@ async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: P
         await engine.close()
         with pytest.raises(EngineNotReady):
             await anext(held)
+
+
+async def test_an_engine_says_what_its_blocks_are_like_and_how_much_they_hold(tiny_model: Path) -> None:
+    infos = []
+    for options in ({}, {}, {"num_blocks": 4}, {"kv_block_size": 2 * BLOCK}):
+        async with engine_of("embedded", config_of(tiny_model, processors=(), **options)) as engine:
+            await engine.start()
+            infos.append(engine.info)
+    same, again, small, other = (info.kv_layout for info in infos)
+    assert same == again == small != other and "\n" not in same
+    assert f", blocks of {BLOCK} tokens, windows full" in same and ", float32, " in same
+    assert other == same.replace(f"blocks of {BLOCK} tokens", f"blocks of {2 * BLOCK} tokens")
+    assert [info.capacity for info in infos] == [0, 0, 4 * BLOCK, 0]

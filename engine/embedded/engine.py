@@ -204,6 +204,8 @@ class EmbeddedEngine:
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
             guides=GUIDE_KINDS,
+            capacity=self._capacity if self._capacity < model.context_length else 0,
+            kv_layout=str(core.layout),
         )
         self._call(_settle, loaded, info)
         return core

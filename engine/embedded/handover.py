@@ -40,6 +40,11 @@ class Layout(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...]
     """Of each group."""
 
+    def __str__(self) -> str:
+        windows = "/".join("full" if window is None else str(window) for window in self.windows)
+        shape = f"{self.layers} layers of {self.kv_heads}x{self.head_dim}"
+        return f"model {self.model}, {shape}, {self.dtype}, {self.form}, blocks of {self.block_size} tokens, windows {windows}"
+
 
 _NAMES = {
     "model": "model",
