@@ -1,9 +1,7 @@
 """The engine's own process, `python -m engine.host`: serves one engine to any number of `engine/client`s over a local ZMQ socket.
 
-Standard input starts with one line of JSON, a `wire.HostOptions`. It then stays open for as long as the host shall live: at its end the
-parent is gone, or wants the host to stop, and the host exits. SIGTERM and SIGINT do nothing: service managers send them to all processes
-of a service at once, while the parent still lets running requests finish. One line `ready` on standard output says that clients are
-served; all else that is printed goes to standard error.
+Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for as long as the host shall live. One line `ready` on
+standard output says that clients are served. SIGTERM and SIGINT do nothing: a service manager's go to the parent too, which still drains.
 """
 
 import asyncio
@@ -229,8 +227,7 @@ async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -
 
 
 async def _serve(host: EngineHost, stop: asyncio.Event, control: TextIO) -> None:
-    gc.collect()
-    gc.freeze()  # what is loaded now stays: to walk it takes 0.2 s, in the middle of a step
+    gc.freeze()  # what is loaded now stays: to walk it would take 0.2 s
     print("ready", file=control, flush=True)
     try:
         await _completed(asyncio.create_task(host.serve()), stop)
