@@ -97,7 +97,8 @@ class _Run:
         self._engine = engine
         self._request = request
         self._local: DeltaStream | None = None
-        self._begun: asyncio.Future[InvalidRequest | None] = asyncio.get_running_loop().create_future()
+        self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Of the engine here on the handoff: empty once it has begun to answer, else why it cannot go on from there."""
         self._task = asyncio.create_task(self._serve())
 
     async def fail(self, error: EngineError) -> None:
@@ -152,46 +153,51 @@ class _Run:
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
         """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
-        self._generate(replace(self._request, handoff=handoff))
-        either: list[asyncio.Future[Any]] = [ended, self._begun]
+        local = self._generate(replace(self._request, handoff=handoff))
+        either: list[asyncio.Future[Any]] = [ended, self._verdict]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not self._begun.done():
-            return "prefill has ended the lease, or is gone"
-        refusal = self._begun.result()
-        return "" if refusal is None else str(refusal)
+        if self._verdict.done():
+            return self._verdict.result()
+        local.close()  # at once: what it says from now on would be said again
+        return "prefill has ended the lease, or is gone"
 
     async def _recover(self, handoff: Handoff, reason: str) -> None:
         """Go on without the KV blocks."""
         log.warning("the prompt of %s is computed again, here: %s", self._request.request_id, reason)
-        assert self._local is not None
-        self._local.close()
-        self._begun = asyncio.get_running_loop().create_future()
+        self._verdict = asyncio.get_running_loop().create_future()
         self._engine.observer.computed_locally("lost")
         again = f"{self._request.request_id}-again"  # the engine may still be busy with what was aborted
         self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
-        if (refusal := await self._begun) is not None:
+        if refusal := await self._verdict:
             raise EngineUnavailable(f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}")
 
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)
+        self._verdict.set_result("")  # there is no handoff
         self._generate(replace(self._request, prefill_locally=True))
 
-    def _generate(self, request: GenerateRequest) -> None:
+    def _generate(self, request: GenerateRequest) -> DeltaStream:
         local = self._engine.local.generate(request)
         assert isinstance(local, DeltaStream), "an engine's own, not one that wraps it"
         self._local = local
         local.pipe(self._pass_on)
+        return local
 
     def _pass_on(self, output: Delta | Exception) -> None:
-        refusal = output if isinstance(output, InvalidRequest) and output.param == "handoff" else None
-        if not self._begun.done():
-            self._begun.set_result(refusal)
+        refused = not self._verdict.done() and _is_about_handoff(output)
+        if not self._verdict.done():
+            self._verdict.set_result((str(output) or type(output).__name__) if refused else "")
         if isinstance(output, Delta):
             self.stream.put(output)
-        elif refusal is None:
+        elif not refused:
             self.stream.fail(output)
 
     def _abort(self) -> None:
         self._task.cancel()
         if self._local is not None:
             self._local.close()
+
+
+def _is_about_handoff(output: Delta | Exception) -> bool:
+    """Whether the engine refuses to go on from the handoff: what is of no use to it, or KV blocks that are not like its own."""
+    return (isinstance(output, InvalidRequest) and output.param == "handoff") or type(output) is EngineUnavailable
