@@ -31,7 +31,7 @@ def cases() -> list[Case]:
     """Greedy unless they say otherwise; every second one streams."""
     streams = cycle((False, True))
     found = []
-    for kind, chat, prompt, fields in (*_plain(), *_sampled(), *_bound(), *_reported()):
+    for kind, chat, prompt, fields in (*_plain(), *_sampled(), *_bound(), *_stopped(), *_reported()):
         given = {"temperature": 0, "max_tokens": 8, **fields}
         found.append(Case(kind, chat, prompt, given, next(streams), kind in ("short", "cache_salt")))
     return found
@@ -140,6 +140,9 @@ def _bound() -> Fields:
                 "max_tokens": 14,
             },
         )
+
+
+def _stopped() -> Fields:
     for index in range(14):
         stop = ([" the"], [" a", "and"], ["e"], ["\n", "."], ["zzz"])[index % 5]
         yield (
