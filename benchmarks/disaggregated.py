@@ -58,7 +58,7 @@ class Mix:
     every: float
 
 
-CPU_MIX, CUDA_MIX = Mix(4, 64, 96, 768, 6.0), Mix(32, 512, 1200, 8192, 0.5)
+CPU_MIX, CUDA_MIX = Mix(4, 64, 400, 256, 1.0), Mix(32, 512, 1200, 8192, 0.5)
 
 
 def main() -> int:

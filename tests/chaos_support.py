@@ -3,16 +3,19 @@
 import itertools
 import json
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import NamedTuple, Self
 
 import httpx
 import psutil
+import pytest
 from disaggregated_support import SECRET, servers
 from http_support import ServerProcess
 from test_deploy import free_port
@@ -229,3 +232,42 @@ def cluster_of(model: Path, transfer: str = "auto") -> Iterator[Cluster]:
         cluster.recover()
     finally:
         cluster.close()
+
+
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Replicas that read blocks as the module's `TRANSFER` says."""
+    model = tmp_path_factory.mktemp("chaos") / "model"
+    write_model(model)
+    with cluster_of(model, request.module.TRANSFER) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    """Whole before, and whole and empty after a test."""
+    yield started
+    started.recover()
+
+
+def kill_prefill_engine(cluster: Cluster) -> None:
+    with Load(cluster) as load:
+        load.wait(30)
+        cluster.prefill[0].engine.kill()
+        load.wait(60)
+    load.check()
+
+
+def hang(cluster: Cluster, processes: Sequence[psutil.Process | Popen[str]]) -> None:
+    """Stop the processes for a while."""
+    with Load(cluster) as load:
+        load.wait(30)
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            load.wait(60)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+        load.wait(20)
+    load.check()
