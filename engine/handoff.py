@@ -5,7 +5,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Delta, Encoding, Handoff
+from engine.types import Delta, Encoding, EngineInfo, Handoff
+from protocol import internal
 
 VERSION = 1
 MAX_BYTES = 64 << 20
@@ -23,6 +24,13 @@ def handoff_of(backend: str, first: Delta) -> Handoff:
     if held is None:
         return Handoff(version=VERSION, backend=backend, first=first)
     return Handoff(version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids)
+
+
+def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
+    """What replicas have to have in common to hand over from one to the other."""
+    return internal.PrefillInfo(
+        internal.VERSION, model_name, info.backend, info.dtype, info.block_size, info.tensor_parallel_size, info.kv_layout
+    )
 
 
 def decode_handoff(data: bytes) -> Handoff:

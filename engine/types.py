@@ -124,6 +124,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences in one step."""
     max_num_tokens: int
     """Most tokens in one step."""
+    tensor_parallel_size: int = 1
+    """Ranks among which each layer's KV heads are divided."""
     data_parallel_size: int = 1
     """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is one rank's."""
     load_seconds: float = 0.0

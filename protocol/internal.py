@@ -31,6 +31,9 @@ class PrefillInfo(msgspec.Struct, frozen=True):
     backend: str
     dtype: str
     block_size: int
+    tensor_parallel_size: int
+    kv_layout: str
+    """As `EngineInfo` has it."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):

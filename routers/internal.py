@@ -16,7 +16,7 @@ from engine.base import DeltaIterator
 from engine.errors import EngineNotReady
 from engine.types import Delta, GenerateRequest
 from multimodal.errors import RequestError
-from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, frame
+from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION, PrefillRequest, frame
 from routers.body import read_body
 from routers.generate import disconnect
 from routers.state import Replica, ReplicaDep, State, StateDep
@@ -37,7 +37,9 @@ async def describe(replica: ReplicaDep) -> Response:
     """What this replica prefills with; 503 while it would take no request."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
-    return Response(msgspec.msgpack.encode(_info(replica)), media_type=MEDIA_TYPE)
+    assert replica.engine is not None, "the gate lets no request in before the engine is there"
+    info = handoff.prefill_info(replica.model_name, replica.engine.info)
+    return Response(msgspec.msgpack.encode(info), media_type=MEDIA_TYPE)
 
 
 @router.post("/prefill")
@@ -52,12 +54,6 @@ async def prefill(request: Request, state: StateDep) -> Response:
 @router.api_route("/v1/{path:path}", methods=_METHODS)
 async def no_public_route(path: str) -> Response:
     raise HTTPException(404, "This is a prefill replica, which serves decode replicas only: send requests to one of those.")
-
-
-def _info(replica: Replica) -> PrefillInfo:
-    assert replica.engine is not None, "the gate lets no request in before the engine is there"
-    info = replica.engine.info
-    return PrefillInfo(VERSION, replica.model_name, info.backend, info.dtype, info.block_size)
 
 
 def _read(raw: bytes, replica: Replica) -> GenerateRequest:

@@ -31,7 +31,7 @@ SECRET = "between us"
 BEARER = {"authorization": f"Bearer {SECRET}"}
 SOON = 0.3
 """100 ms are promised; a busy machine gets more."""
-INFO = PrefillInfo(VERSION, "fake", "fake", "none", FakeConfig().block_size)
+INFO = PrefillInfo(VERSION, "fake", "fake", "none", FakeConfig().block_size, 1, "")
 PROMPT = tuple(range(10, 80))
 
 

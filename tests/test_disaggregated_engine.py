@@ -99,6 +99,11 @@ async def test_replicas_that_differ_refuse_to_pair_and_name_both_values() -> Non
         assert not engine.healthy
         with pytest.raises(EngineUnavailable, match=r"has dtype float32, this replica has none; .* has block_size 16, this replica has 32"):
             await all_of(engine, request())
+    info = replace(INFO, tensor_parallel_size=2, kv_layout="8 layers of float8")
+    async with bare_peer(info=info) as url, decode_engine([url], min_tokens=None) as (engine, _):
+        expected = "has tensor_parallel_size 2, this replica has 1; .* has kv_layout 8 layers of float8, this replica has none"
+        with pytest.raises(EngineUnavailable, match=expected):
+            await all_of(engine, request())
     async with prefill_replica(served_model_name="other") as (url, _, _), decode_engine([url], min_tokens=None) as (engine, _):
         with pytest.raises(EngineUnavailable, match="has model other, this replica has fake"):
             await all_of(engine, request())

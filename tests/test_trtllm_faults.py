@@ -215,10 +215,10 @@ async def test_facts_are_the_engines_own(folder: Path, monkeypatch: pytest.Monke
     parallel = {"tensor_parallel_size": 4, "enable_attention_dp": True, "kv_cache_config": {"tokens_per_block": 64}}
     async with running(folder, **parallel) as engine:
         info = engine.info
-    assert (info.block_size, info.num_blocks, info.data_parallel_size) == (128, 77, 4)
+    assert (info.block_size, info.num_blocks, info.data_parallel_size, info.tensor_parallel_size) == (128, 77, 4, 1)
     assert 0.3 <= info.load_seconds < 5
     async with running(folder, tensor_parallel_size=4) as engine:
-        assert engine.info.data_parallel_size == 1
+        assert (engine.info.data_parallel_size, engine.info.tensor_parallel_size) == (1, 4)
 
 
 async def test_metrics_show_how_long_loading_took_and_the_size_of_things() -> None:

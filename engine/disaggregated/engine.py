@@ -17,11 +17,12 @@ from engine.disaggregated.client import Lease
 from engine.disaggregated.peers import Observer
 from engine.disaggregated.pool import PeerPool
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.handoff import prefill_info
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.stream import DeltaStream
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
-from protocol.internal import VERSION, PrefillInfo
+from protocol.internal import PrefillInfo
 
 _END_SECONDS = 1.0
 
@@ -55,8 +56,7 @@ class DisaggregatedEngine:
     @property
     def common(self) -> PrefillInfo:
         """What a peer has to have in common with the engine here."""
-        info = self.local.info
-        return PrefillInfo(VERSION, self._model_name, info.backend, info.dtype, info.block_size)
+        return prefill_info(self._model_name, self.local.info)
 
     async def start(self) -> None:
         finding = asyncio.create_task(self.pool.start())

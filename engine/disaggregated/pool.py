@@ -114,7 +114,9 @@ class PeerPool:
         if not peer.available or peer.info is None:
             return peer.reason if peer.url in peer.reason else f"{peer.url} {peer.reason}"
         pairs = ((name, getattr(peer.info, name), getattr(mine, name)) for name in mine.__struct_fields__)
-        return "; ".join(f"{peer.url} has {name} {theirs}, this replica has {ours}" for name, theirs, ours in pairs if theirs != ours)
+        return "; ".join(
+            f"{peer.url} has {name} {theirs or 'none'}, this replica has {ours or 'none'}" for name, theirs, ours in pairs if theirs != ours
+        )
 
     def _obstacles(self, mine: PrefillInfo) -> str:
         found = [self._obstacle(peer, mine) for peer in self._peers.values()]

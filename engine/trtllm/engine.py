@@ -211,6 +211,7 @@ class TrtllmEngine:
             eos_token_ids=facts.eos_token_ids,
             num_blocks=capacity[0],
             block_size=capacity[1],
+            tensor_parallel_size=1 if arguments.enable_attention_dp else arguments.tensor_parallel_size,
             data_parallel_size=arguments.tensor_parallel_size if arguments.enable_attention_dp else 1,
             max_num_seqs=arguments.max_batch_size or 2048,
             max_num_tokens=arguments.max_num_tokens or 8192,
