@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from test_embedded_disaggregated import SMALL, alone, prompt_of
 
 from engine.embedded.handover import HeldState
+from engine.embedded.leases import Lease
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.transfer.base import TransferError
 from engine.types import Delta, Handoff
@@ -109,6 +110,27 @@ def test_what_was_broken_is_not_reused(pair: Pair, expected: list[int]) -> None:
     again = replace(REQUEST, request_id="b")
     pair.decode.add(sequence_of(pair.decode, again))
     assert tokens(pair.finish()["b"]) == expected
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_is_read_after_the_lease_is_neither_decoded_from_nor_reused(
+    tiny_model: Path, expected: list[int], overlap: str, aborted: bool
+) -> None:
+    options = {**SMALL, "overlap_scheduler": overlap}
+    with pair_of(tiny_model, {**options, "num_blocks": 8}, options) as pair:
+        pair.control()
+        handed, transfer = fetching(pair)
+        pair.prefill.abort("a")
+        other = pair.hand_over(request_of("other", prompt_of(60)))
+        transfer.succeed()
+        assert pair.decode.poll(), "before anybody here knows of the lease's end"
+        if aborted:
+            pair.decode.abort("a")
+        rest = pair.finish().get("a", [])
+        pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
+        assert tokens(pair.finish()["b"]) == expected
+        assert failures(pair) == (0, 1) and other.state and (aborted or said(handed, rest) == expected)
 
 
 def _queued_for_prefill(pair: Pair) -> None:
@@ -229,8 +251,6 @@ LIES: dict[str, Callable[[Handoff], Handoff]] = {
     "state has 8388609 bytes": lambda handed: replace(handed, state=bytes((8 << 20) + 1)),
     "tables for 1 groups": lambda handed: _state(handed, tables=((0,) * 7, (0,) * 7)),
     "has 6 blocks for a prompt of 7": lambda handed: _state(handed, tables=((0,) * 6,)),
-    "beyond the 300": lambda handed: _state(handed, tables=((0,) * 6 + (300,),)),
-    "beyond the 300 there": lambda handed: _state(handed, tables=((0,) * 6 + (-1,),)),
 }
 
 
@@ -244,10 +264,10 @@ def test_a_handoff_that_lies_is_refused(tiny_model: Path, said: str) -> None:
         pair.finish()
 
 
-def test_blocks_beyond_the_peers_memory_are_not_read(tiny_model: Path, expected: list[int]) -> None:
-    """What the state says of the peer's pool is believed only as far as the peer's own offer goes."""
+@pytest.mark.parametrize("beyond", [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": Lease(1 << 40, 1)}])
+def test_what_is_beyond_the_peers_memory_is_not_read(tiny_model: Path, expected: list[int], beyond: dict[str, Any]) -> None:
     with pair_of(tiny_model, SMALL) as pair:
-        handed = _state(pair.hand_over(REQUEST), num_blocks=(1 << 40,), tables=((1 << 39,) * 7,))
+        handed = _state(pair.hand_over(REQUEST), **beyond)
         pair.decode.add(sequence_of(pair.decode, replace(REQUEST, handoff=handed)))
         assert said(handed, pair.finish()["a"]) == expected
         assert failures(pair) == (0, 1)

@@ -13,6 +13,7 @@ from engine.embedded.blocks import BlockPool, EventData
 from engine.embedded.fetches import Fetches
 from engine.embedded.groups import BlockGroups
 from engine.embedded.handover import held_of, layout_of
+from engine.embedded.leases import Leases
 from engine.embedded.load import load_model
 from engine.embedded.reports import batching, ending, prompt_report
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
@@ -73,9 +74,10 @@ class EngineCore:
         self.layout = layout_of(config.model, self.model.vocab_size, config.kv_block_size, self.model.memory)
         self._fetches: Fetches | None = None
         if config.kv_transfer:
-            transfers = Transfers(self.model.memory.regions, config.kv_transfer)
+            self._leases = Leases(self.model.device)
+            transfers = Transfers([*self.model.memory.regions, self._leases.region], config.kv_transfer)
             self._offers = transfers.offers()
-            self._fetches = Fetches(self.scheduler, transfers, config.transfer_timeout_seconds)
+            self._fetches = Fetches(self.scheduler, transfers, self._leases, config.transfer_timeout_seconds)
         self._stalled = False
         """Whether the last step found that all sequences wait for something else than a step."""
         self._overlap = config.overlap_scheduler == "on" or (config.overlap_scheduler == "auto" and self.model.device.type != "cpu")
@@ -111,6 +113,8 @@ class EngineCore:
         held = sequence in self.scheduler.held
         self._completed += held
         self._aborted += not held
+        if sequence.lease is not None:
+            self._leases.revoke(sequence.lease)
         if self._fetches is not None and sequence in self.scheduler.fetching:
             self._fetches.abort(sequence)
         else:
@@ -272,7 +276,8 @@ class EngineCore:
     def _hold(self, sequence: Sequence) -> Held:
         """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
         self.scheduler.hold(sequence)
-        return held_of(self.layout, [pool.num_blocks for pool in self.blocks.pools], sequence.tables, self._offers)
+        sequence.lease = self._leases.grant()
+        return held_of(self.layout, sequence.tables, self._offers, sequence.lease)
 
     def _fail(self, chunks: Sequence_[Chunk], error: Exception) -> Outputs:
         failures: Outputs = []

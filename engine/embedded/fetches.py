@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from engine.embedded.groups import Table
 from engine.embedded.handover import reads_of
+from engine.embedded.leases import Lease, Leases
 from engine.embedded.scheduler import Fetch, Scheduler
 from engine.embedded.sequence import Sequence
-from engine.transfer.base import Transfer, TransferError
+from engine.transfer.base import Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
 
 _PAUSE, _ORPHANS_PAUSE = 0.001, 0.02
@@ -21,6 +22,9 @@ class _Reading(NamedTuple):
     sequence: Sequence
     transfer: Transfer
     size: int
+    lease: Lease
+    word: Read
+    """What has read the lease's word, after all else."""
     started: float
 
 
@@ -34,8 +38,8 @@ class _Orphan(NamedTuple):
 class Fetches:
     """Owned by the engine's thread, like the scheduler. Nothing here waits but `close`; times are in seconds."""
 
-    def __init__(self, scheduler: Scheduler, transfers: Transfers, timeout: float) -> None:
-        self._scheduler, self._transfers, self._timeout = scheduler, transfers, timeout
+    def __init__(self, scheduler: Scheduler, transfers: Transfers, leases: Leases, timeout: float) -> None:
+        self._scheduler, self._transfers, self._leases, self._timeout = scheduler, transfers, leases, timeout
         self._readings: list[_Reading] = []
         self._orphans: list[_Orphan] = []
         self._succeeded = self._failed = self._bytes = 0
@@ -58,14 +62,17 @@ class Fetches:
     def start(self, fetches: Sequence_[Fetch]) -> None:
         """Begin to read for sequences that the scheduler has given blocks."""
         for sequence, missing in fetches:
-            assert sequence.remote is not None
-            reads, started = reads_of(sequence.remote, sequence.tables, missing), time.monotonic()
+            remote = sequence.remote
+            assert remote is not None
+            reads, started = reads_of(remote, sequence.tables, missing), time.monotonic()
+            word = self._leases.read(remote.lease, len(remote.layout.block_bytes))
             try:
-                transfer = self._transfers.read(sequence.remote.offers, reads)
+                transfer = self._transfers.read(remote.offers, [*reads, word])
             except TransferError as error:
                 self._scheduler.release_orphan(self._compute_here(sequence, str(error)))
             else:
-                self._readings.append(_Reading(sequence, transfer, sum(read.size for read in reads), started))
+                size = sum(read.size for read in reads)
+                self._readings.append(_Reading(sequence, transfer, size, remote.lease, word, started))
 
     def poll(self) -> bool:
         """Take note of what has ended; whether anything has."""
@@ -89,6 +96,8 @@ class Fetches:
         elapsed = time.monotonic() - reading.started
         try:
             done = reading.transfer.done()
+            if done and not self._leases.outlived(reading.lease, reading.word):
+                raise TransferError("they were given up before they had been read")
         except TransferError as error:
             self._scheduler.release_orphan(self._compute_here(reading.sequence, str(error)))
             return True

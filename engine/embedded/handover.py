@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from engine.embedded.blocks import first_block
 from engine.embedded.groups import Table
+from engine.embedded.leases import Lease
 from engine.embedded.memory import KvMemory
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineUnavailable, InvalidRequest
@@ -64,11 +64,10 @@ class HeldState(msgspec.Struct, frozen=True, array_like=True):
     """A held prompt's blocks, and how to read them: `Held.state` as msgpack."""
 
     layout: Layout
-    num_blocks: tuple[int, ...]
-    """Of each group's pool."""
     tables: tuple[tuple[int, ...], ...]
     """The prompt's blocks in each group, GONE behind the window."""
     offers: tuple[Offer, ...]
+    lease: Lease
 
 
 encode_state = msgspec.msgpack.Encoder().encode
@@ -102,9 +101,9 @@ def _identity(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def held_of(layout: Layout, num_blocks: Sequence_[int], tables: Sequence_[Table], offers: tuple[Offer, ...]) -> Held:
-    """What there is to say of a prompt's tables; `num_blocks` are those of the pools."""
-    return Held(encode_state(HeldState(layout, tuple(num_blocks), tuple(map(tuple, tables)), offers)))
+def held_of(layout: Layout, tables: Sequence_[Table], offers: tuple[Offer, ...], lease: Lease) -> Held:
+    """What there is to say of a prompt's tables."""
+    return Held(encode_state(HeldState(layout, tuple(map(tuple, tables)), offers, lease)))
 
 
 def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
@@ -159,12 +158,9 @@ def _checked(data: bytes, layout: Layout, num_prompt: int) -> HeldState:
 
 def _check_tables(state: HeldState, num_prompt: int) -> None:
     layout = state.layout
-    if not len(state.tables) == len(state.num_blocks) == len(layout.windows):
+    if len(state.tables) != len(layout.windows):
         raise InvalidRequest(f"the handoff's state must have tables for {len(layout.windows)} groups of layers", _PARAM)
     expected = -(-num_prompt // layout.block_size)
-    for window, table, num_blocks in zip(layout.windows, state.tables, state.num_blocks, strict=True):
+    for table in state.tables:
         if len(table) != expected:
             raise InvalidRequest(f"the handoff's state has {len(table)} blocks for a prompt of {expected}", _PARAM)
-        attended = table[first_block(num_prompt, window, layout.block_size) :]
-        if attended and not 0 <= min(attended) <= max(attended) < num_blocks:
-            raise InvalidRequest(f"the handoff's state names a block beyond the {num_blocks} there are", _PARAM)

@@ -31,7 +31,7 @@ class KvMemory:
     @property
     def regions(self) -> list[Region]:
         """One for each group."""
-        return [Region(blocks.data_ptr(), blocks.nbytes, _ordinal(blocks.device)) for blocks in self.blocks]
+        return [region_of(blocks) for blocks in self.blocks]
 
 
 def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -39,5 +39,6 @@ def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(shared_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-def _ordinal(device: torch.device) -> int:
-    return -1 if device.type == "cpu" else device.index or 0
+def region_of(tensor: torch.Tensor) -> Region:
+    device = -1 if tensor.device.type == "cpu" else tensor.device.index or 0
+    return Region(tensor.data_ptr(), tensor.nbytes, device)

@@ -10,6 +10,7 @@ from engine.types import GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.embedded.handover import HeldState
+    from engine.embedded.leases import Lease
     from engine.embedded.sampler import SamplerState
 
 
@@ -47,6 +48,8 @@ class Sequence:
     first_scheduled: float | None = None
     remote: HeldState | None = None
     """Where another replica keeps the keys and values of its prompt, until they have been read or could not be."""
+    lease: Lease | None = None
+    """By which its blocks are held for another replica."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reported: bool = False
     """Whether the prompt report has been given out."""

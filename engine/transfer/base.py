@@ -64,6 +64,8 @@ class Method(Protocol):
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         """Waits until the bytes are here. `reads` are within our regions; whether they are within the peer's is checked here.
 
+        The regions are read in the order in which `reads` has them, each when the one before is here.
+
         Raises NotFromHere before anything is touched, TransferError for all else; memory is touched no more in either case.
         """
 

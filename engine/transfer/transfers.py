@@ -55,7 +55,8 @@ class Transfers:
     def read(self, offers: Sequence[Offer], reads: Sequence[Read]) -> Transfer:
         """Start copying a peer's bytes into our regions by the first of its offers that works from here.
 
-        Nothing else may use the places it writes, work queued on a GPU included, until the transfer is done.
+        Nothing else may use the places it writes, work queued on a GPU included, until the transfer is done. The regions are read in
+        their order: what is read of one is as old as, or older than, what is read of the next.
 
         Raises TransferError, nothing touched, for reads beyond our regions and for a peer with no method of ours. What can be known only
         by asking the peer, the transfer's `done` raises: that no offer works, each with its reason, or that the peer died.
