@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.config import FakeConfig
-from engine.errors import ContextOverflow, EngineNotReady, InvalidRequest
+from engine.errors import EngineNotReady, InvalidRequest
 from engine.fake_blocks import FakeBlocks, FakeSequenceBlocks
 from engine.kv_events import KvEvent
 from engine.priority import rank
+from engine.prompt import check_prompt
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.stream import DeltaStream, Latest
 from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Handoff, Held, Logprob, PromptReport, TokenLogprobs
@@ -72,6 +73,7 @@ class FakeEngine:
 
     def __init__(self, config: FakeConfig) -> None:
         self._config = config
+        self._capacity = min(config.context_length, config.num_blocks * config.block_size)
         self._started = False
         self._closed = False
         self._ticker: asyncio.Task[None] | None = None
@@ -101,6 +103,7 @@ class FakeEngine:
             num_blocks=config.num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_seqs * config.context_length,
+            capacity=self._capacity if self._capacity < config.context_length else 0,
         )
 
     @property
@@ -145,17 +148,10 @@ class FakeEngine:
 
     def _sequence(self, request: GenerateRequest) -> _Sequence:
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self._config
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {config.vocab_size}", "prompt")
+        check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
-        total = len(prompt) + sampling.max_tokens
-        most = len(prompt) + min(1, sampling.max_tokens) if request.prefill_only else total
-        capacity = min(config.context_length, config.num_blocks * config.block_size)
-        if total > capacity:
-            raise ContextOverflow(f"{len(prompt)} prompt tokens and {sampling.max_tokens} to generate exceed the context of {capacity}")
+        most = len(prompt) + (min(1, sampling.max_tokens) if request.prefill_only else sampling.max_tokens)
         if request.handoff is not None:
             _check(request.handoff, prompt)
         meant = frozenset(sampling.stop_token_ids)

@@ -5,8 +5,11 @@ from engine.types import GenerateRequest
 
 
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """`capacity`: most tokens, prompt and output together, that there is room for. Raises InvalidRequest, ContextOverflow included."""
+    """`capacity`: most tokens, prompt and output together, that there is room for. Of a prefill's output, one is computed here. Raises
+    InvalidRequest, ContextOverflow included."""
     prompt, output = request.prompt_token_ids, request.sampling.max_tokens
+    if request.prefill_only:
+        output = min(1, output)
     if not prompt:
         raise InvalidRequest("the prompt is empty", "prompt")
     if len(prompt) + output > capacity:

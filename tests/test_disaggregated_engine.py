@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from engine.disaggregated import client
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
+from engine.types import Guide
 from protocol.internal import frame
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -76,12 +77,46 @@ async def test_many_at_once_do_not_mix_and_leave_nothing() -> None:
 
 async def test_what_is_wrong_with_a_request_is_the_users_to_know_and_not_tried_again() -> None:
     async with prefill_replica() as (one, _, _), prefill_replica() as (two, _, _), decode_engine([one, two]) as (engine, seen):
-        with pytest.raises(InvalidRequest, match="outside the vocabulary") as caught:
+        with pytest.raises(InvalidRequest, match="from 0 to 511") as caught:
             await all_of(engine, request(prompt=(5, 600)))
         assert caught.value.param == "prompt"
         with pytest.raises(ContextOverflow):
             await all_of(engine, request(max_tokens=40_000))
-        assert seen.outcomes == {"invalid": 2} and seen.retries == 0 and all(seen.peers.values())
+        assert not seen.outcomes, "that can be told here"
+        with pytest.raises(InvalidRequest, match="guided decoding") as caught:
+            await all_of(engine, request(guide=Guide("json_object")))
+        assert caught.value.param == "guide"
+        assert seen.outcomes == {"invalid": 1} and seen.retries == 0 and all(seen.peers.values())
+
+
+async def test_a_prompt_needs_no_room_at_prefill_for_what_decode_generates() -> None:
+    async with pair({"max_seq_len": len(PROMPT) + 1}) as (peer, engine, seen):
+        assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+        assert seen.outcomes == {"ok": 1}
+        await stats_with(peer, nothing)
+
+
+async def test_a_prompt_that_does_not_fit_one_replica_goes_to_another() -> None:
+    async with prefill_replica(max_seq_len=70) as (small, _, _), prefill_replica() as (large, _, _):
+        async with decode_engine([small, large]) as (engine, seen):
+            engine.pool._peers[large].last_asked = 1  # so that the other one is asked first
+            assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+            assert seen.outcomes == {"invalid": 1, "ok": 1} and not seen.local and all(seen.peers.values())
+        async with decode_engine([small]) as (engine, seen):
+            assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+            assert seen.local == {"no_peer": 1}
+        async with decode_engine([small], min_tokens=None) as (engine, _):
+            with pytest.raises(ContextOverflow, match="exceed the 70 that fit"):
+                await all_of(engine, request())
+
+
+async def test_what_decode_has_no_room_for_is_not_prefilled() -> None:
+    async with pair(num_blocks=3) as (_, engine, seen):
+        assert engine.info.capacity == 96
+        with pytest.raises(ContextOverflow, match="70 prompt tokens and 27 output tokens exceed the 96 that fit"):
+            await all_of(engine, request(max_tokens=27))
+        assert not seen.outcomes
+        assert len(tokens_of(await all_of(engine, request(max_tokens=26)))) == 26
 
 
 async def test_short_prompts_and_those_without_a_peer_are_computed_here() -> None:

@@ -66,7 +66,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         (msgspec.msgpack.encode({"version": VERSION, "model": "fake", "request": {"request_id": 5}}), 400, "Expected `str`"),
         (body_of(version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(model="other"), 409, "'other'; this replica has 'fake'"),
-        (body_of(prompt=(600,)), 400, "outside the vocabulary"),
+        (body_of(prompt=(600,)), 400, "from 0 to 511"),
         (bytes(2 << 20), 413, "exceeds 1048576 bytes"),
     ],
 )

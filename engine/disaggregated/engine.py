@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from engine.base import Engine
 from engine.disaggregated.client import Lease
 from engine.disaggregated.peers import Observer
-from engine.disaggregated.pool import PeerPool
+from engine.disaggregated.pool import PeerPool, is_final
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kv_events import KvEvent
+from engine.prompt import check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
@@ -70,6 +71,11 @@ class DisaggregatedEngine:
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if self._closed or not self.local.healthy:
             return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
+        info = self.local.info
+        try:  # before a peer computes anything
+            check_prompt(request, info.vocab_size, info.capacity or info.context_length)
+        except InvalidRequest as error:
+            return DeltaStream.failed(error)
         run = _Run(self, request)
         self._runs.add(run)
         run.stream.when_done(lambda: self._runs.discard(run))
@@ -126,10 +132,8 @@ class _Run:
         """The lease; None if no peer could, and the prompt may be computed here."""
         try:
             return await self._engine.pool.prefill(self._request, self._engine.common)
-        except InvalidRequest:
-            raise
         except EngineError as error:
-            if self._engine.min_tokens is None:
+            if self._engine.min_tokens is None or is_final(error):
                 raise
             log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
             return None

@@ -13,7 +13,7 @@ import msgspec
 
 from engine.disaggregated.client import CONNECT_SECONDS, Lease
 from engine.disaggregated.peers import Observer, Peer, block_keys
-from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
 from engine.types import GenerateRequest
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
 
@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 
 class NoPeer(EngineUnavailable):
     """There is no prefill replica to ask, or none that did what it was asked."""
+
+
+def is_final(error: EngineError) -> bool:
+    """Whether no replica would take the request: one that has room for less than another may have too little."""
+    return isinstance(error, InvalidRequest) and not isinstance(error, ContextOverflow)
 
 
 class PeerPool:
@@ -77,8 +82,8 @@ class PeerPool:
         return any(not self._obstacle(peer, mine) for peer in self._peers.values())
 
     async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
-        """Have a peer prefill, the cheapest first, then others. Raises InvalidRequest, or why the last one asked did not; NoPeer if there
-        is none. The caller closes the lease.
+        """Have a peer prefill, the cheapest first, then others. Raises what is wrong with the request, or why the last one asked did not;
+        NoPeer if there is none. The caller closes the lease.
         """
         prompt = request.prompt_token_ids
         reuses = request.sampling.prompt_logprobs is None
@@ -93,10 +98,11 @@ class PeerPool:
             computed = len(prompt) - peer.prefixes.known(keys) * mine.block_size
             try:
                 return await peer.prefill(body, request.request_id, keys, computed)
-            except InvalidRequest:
-                raise
             except EngineError as error:
-                failure = error
+                if is_final(error):
+                    raise
+                if isinstance(failure, NoPeer) or not isinstance(error, ContextOverflow):  # another attempt may succeed
+                    failure = error
         raise failure
 
     def _choose(self, keys: Sequence[int], tokens: int, mine: PrefillInfo, tried: Sequence[Peer]) -> Peer | None:
