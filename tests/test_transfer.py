@@ -127,6 +127,31 @@ def test_offers_that_are_none(method: str, transfers: Transfers, memory: Memory)
     assert not memory.touched()
 
 
+@pytest.mark.parametrize(("place", "value"), [(0, ["x..y"]), (0, ["\0"]), (0, ["localhost"]), (1, 0), (1, 1 << 63), (3, [-1])])
+def test_a_tcp_offer_of_nonsense_fails_its_transfer_alone(place: int, value: object) -> None:
+    memory = Memory(MIB)
+    transfers = Transfers(memory.regions, "tcp")
+    with owning("tcp", MIB) as owner:
+        fields = msgspec.msgpack.decode(owner.offers[0].data)
+        fields[place] = value
+        with pytest.raises(TransferError):
+            ended(transfers.read([Offer("tcp", msgspec.msgpack.encode(fields))], [Read(0, 0, 0, MIB)]))
+        assert not memory.touched()
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+    transfers.close()
+
+
+def test_an_error_that_nobody_foresaw_is_a_failed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise TypeError("incompatible function arguments")
+
+    monkeypatch.setattr("engine.transfer.tcp.Tcp.read", read)
+    transfers = Transfers(Memory(MIB).regions, "tcp")
+    with pytest.raises(TransferError, match="tcp: TypeError"):
+        ended(transfers.read(transfers.offers(), [Read(0, 0, 0, 1)]))
+    transfers.close()
+
+
 def test_tcp_serves_nobody_without_the_secret() -> None:
     with owning("tcp", MIB) as owner:
         addresses, port, *_ = msgspec.msgpack.decode(owner.offers[0].data)

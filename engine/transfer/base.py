@@ -7,9 +7,11 @@ whoever holds it reads. Nothing is ever written into a peer's memory.
 from collections.abc import Sequence
 from itertools import pairwise
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class TransferError(Exception):
@@ -70,6 +72,14 @@ class Method(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def decode_offer(data: bytes, owner: type[T]) -> T:
+    """What a method's offer says of the owner. Raises NotFromHere."""
+    try:
+        return msgspec.msgpack.decode(data, type=owner)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NotFromHere(f"the offer cannot be read: {error}") from error
 
 
 def join_reads(reads: Sequence[Read]) -> list[Read]:

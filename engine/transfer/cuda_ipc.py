@@ -14,7 +14,7 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
 from engine.transfer.process import Process, check_reachable, lives, this_process
 
@@ -56,10 +56,7 @@ class CudaIpc:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        try:
-            owner = msgspec.msgpack.decode(data, type=_Owner)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        owner = decode_offer(data, _Owner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._mapped(owner)
         for region, of_region in groupby(reads, key=lambda read: read.region):

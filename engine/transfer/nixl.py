@@ -23,7 +23,7 @@ from uuid import uuid4
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
 
 HOST_PIECE = 32 << 20
 DEVICE_PIECE = 1 << 30
@@ -57,10 +57,7 @@ class Nixl:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        try:
-            owner = msgspec.msgpack.decode(data, type=_Owner)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        owner = decode_offer(data, _Owner)
         check_remote(reads, [region.size for region in owner.regions])
         agent = self._peer(owner)
         try:

@@ -26,6 +26,7 @@ from engine.transfer.base import (
     TransferError,
     check_cancelled,
     check_remote,
+    decode_offer,
     split_reads,
 )
 from engine.transfer.process import Process, check_reachable, lives, this_process
@@ -81,10 +82,7 @@ class SharedMemory:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        try:
-            owner = msgspec.msgpack.decode(data, type=_Owner)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        owner = decode_offer(data, _Owner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._mapped(owner)
         for read in split_reads(reads, PIECE):

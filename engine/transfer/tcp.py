@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import hmac
+import ipaddress
 import logging
 import secrets
 import socket
@@ -27,7 +28,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, split_reads
+from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
 
 CHALLENGE = 32
 MAX_REQUEST = 16 << 20
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 class _Owner(msgspec.Struct, frozen=True, array_like=True):
     addresses: tuple[str, ...]
-    port: int
+    """Of IP, in figures: nobody's name server is asked."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     secret: bytes
     sizes: tuple[int, ...]
 
@@ -69,10 +71,7 @@ class Tcp:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        try:
-            owner = msgspec.msgpack.decode(data, type=_Owner)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise NotFromHere(f"the offer cannot be read: {error}") from error
+        owner = decode_offer(data, _Owner)
         check_remote(reads, owner.sizes)
         with self._connect(owner, cancelled) as connection:
             try:
@@ -94,8 +93,8 @@ class Tcp:
             check_cancelled(cancelled)
             try:
                 connection = _reach(address, owner, cancelled)
-            except OSError as error:
-                reasons.append(f"{address}: {error}")
+            except (OSError, ValueError) as error:
+                reasons.append(f"{address!r}: {error}")
                 continue
             self._reached[owner.secret] = address
             with contextlib.suppress(KeyError):  # another thread may have made room
@@ -106,7 +105,8 @@ class Tcp:
 
 
 def _reach(address: str, owner: _Owner, cancelled: Event) -> socket.socket:
-    """Raises OSError if the peer is not there."""
+    """Raises OSError if the peer is not there, ValueError for what is no address."""
+    ipaddress.ip_address(address)
     connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
     try:
         _set_timeouts(connection)

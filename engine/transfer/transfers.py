@@ -90,6 +90,11 @@ class Transfers:
             except NotFromHere as error:
                 reasons.append(f"{offer.method}: {error}")
                 continue
+            except TransferError:
+                raise
+            except Exception as error:  # whatever a peer offered, or a library of others raised: one request's KV blocks, not the engine
+                logger.exception("a read by %s failed", offer.method)
+                raise TransferError(f"{offer.method}: {type(error).__name__}") from error
             self._remember(offers, offer.method)
             return
         raise TransferError(f"no offer of the peer works from here; {'; '.join(reasons)}")
