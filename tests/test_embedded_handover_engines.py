@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -18,7 +19,8 @@ from msgspec.structs import replace
 from engine import handoff
 from engine.base import DeltaIterator, Engine
 from engine.config import EmbeddedConfig
-from engine.errors import EngineNotReady, InvalidRequest
+from engine.embedded.core import EngineCore
+from engine.errors import EngineDied, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.logits import unregister
 from engine.processors import ProcessorConfig
 from engine.types import Delta, GenerateRequest, Guide, Handoff, Held
@@ -141,9 +143,10 @@ async def test_without_transfers_nothing_is_handed_over(tiny_model: Path) -> Non
         request = request_for(prompt_of(20))
         first, *_ = await generate(engine, request_for(request.prompt_token_ids, max_tokens=1))
         handed = handoff.handoff_of("embedded", replace(first, finish_reason=None, held=Held(b"x")))
-        for refused in (replace(request, prefill_only=True), replace(request, handoff=handed)):
-            with pytest.raises(InvalidRequest, match="kv_transfer is empty"):
-                await generate(engine, refused)
+        with pytest.raises(EngineUnavailable, match="kv_transfer is empty"):
+            await generate(engine, replace(request, prefill_only=True))
+        with pytest.raises(InvalidRequest, match="kv_transfer is empty"):
+            await generate(engine, replace(request, handoff=handed))
         rest = await generate(engine, replace(request, handoff=replace(handed, state=b"")))
         assert [*first.token_ids, *tokens_of(rest)] == tokens_of(await generate(engine, request))
 
@@ -162,6 +165,22 @@ async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: P
         await engine.close()
         with pytest.raises(EngineNotReady):
             await anext(held)
+
+
+async def test_an_engine_that_died_moves_no_bytes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory goes with its thread."""
+
+    def fail(_: EngineCore) -> None:
+        raise AssertionError("a bug")
+
+    before = set(threading.enumerate())
+    async with engine_of("embedded", config_of(tiny_model, kv_transfer="tcp", processors=())) as engine:
+        await engine.start()
+        assert "transfer-listener" in {thread.name for thread in set(threading.enumerate()) - before}
+        monkeypatch.setattr(EngineCore, "step", fail)
+        with pytest.raises(EngineDied):
+            await generate(engine, request_for(prompt_of(20)))
+        assert {thread.name for thread in set(threading.enumerate()) - before} <= {"engine"}
 
 
 async def test_an_engine_says_what_its_blocks_are_like_and_how_much_they_hold(tiny_model: Path) -> None:

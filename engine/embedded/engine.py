@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
 """Seconds between two looks at a transfer while nothing else runs, and by how much each is longer than the last."""
+_NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
 class EmbeddedEngine:
@@ -106,8 +107,10 @@ class EmbeddedEngine:
         check_prompt(request, self.info.vocab_size, min(self.info.context_length, self._capacity))
         if request.prefill_only and request.handoff is not None:
             raise InvalidRequest("a request with a handoff has its prompt computed already", "handoff")
-        if not self._config.kv_transfer and (request.prefill_only or (request.handoff is not None and request.handoff.state)):
-            raise InvalidRequest("this engine moves no KV blocks: its setting kv_transfer is empty", "handoff")
+        if not self._config.kv_transfer and request.prefill_only:
+            raise EngineUnavailable(_NO_TRANSFER)
+        if not self._config.kv_transfer and request.handoff is not None and request.handoff.state:
+            raise InvalidRequest(_NO_TRANSFER, "handoff")
         if request.request_id in self._streams:
             raise InvalidRequest("a running request has the same request_id", "request_id")
 
@@ -153,11 +156,10 @@ class EmbeddedEngine:
             self._call(_settle, loaded, failure)
             return
         try:
-            with torch.inference_mode():
+            with contextlib.closing(core), torch.inference_mode():
                 while self._obey(core):
                     outputs = core.step()
                     self._call(self._deliver, outputs, core.stats(), self._take_events())
-            core.close()
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)
             self._call(self._fail_all, EngineDied("the engine died"))
