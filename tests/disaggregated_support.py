@@ -118,17 +118,22 @@ async def busy(engine: Engine) -> DeltaIterator:
     return stream
 
 
+def answer_of(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(body), body)
+
+
 @asynccontextmanager
-async def bare_peer(after: bytes = b"", info: PrefillInfo = INFO, port: int = 0) -> AsyncIterator[str]:
-    """URL of a peer that answers probes, and a prefill with the bytes `after` and nothing more."""
-    answer = msgspec.msgpack.encode(info)
+async def bare_peer(after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()) -> AsyncIterator[str]:
+    """URL of a peer that answers probes, the first ones with the bytes `probes`, and a prefill with the bytes `after` and nothing more."""
+    answer = answer_of(msgspec.msgpack.encode(info))
+    answers = [*probes]
     writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+                writer.write(answers.pop(0) if answers else answer)
             writer.write(after)
             await reader.read()
         writer.close()

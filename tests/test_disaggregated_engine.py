@@ -1,6 +1,8 @@
 """Prefill elsewhere, decode here: a decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
 
 import asyncio
+import json
+import logging
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,6 +13,7 @@ from disaggregated_support import (
     SOON,
     aggregated,
     all_of,
+    answer_of,
     bare_peer,
     decode_engine,
     nothing,
@@ -158,7 +161,7 @@ async def test_without_the_secret_nothing_is_computed() -> None:
         (CHUNKED + b"4\r\n\0\0\0\0\r\n", "silent"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", "unreachable"),
         (CHUNKED + b"8\r\n" + frame(b"\xc1nop") + b"\r\n", "refused"),
-        (CHUNKED + b"4\r\n\x7f\xff\xff\xff\r\n", "unreachable"),
+        (CHUNKED + b"4\r\n\x7f\xff\xff\xff\r\n", "refused"),
         (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops", "refused"),
     ],
 )
@@ -171,6 +174,39 @@ async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(monkeypatch: p
         assert seen.peers == {bad: False, good: True}
         await all_of(engine, request())
         assert seen.outcomes["ok"] == 2 and seen.retries == 1, "it is not asked again until a probe succeeds"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "outcome", "blamed"),
+    [
+        (413, "request_too_large", "invalid", False),
+        (408, "request_timeout", "failed", False),
+        (431, "headers_too_large", "failed", False),
+        (400, "malformed_request", "failed", False),
+        (429, "queue_full", "unavailable", False),
+        (401, "invalid_api_key", "refused", True),
+        (404, "unknown_url", "refused", True),
+        (409, "replicas_differ", "refused", True),
+        (502, "bad_gateway", "refused", True),
+    ],
+)
+async def test_only_what_is_wrong_with_a_peer_opens_its_breaker(status: int, code: str, outcome: str, blamed: bool) -> None:
+    error = json.dumps({"error": {"message": "no", "type": "some_error", "code": code}}).encode()
+    async with bare_peer(answer_of(error, b"%d No" % status)) as bad, decode_engine([bad]) as (engine, seen):
+        assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
+        assert seen.outcomes == {outcome: 1} and seen.local == {"no_peer": 1}
+        assert seen.peers == {bad: not blamed}
+
+
+async def test_clients_learn_what_is_wrong_and_the_log_where(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with bare_peer(info=replace(INFO, dtype="float32")) as other, bare_peer(b"nonsense\r\n\r\n") as bad:
+        async with decode_engine([bad, other, "http://127.0.0.1:1"], min_tokens=None) as (engine, _):
+            for expected in ("a prefill replica cannot be reached", "one has dtype float32, this replica has none"):
+                with pytest.raises(EngineUnavailable) as caught:
+                    await all_of(engine, request())
+                assert expected in str(caught.value) and "127.0.0.1" not in str(caught.value)
+        assert other in caplog.text and "All connection attempts failed" in caplog.text
 
 
 async def test_attempts_are_bounded_and_a_full_queue_is_no_illness() -> None:

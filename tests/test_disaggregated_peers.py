@@ -1,19 +1,23 @@
 """Who is asked: circuit breaker, remembered prefixes, choice by cost, discovery; and the frames of an answer."""
 
 import asyncio
+import gzip
 import itertools
 import socket
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import msgspec
 import pytest
-from disaggregated_support import INFO, SECRET, Seen, all_of, bare_peer, decode_engine, prefill_replica, request, tokens_of
+from disaggregated_support import INFO, SECRET, Seen, all_of, answer_of, bare_peer, decode_engine, prefill_replica, request, tokens_of
 
+from engine.disaggregated import client
 from engine.disaggregated import pool as pool_module
 from engine.disaggregated.peers import LONGEST_PAUSE, Breaker, Prefixes, block_keys
 from engine.disaggregated.pool import PeerPool
-from protocol.internal import Frame, FrameReader, frame
+from engine.errors import EngineUnavailable
+from protocol.internal import Frame, FrameReader, PrefillInfo, frame
 
 
 def test_the_breaker_waits_longer_after_each_failure_and_closes_at_success() -> None:
@@ -99,6 +103,41 @@ async def test_a_peer_that_comes_back_is_asked_again() -> None:
             while not engine.healthy:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert seen.peers == {url: True}
+
+
+NO_TEXT = msgspec.msgpack.encode(INFO).replace(b"fake", b"\xff\xff\xff\xff", 1)
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (answer_of(NO_TEXT), "does not say what it prefills with"),
+        (answer_of(b"\xc1"), "does not say what it prefills with"),
+        (answer_of(b'{"error":{"message":"\xff"}}', b"503 No"), "answered 503 and no error that can be read"),
+        (answer_of(gzip.compress(bytes(10 << 20)), headers=b"content-encoding: gzip\r\n"), "does not say what it prefills with"),
+        (answer_of(bytes(1 << 20)), "has no end, or makes no sense"),
+        (b"nonsense\r\n\r\n", "cannot be reached"),
+    ],
+)
+async def test_whatever_a_probe_is_answered_the_next_one_comes(probe: bytes, reason: str) -> None:
+    async with bare_peer(probes=[probe]) as url, decode_engine([url], min_tokens=None) as (engine, seen):
+        with pytest.raises(EngineUnavailable, match=reason):
+            await all_of(engine, request())
+        async with asyncio.timeout(5):
+            while not engine.healthy:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert seen.peers == {url: True}
+
+
+async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unthought(*_: Any) -> PrefillInfo:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(client, "describe", unthought)
+    async with bare_peer() as url, decode_engine([url], min_tokens=None) as (engine, _), asyncio.timeout(5):
+        while not engine.healthy:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ CONNECT_SECONDS = 1.5
 _MOST_ERROR_BYTES = 1 << 16
 _ERRORS: dict[str, type[errors.EngineError]] = {
     "context_length_exceeded": errors.ContextOverflow,
+    "request_too_large": errors.ContextOverflow,  # for that replica: as with its context, another may have more room
     "not_ready": errors.EngineNotReady,
     "engine_died": errors.EngineDied,
     "queue_full": errors.QueueFull,
@@ -23,11 +24,13 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
     "engine_failure": errors.EngineFailure,
     "internal_error": errors.EngineFailure,
 }
-"""By the code of the error envelope."""
+"""By the code of the error envelope. Others are about one request, except for these."""
+_OF_THE_PEER = frozenset({"invalid_api_key", "forbidden", "unknown_url", "method_not_allowed", "unsupported_media_type", "replicas_differ"})
 
 
 class PeerError(errors.EngineUnavailable):
-    """The peer itself is at fault, not the request: it cannot be reached, says nothing, or nothing that makes sense."""
+    """The peer itself is at fault, not the request: it cannot be reached, says nothing, or nothing that makes sense. The message is for
+    the replica's clients too: it names no address, and leaves what a library said to the cause."""
 
     def __init__(self, message: str, outcome: str) -> None:
         super().__init__(message)
@@ -74,19 +77,15 @@ class Lease:
 async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> Lease:
     """Have the peer at `url` prefill. Raises PeerError, or the error of `engine/errors` that it answers with."""
     request = http.build_request("POST", f"{url}/prefill", content=body, headers={**headers, "content-type": MEDIA_TYPE})
-    try:
-        async with asyncio.timeout(SILENCE_SECONDS):
-            response = await http.send(request, stream=True)
-    except (httpx.HTTPError, TimeoutError) as error:
-        raise _peer_error(url, error) from error
+    response = await _answered(http, request)
     try:
         if response.status_code != httpx.codes.OK:
-            raise _refusal(url, response.status_code, await _bounded(response))
+            raise _refusal(response.status_code, await _bounded(response))
         chunks = response.aiter_raw()
-        return Lease(await _handoff(url, chunks), response, chunks)
+        return Lease(await _handoff(chunks), response, chunks)
     except (httpx.HTTPError, TimeoutError, ValueError) as error:
         await response.aclose()
-        raise _peer_error(url, error) from error
+        raise _peer_error(error) from error
     except BaseException:  # cancellation included
         await response.aclose()
         raise
@@ -94,39 +93,50 @@ async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[
 
 async def describe(http: httpx.AsyncClient, url: str) -> PrefillInfo:
     """What the peer at `url` prefills with, if it would take a request now. Raises as `prefill` does."""
+    response = await _answered(http, http.build_request("GET", f"{url}/prefill"))
+    try:
+        content = await _bounded(response)
+    except (httpx.HTTPError, TimeoutError, ValueError) as error:
+        raise _peer_error(error) from error
+    finally:
+        await response.aclose()
+    if response.status_code != httpx.codes.OK:
+        raise _refusal(response.status_code, content)
+    try:
+        return _infos.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PeerError("a prefill replica does not say what it prefills with", "refused") from error
+
+
+async def _answered(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """The head of the answer. Raises PeerError."""
     try:
         async with asyncio.timeout(SILENCE_SECONDS):
-            response = await http.get(f"{url}/prefill")
+            return await http.send(request, stream=True)
     except (httpx.HTTPError, TimeoutError) as error:
-        raise _peer_error(url, error) from error
-    if response.status_code != httpx.codes.OK:
-        raise _refusal(url, response.status_code, response.content)
-    try:
-        return _infos.decode(response.content)
-    except msgspec.DecodeError as error:
-        raise PeerError(f"{url} does not say what it prefills with: {error}", "refused") from error
+        raise _peer_error(error) from error
 
 
-async def _handoff(url: str, chunks: AsyncIterator[bytes]) -> Handoff:
+async def _handoff(chunks: AsyncIterator[bytes]) -> Handoff:
     """The first frame that says something. Raises TimeoutError after a silence, ValueError for what is no frame."""
     reader = FrameReader(MAX_BYTES)
     while True:
         async with asyncio.timeout(SILENCE_SECONDS):
             chunk = await anext(chunks, None)
         if chunk is None:
-            raise PeerError(f"{url} ended its answer without a handoff", "unreachable")
+            raise PeerError("a prefill replica ended its answer without a handoff", "unreachable")
         for frame in reader.feed(chunk):
             if frame.failed:
-                raise _refusal(url, httpx.codes.OK, frame.payload)
+                raise _refusal(httpx.codes.OK, frame.payload)
             if frame.payload:
-                return _decoded(url, frame.payload)
+                return _decoded(frame.payload)
 
 
-def _decoded(url: str, payload: bytes) -> Handoff:
+def _decoded(payload: bytes) -> Handoff:
     try:
         return decode_handoff(payload)
     except errors.InvalidRequest as error:  # of the peer's making, not of the user's
-        raise PeerError(f"{url}: {error}", "refused") from error
+        raise PeerError(str(error), "refused") from error
 
 
 async def _bounded(response: httpx.Response) -> bytes:
@@ -139,21 +149,24 @@ async def _bounded(response: httpx.Response) -> bytes:
     return content
 
 
-def _peer_error(url: str, error: Exception) -> PeerError:
+def _peer_error(error: Exception) -> PeerError:
     if isinstance(error, TimeoutError | httpx.ReadTimeout | httpx.WriteTimeout):
-        return PeerError(f"{url} has been silent for {SILENCE_SECONDS:g} s", "silent")
-    return PeerError(f"{url} cannot be reached: {error or type(error).__name__}", "unreachable")
+        return PeerError(f"a prefill replica has been silent for {SILENCE_SECONDS:g} s", "silent")
+    if isinstance(error, ValueError):
+        return PeerError("a prefill replica's answer has no end, or makes no sense", "refused")
+    return PeerError("a prefill replica cannot be reached", "unreachable")
 
 
-def _refusal(url: str, status: int, content: bytes) -> errors.EngineError:
+def _refusal(status: int, content: bytes) -> errors.EngineError:
     """The error of an envelope. What is wrong between the replicas, rather than with the request, is the peer's."""
     try:
         error = _envelopes.decode(content).error
-    except msgspec.DecodeError:
-        return PeerError(f"{url} answered {status} and no error that can be read", "refused")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return PeerError(f"a prefill replica answered {status} and no error that can be read", "refused")
     if error.code is None and error.type == "invalid_request_error":
         return errors.InvalidRequest(error.message, error.param)
     kind = _ERRORS.get(error.code or "")
-    if kind is None:
-        return PeerError(f"{url} refuses: {error.message}", "refused")
-    return kind(error.message, error.param) if issubclass(kind, errors.InvalidRequest) else kind(f"{url}: {error.message}")
+    if kind is None and (error.code in _OF_THE_PEER or status >= httpx.codes.INTERNAL_SERVER_ERROR):
+        return PeerError(f"a prefill replica refuses: {error.message}", "refused")
+    kind = kind or errors.EngineFailure
+    return kind(error.message, error.param) if issubclass(kind, errors.InvalidRequest) else kind(error.message)

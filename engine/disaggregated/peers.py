@@ -111,7 +111,7 @@ class Peer:
         """Prompt tokens that it was asked to compute and has not answered for."""
         self.last_asked = 0
         self.info: PrefillInfo | None = None
-        self.reason = "has not answered yet"
+        self.reason = "one has not answered yet"
         """Why it is not available, if it is not."""
         self.probed = asyncio.Event()
         self._http = http
@@ -149,7 +149,7 @@ class Peer:
         except EngineError as error:
             outcome = _outcome(error)
             if isinstance(error, PeerError | EngineNotReady | EngineDied):
-                self._fail(str(error))
+                self._fail(error)
             raise
         finally:
             self.in_flight -= tokens
@@ -159,7 +159,11 @@ class Peer:
         try:
             info = await client.describe(self._http, self.url)
         except EngineError as error:
-            self._fail(str(error))
+            self._fail(error)
+            return
+        except Exception as error:  # whatever a peer has come up with: probes go on
+            log.exception("the probe of prefill replica %s failed", self.url)
+            self._fail(PeerError(f"a probe has failed: {type(error).__name__}", "refused"))
             return
         if not self.available:
             log.info("prefill replica %s answers", self.url)
@@ -167,13 +171,18 @@ class Peer:
         self.info = info
         self._breaker.succeed()
 
-    def _fail(self, reason: str) -> None:
-        if self.available or reason != self.reason:
-            log.warning("prefill replica: %s", reason)
-        self.reason = reason
+    def _fail(self, error: EngineError) -> None:
+        if self.available or str(error) != self.reason:
+            log.warning("prefill replica %s: %s", self.url, in_full(error))
+        self.reason = str(error)
         self.prefixes.clear()  # it may be another one when it is back
         self._breaker.fail()
         self._observer.available(self.url, False)
+
+
+def in_full(error: EngineError) -> str:
+    """With what a library said, for the log."""
+    return f"{error} ({error.__cause__!r})" if error.__cause__ is not None else str(error)
 
 
 def _outcome(error: EngineError) -> str:

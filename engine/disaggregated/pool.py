@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from engine.disaggregated.client import CONNECT_SECONDS, Lease
-from engine.disaggregated.peers import Observer, Peer, block_keys
+from engine.disaggregated.peers import Observer, Peer, block_keys, in_full
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
 from engine.types import GenerateRequest
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
@@ -46,7 +46,7 @@ class PeerPool:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._resolving: asyncio.Task[None] | None = None
         self._http = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {secret}"},
+            headers={"authorization": f"Bearer {secret}", "accept-encoding": "identity"},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=None, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,
@@ -90,7 +90,7 @@ class PeerPool:
         keys = block_keys(prompt, mine.block_size, request.cache_salt) if reuses else []
         body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
         tried: list[Peer] = []
-        failure: EngineError = NoPeer(self._obstacles(mine))
+        failure: EngineError | None = None
         while len(tried) < self._attempts and (peer := self._choose(keys, len(prompt), mine, tried)) is not None:
             if tried:
                 self._observer.retried()
@@ -101,9 +101,10 @@ class PeerPool:
             except EngineError as error:
                 if is_final(error):
                     raise
-                if isinstance(failure, NoPeer) or not isinstance(error, ContextOverflow):  # another attempt may succeed
+                log.info("prefill replica %s does not prefill %s: %s", peer.url, request.request_id, in_full(error))
+                if failure is None or not isinstance(error, ContextOverflow):  # another attempt may succeed
                     failure = error
-        raise failure
+        raise failure or self._nobody(request, mine)
 
     def _choose(self, keys: Sequence[int], tokens: int, mine: PrefillInfo, tried: Sequence[Peer]) -> Peer | None:
         """The peer with the least to compute before the first token; of equals the one that was asked longest ago."""
@@ -118,15 +119,17 @@ class PeerPool:
     def _obstacle(self, peer: Peer, mine: PrefillInfo) -> str:
         """Why `peer` cannot be asked; empty if it can."""
         if not peer.available or peer.info is None:
-            return peer.reason if peer.url in peer.reason else f"{peer.url} {peer.reason}"
+            return peer.reason
         pairs = ((name, getattr(peer.info, name), getattr(mine, name)) for name in mine.__struct_fields__)
         return "; ".join(
-            f"{peer.url} has {name} {theirs or 'none'}, this replica has {ours or 'none'}" for name, theirs, ours in pairs if theirs != ours
+            f"one has {name} {theirs or 'none'}, this replica has {ours or 'none'}" for name, theirs, ours in pairs if theirs != ours
         )
 
-    def _obstacles(self, mine: PrefillInfo) -> str:
-        found = [self._obstacle(peer, mine) for peer in self._peers.values()]
-        return f"no prefill replica can take the request: {'; '.join(filter(None, found)) or 'none is known'}"
+    def _nobody(self, request: GenerateRequest, mine: PrefillInfo) -> NoPeer:
+        """Why there is nobody to ask: to the log with addresses, which are not for clients."""
+        found = {url: self._obstacle(peer, mine) for url, peer in self._peers.items()}
+        log.info("no prefill replica for %s: %s", request.request_id, found)
+        return NoPeer(f"no prefill replica can take the request: {'; '.join(sorted(set(found.values()))) or 'none is known'}")
 
     def _keep(self, urls: set[str]) -> None:
         """Have the peers at `urls`, and no others. Requests that are with one that goes are not touched."""
