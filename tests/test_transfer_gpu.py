@@ -2,9 +2,10 @@
 
 import importlib.util
 
+import msgspec
 import pytest
 
-from engine.transfer.base import Read, TransferError
+from engine.transfer.base import Offer, Read, TransferError
 from engine.transfer.transfers import Transfers
 from tests.transfer_owner import content
 from tests.transfer_support import ended, owning
@@ -53,6 +54,21 @@ def test_reads_beyond_the_peers_region_touch_nothing(method: str, theirs: int) -
     with owning(method, MIB, theirs, program=PROGRAM) as small, pytest.raises(TransferError, match="ends beyond the peer's region"):
         ended(transfers.read(small.offers, [Read(0, 0, 0, 4096), Read(0, MIB - 1, 4096, 2)]))
     assert not memory.any()
+    transfers.close()
+
+
+def test_a_peer_that_lies_about_its_size_is_found_out(method: str, theirs: int) -> None:
+    if method == "nixl":
+        pytest.skip("UCX knows what was registered")
+    memory, region = on_gpu(SIZE)
+    transfers = Transfers([region], method)
+    with owning(method, SIZE, theirs, program=PROGRAM) as owner:
+        process, [[handle, offset, _]] = msgspec.msgpack.decode(owner.offers[0].data)
+        for wrong in ([handle, offset, 1 << 40], [handle, 1 << 40, SIZE]):
+            with pytest.raises(TransferError, match="the peer offers"):
+                ended(transfers.read([Offer(method, msgspec.msgpack.encode([process, [wrong]]))], [Read(0, 0, 0, SIZE)]))
+        assert not memory.any()
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, SIZE)]))
     transfers.close()
 
 

@@ -75,12 +75,17 @@ class Cuda:
     def export(self, address: int) -> tuple[bytes, int]:
         """The handle of the allocation in which an address of this thread's device lies, and the address's offset in it."""
         self._call("cudaFree", None)  # makes the device's context if it is not there
+        base, _ = self.allocation(address)
+        handle = Handle()
+        self._call("cudaIpcGetMemHandle", byref(handle), base)
+        return bytes(handle), address - base
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Where the allocation begins in which an address of this thread's device lies, and its size."""
         base, size = c_uint64(), c_size_t()
         if code := self._range(byref(base), byref(size), address):
-            raise TransferError(f"the allocation of the KV cache is not known to CUDA (error {code})")
-        handle = Handle()
-        self._call("cudaIpcGetMemHandle", byref(handle), base.value)
-        return bytes(handle), address - base.value
+            raise TransferError(f"CUDA knows of no allocation there (error {code})")
+        return base.value, size.value
 
     def open(self, handle: bytes) -> int:
         """Another process's allocation, mapped for this thread's device; on another GPU, access to it is enabled."""

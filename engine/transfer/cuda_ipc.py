@@ -101,9 +101,12 @@ class _Mapping:
         try:
             with cuda.on(device):
                 self.address = cuda.open(memory.handle)
+                finalize(self, _close, cuda, self.address, device).atexit = False
+                base, size = cuda.allocation(self.address)
         except TransferError as error:
             raise NotFromHere(str(error)) from error
-        finalize(self, _close, cuda, self.address, device).atexit = False
+        if self.address + memory.offset + memory.size > base + size:
+            raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
 
 
 def _close(cuda: Cuda, address: int, device: int) -> None:
