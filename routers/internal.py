@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine import handoff
 from engine.base import DeltaIterator
-from engine.errors import EngineNotReady
+from engine.errors import EngineFailure, EngineNotReady
 from engine.types import Delta, GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION, PrefillRequest, frame
@@ -82,15 +82,15 @@ class HandoffAnswer(Response):
         replica = state["replica"]
         assert replica.engine is not None, "the gate lets no request in before the engine is there"
         self._engine = replica.engine
-        self._stream: DeltaIterator = replica.engine.generate(request)
-        self._request_id = request.request_id
+        self._request = request
         self._lease_seconds = state["http"].lease_seconds
         self._render_error = state["render_error"]
         self._started = self._lease_is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        delta = asyncio.ensure_future(anext(self._stream))
-        work = asyncio.create_task(self._answer(send, delta))
+        stream = self._engine.generate(self._request)
+        delta = asyncio.ensure_future(anext(stream))
+        work = asyncio.create_task(self._answer(send, stream, delta))
         gone = asyncio.create_task(disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +99,7 @@ class HandoffAnswer(Response):
         finally:
             for task in (work, gone, delta):
                 task.cancel()
-            await self._stream.aclose()
+            await stream.aclose()
             await asyncio.gather(delta, return_exceptions=True)
             await asyncio.wait({work, gone})
         if not work.cancelled():
@@ -107,32 +107,36 @@ class HandoffAnswer(Response):
         elif not self._started:
             raise ClientDisconnect
 
-    async def _answer(self, send: Send, computing: "asyncio.Future[Delta]") -> None:
+    async def _answer(self, send: Send, stream: DeltaIterator, computing: "asyncio.Future[Delta]") -> None:
         try:
             while not (await asyncio.wait({computing}, timeout=ALIVE_SECONDS))[0]:
                 if not self._engine.healthy:  # one that is stuck would have its decode replica wait for as long as this one lives
                     raise EngineNotReady("The engine gives no sign of life.")
                 await self._send(send, frame())
             delta = computing.result()
+            payload = handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))
+            if len(payload) > handoff.MAX_BYTES:
+                raise EngineFailure(f"what is to be handed over has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
         except Exception as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
             if not self._started:
                 raise
             await self._send(send, frame(self._render_error(error), failed=True), last=True)
             return
         async with asyncio.timeout(self._lease_seconds):  # a client that does not read holds nothing for longer either
-            await self._send(send, frame(handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))), last=delta.held is None)
+            await self._send(send, frame(payload), last=delta.held is None)
         if delta.held is not None:
-            await self._hold(send)
+            await self._hold(send, stream)
 
-    async def _hold(self, send: Send) -> None:
+    async def _hold(self, send: Send, stream: DeltaIterator) -> None:
         """Until the lease is over, or the engine has lost the blocks. A client that needs them no more has this cancelled."""
-        lost = asyncio.ensure_future(anext(self._stream))
+        lost = asyncio.ensure_future(anext(stream))
         try:
             await asyncio.wait({lost}, timeout=self._lease_seconds)
             if lost.done():
-                log.warning("the KV blocks held for %s are lost: %s", self._request_id, lost.exception())
+                log.warning("the KV blocks held for %s are lost: %s", self._request.request_id, lost.exception())
             else:
-                log.warning("the lease of %s is over: its KV blocks were not fetched in %g s", self._request_id, self._lease_seconds)
+                over = "the lease of %s is over: its KV blocks were not fetched in %g s"
+                log.warning(over, self._request.request_id, self._lease_seconds)
                 self._lease_is_over = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await asyncio.wait({lost})

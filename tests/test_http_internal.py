@@ -9,6 +9,7 @@ import pytest
 from disaggregated_support import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from http_support import application
 
+from engine import handoff
 from engine.handoff import decode_handoff
 from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest
 from routers import internal
@@ -97,6 +98,15 @@ async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyP
         assert last.failed and b'"code":"queue_timeout"' in last.payload
         await held.aclose()
         await stats_with(engine, nothing)
+
+
+async def test_what_is_too_large_to_be_read_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "MAX_BYTES", 20)
+    async with application(disaggregation_mode="prefill", internal_secret=SECRET) as (client, state):
+        refused = await post(client, body_of())
+        assert refused.status_code == 500 and refused.json()["error"]["code"] == "engine_failure"
+        assert "bytes; the most is 20" in refused.json()["error"]["message"]
+        await stats_with(state["replica"].engine, nothing)
 
 
 async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
