@@ -1,7 +1,9 @@
 """Transfers between two real processes, by every method that runs on this machine."""
 
+import contextlib
 import random
 import socket
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -159,6 +161,23 @@ def test_tcp_serves_nobody_without_the_secret() -> None:
             assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
             stranger.sendall(bytes(64))
             assert stranger.recv(1) == b""
+
+
+def test_strangers_neither_stay_nor_keep_peers_out() -> None:
+    memory = Memory(MIB)
+    transfers = Transfers(memory.regions, "tcp")
+    with owning("tcp", MIB) as owner, contextlib.ExitStack() as stack:
+        addresses, port, *_ = msgspec.msgpack.decode(owner.offers[0].data)
+        strangers = [stack.enter_context(socket.create_connection((addresses[-1], port), 5)) for _ in range(100)]
+        start = time.monotonic()
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]), seconds=2)
+        assert memory.bytes(0) == content(0, MIB)
+        with contextlib.suppress(OSError):
+            while time.monotonic() < start + 5:  # a byte now and then is no sign of good will
+                strangers[-1].sendall(b"x")
+                time.sleep(0.2)
+        assert 1 < time.monotonic() - start < 4
+    transfers.close()
 
 
 def test_tcp_does_not_trust_another_process_at_the_peers_address() -> None:

@@ -17,6 +17,7 @@ import fcntl
 import hmac
 import ipaddress
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -33,12 +34,17 @@ from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError
 CHALLENGE = 32
 MAX_REQUEST = 16 << 20
 CONNECT_SECONDS = 1.0
+PROOF_SECONDS = 2.0
+"""For both proofs: who does not give one is a stranger, and may not stay."""
 STALL_SECONDS = 5.0
 """Without a byte for so long, the other side is given up."""
 LOOK_SECONDS = 0.05
 """Between two looks at whether a transfer is cancelled."""
 PIECE = 4 << 20
 MOST_CONNECTIONS = 64
+"""Of peers that have proved that they are some."""
+MOST_STRANGERS = 64
+"""Whoever has not yet: for one more, the one that came first has to go."""
 PEERS_REMEMBERED = 256
 _SIOCGIFADDR = 0x8915
 
@@ -131,6 +137,8 @@ class _Server:
         self._views = views
         self._lock = Lock()
         self._connections: dict[socket.socket, Thread] = {}
+        self._strangers: list[socket.socket] = []
+        self._peers: set[socket.socket] = set()
         self._closed = Event()
         self._listener = socket.create_server(("", 0), backlog=MOST_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -163,9 +171,13 @@ class _Server:
                 continue
             thread = Thread(target=self._serve, args=(connection,), name="transfer-server", daemon=True)
             with self._lock:
-                if self._closed.is_set() or len(self._connections) >= MOST_CONNECTIONS:
+                if self._closed.is_set():
                     connection.close()
-                    continue
+                    return
+                if len(self._strangers) >= MOST_STRANGERS:
+                    with contextlib.suppress(OSError):  # it may have ended by itself
+                        self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+                self._strangers.append(connection)
                 self._connections[connection] = thread
                 thread.start()
 
@@ -173,6 +185,7 @@ class _Server:
         try:
             _set_timeouts(connection)
             _check_proof(connection, self.secret, self._closed)
+            self._welcome(connection)
             (length,) = struct.unpack(">I", _exactly(connection, 4, self._closed))
             if length > MAX_REQUEST:
                 raise ConnectionError("the request is too long")
@@ -186,22 +199,34 @@ class _Server:
         finally:
             with self._lock:
                 del self._connections[connection]
-            connection.close()
+                self._peers.discard(connection)
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+                connection.close()
+
+    def _welcome(self, peer: socket.socket) -> None:
+        """Raises OSError if it came too late, or there are too many."""
+        with self._lock:
+            if peer not in self._strangers or len(self._peers) >= MOST_CONNECTIONS:
+                raise ConnectionError("too many connections")
+            self._strangers.remove(peer)
+            self._peers.add(peer)
 
 
 def _prove(connection: socket.socket, secret: bytes, cancelled: Event) -> None:
     """The reader's side. Raises OSError if the other side does not know the secret."""
-    theirs, ours = _exactly(connection, CHALLENGE, cancelled), secrets.token_bytes(CHALLENGE)
+    deadline = time.monotonic() + PROOF_SECONDS
+    theirs, ours = _exactly(connection, CHALLENGE, cancelled, deadline), secrets.token_bytes(CHALLENGE)
     connection.sendall(_proof(secret, b"reader", theirs) + ours)
-    if not hmac.compare_digest(_exactly(connection, CHALLENGE, cancelled), _proof(secret, b"owner", ours)):
+    if not hmac.compare_digest(_exactly(connection, CHALLENGE, cancelled, deadline), _proof(secret, b"owner", ours)):
         raise ConnectionError("another process listens there")
 
 
 def _check_proof(connection: socket.socket, secret: bytes, closed: Event) -> None:
     """The owner's side. Raises OSError if the other side does not know the secret."""
-    ours = secrets.token_bytes(CHALLENGE)
+    ours, deadline = secrets.token_bytes(CHALLENGE), time.monotonic() + PROOF_SECONDS
     connection.sendall(ours)
-    proof, theirs = _exactly(connection, CHALLENGE, closed), _exactly(connection, CHALLENGE, closed)
+    proof, theirs = (_exactly(connection, CHALLENGE, closed, deadline) for _ in range(2))
     if not hmac.compare_digest(proof, _proof(secret, b"reader", ours)):
         raise ConnectionError("the peer does not know the secret")
     connection.sendall(_proof(secret, b"owner", theirs))
@@ -211,17 +236,19 @@ def _proof(secret: bytes, role: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, role + challenge, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int, cancelled: Event) -> bytes:
+def _exactly(connection: socket.socket, size: int, cancelled: Event, deadline: float = math.inf) -> bytes:
     buffer = bytearray(size)
-    _receive(connection, memoryview(buffer), cancelled)
+    _receive(connection, memoryview(buffer), cancelled, deadline)
     return bytes(buffer)
 
 
-def _receive(connection: socket.socket, into: memoryview, cancelled: Event) -> None:
-    """Raises OSError at the connection's end or when nothing comes for STALL_SECONDS, TransferError when cancelled."""
+def _receive(connection: socket.socket, into: memoryview, cancelled: Event, deadline: float = math.inf) -> None:
+    """Raises OSError at the connection's end, when nothing comes for STALL_SECONDS, and at the deadline; TransferError when cancelled."""
     heard = time.monotonic()
     while into:
         check_cancelled(cancelled)
+        if time.monotonic() > deadline:
+            raise TimeoutError("no proof came in time")
         try:
             got = connection.recv_into(into[:PIECE], 0, socket.MSG_WAITALL)
         except BlockingIOError:
