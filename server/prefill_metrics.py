@@ -1,5 +1,7 @@
 """What a decode replica measures of its prefill replicas."""
 
+import warnings
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
@@ -43,3 +45,10 @@ class PrefillMetrics:
 
     def available(self, peer: str, available: bool) -> None:
         self._available.labels(self._model_name, peer).set(available)
+
+    def gone(self, peer: str) -> None:
+        """Forget its series, or addresses would pile up. Several API processes keep theirs in files, which the library says it leaves."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self._requests.remove_by_labels({"peer": peer})
+            self._available.remove_by_labels({"peer": peer})

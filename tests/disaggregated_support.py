@@ -58,6 +58,10 @@ class Seen:
     def available(self, peer: str, available: bool) -> None:
         self.peers[peer] = available
 
+    def gone(self, peer: str) -> None:
+        self.peers.pop(peer, None)
+        self.by_peer.pop(peer, None)
+
 
 class _Server(uvicorn.Server):
     @contextmanager

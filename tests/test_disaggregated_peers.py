@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import itertools
 import socket
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -11,13 +12,15 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 from disaggregated_support import INFO, SECRET, Seen, all_of, answer_of, bare_peer, decode_engine, prefill_replica, request, tokens_of
+from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.disaggregated import client
 from engine.disaggregated import pool as pool_module
 from engine.disaggregated.peers import LONGEST_PAUSE, Breaker, Prefixes, block_keys
 from engine.disaggregated.pool import PeerPool
-from engine.errors import EngineUnavailable
+from engine.errors import EngineFailure, EngineUnavailable
 from protocol.internal import Frame, FrameReader, PrefillInfo, frame
+from server.prefill_metrics import PrefillMetrics
 
 
 def test_the_breaker_waits_longer_after_each_failure_and_closes_at_success() -> None:
@@ -138,6 +141,33 @@ async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last
     async with bare_peer() as url, decode_engine([url], min_tokens=None) as (engine, _), asyncio.timeout(5):
         while not engine.healthy:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+async def test_a_peer_that_is_gone_leaves_no_series(folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if folder:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    registry = CollectorRegistry()
+    metrics = PrefillMetrics(registry, "fake")
+    metrics.answered("http://staying", "ok", 0.1)
+    async with prefill_replica() as (url, _, _):
+        pool = PeerPool([url], SECRET, 1, metrics)
+        await pool.start()
+        try:
+            mine = pool._peers[url].info
+            assert mine is not None
+            await (await pool.prefill(request(), mine)).aclose()
+            page = generate_latest(registry).decode()
+            assert f'outcome="ok",peer="{url}"}} 1.0' in page and f'available{{model_name="fake",peer="{url}"}} 1.0' in page
+            (late,) = pool._peers.values()
+            pool._keep(set())
+            await asyncio.sleep(0.05)
+            with pytest.raises(EngineFailure):  # as one that was with it when it went
+                await late.prefill(b"nonsense", "late", [], 1)
+        finally:
+            await pool.close()
+    page = generate_latest(registry).decode()
+    assert url not in page and "http://staying" in page
 
 
 async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

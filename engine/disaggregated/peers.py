@@ -37,7 +37,10 @@ class Observer(Protocol):
         """A prompt is computed here: because it is short, for want of a peer (`no_peer`), or after its KV blocks were lost (`lost`)."""
 
     def available(self, peer: str, available: bool) -> None:
-        """Whether a peer takes requests; one that is no peer any more takes none."""
+        """Whether a peer takes requests."""
+
+    def gone(self, peer: str) -> None:
+        """It is no peer any more, and nothing more is said of it."""
 
 
 class Breaker:
@@ -117,6 +120,7 @@ class Peer:
         self._http = http
         self._observer = observer
         self._breaker = Breaker()
+        self._gone = False
 
     @property
     def available(self) -> bool:
@@ -135,7 +139,8 @@ class Peer:
                     self.probed.set()
                 await asyncio.sleep(self._breaker.pause or PROBE_SECONDS)
         finally:
-            self._observer.available(self.url, False)
+            self._gone = True
+            self._observer.gone(self.url)
 
     async def prefill(self, body: bytes, request_id: str, keys: Sequence[int], tokens: int) -> Lease:
         """Raises as `client.prefill` does. `tokens`: how many are to be computed."""
@@ -153,7 +158,8 @@ class Peer:
             raise
         finally:
             self.in_flight -= tokens
-            self._observer.answered(self.url, outcome, time.perf_counter() - started)
+            if not self._gone:
+                self._observer.answered(self.url, outcome, time.perf_counter() - started)
 
     async def _probe(self) -> None:
         try:
@@ -177,7 +183,8 @@ class Peer:
         self.reason = str(error)
         self.prefixes.clear()  # it may be another one when it is back
         self._breaker.fail()
-        self._observer.available(self.url, False)
+        if not self._gone:
+            self._observer.available(self.url, False)
 
 
 def in_full(error: EngineError) -> str:
