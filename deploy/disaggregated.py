@@ -64,14 +64,9 @@ class Group:
 
     async def stop(self) -> None:
         """Those that clients talk to first: decode replicas still need prefill while they finish."""
-        for name in reversed(self._processes):
-            process = self._processes[name]
-            if process.returncode is None:
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                process.kill()
+        prefill = [process for name, process in self._processes.items() if name.startswith("prefill")]
+        await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in prefill))
+        await asyncio.gather(*map(_end, prefill))
         if self._logs:
             await asyncio.wait(self._logs, timeout=1)
 
@@ -82,11 +77,23 @@ class Group:
                     if process.returncode is not None:
                         raise SystemExit(f"{name} ended with exit code {process.returncode}")
                 try:
-                    if (await client.get(f"{url}/health/ready", headers=_key())).status_code == 200:
+                    status = (await client.get(f"{url}/health/ready", headers=_key())).status_code
+                    if status == httpx.codes.OK:
                         return
+                    if status == httpx.codes.UNAUTHORIZED:
+                        raise SystemExit("the replicas have an API key that is not known here: set API_KEYS in the environment")
                 except httpx.TransportError:
                     pass
                 await asyncio.sleep(0.1)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    except TimeoutError:
+        process.kill()
 
 
 def _key() -> dict[str, str]:
