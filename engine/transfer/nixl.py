@@ -52,6 +52,7 @@ class Nixl:
         self._offer = Offer("nixl", msgspec.msgpack.encode(_Owner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
         self._peers: dict[bytes, _Agent] = {}
+        self._connecting: dict[bytes, Lock] = {}
 
     def offer(self) -> Offer:
         return self._offer
@@ -76,17 +77,32 @@ class Nixl:
 
     def _peer(self, owner: _Owner) -> "_Agent":
         with self._lock:
-            if owner.metadata not in self._peers:
-                while len(self._peers) >= MOST_PEERS:
-                    self._peers.pop(next(iter(self._peers))).close()
-                agent = _Agent(self._nixl, self._regions, served=False)
-                try:
-                    agent.connect(owner.metadata)
-                except TransferError:
-                    agent.close()
-                    raise
-                self._peers[owner.metadata] = agent
-            return self._peers[owner.metadata]
+            if (known := self._peers.get(owner.metadata)) is not None:
+                return known
+            connecting = self._connecting.setdefault(owner.metadata, Lock())
+        with connecting:  # of each peer, not of all: one that is dead may take its time
+            with self._lock:
+                if (known := self._peers.get(owner.metadata)) is not None:
+                    return known
+            return self._connect(owner)
+
+    def _connect(self, owner: _Owner) -> "_Agent":
+        agent, crowded = _Agent(self._nixl, self._regions, served=False), []
+        try:
+            agent.connect(owner.metadata)
+        except BaseException:
+            agent.close()
+            with self._lock:
+                self._connecting.pop(owner.metadata, None)
+            raise
+        with self._lock:
+            self._connecting.pop(owner.metadata, None)
+            self._peers[owner.metadata] = agent
+            while len(self._peers) > MOST_PEERS:
+                crowded.append(self._peers.pop(next(iter(self._peers))))
+        for other in crowded:
+            other.close()
+        return agent
 
     def _forget(self, owner: _Owner, agent: "_Agent") -> None:
         with self._lock:
