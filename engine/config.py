@@ -52,6 +52,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     guide_timeout_seconds: float = 15.0
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
     """How KV blocks move between replicas; empty for not at all."""
+    kv_transfer_port: int = 0
+    """On which KV blocks are served by TCP; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
     """How long reading a prompt's KV blocks may take before the prompt is computed here."""
     cache_dir: str = ""

@@ -115,6 +115,7 @@ class Settings(BaseSettings):
     kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = Field(
         "auto", description="How KV blocks move between replicas of the embedded engine; auto takes the best that both have"
     )
+    kv_transfer_port: int = Field(0, ge=0, le=65535, description="Port on which KV blocks are served by TCP; 0 takes a free one")
     transfer_timeout_seconds: float = Field(
         5.0, gt=0, description="How long decode may take to read a prompt's KV blocks before it computes the prompt itself"
     )

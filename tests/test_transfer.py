@@ -163,6 +163,18 @@ def test_tcp_serves_nobody_without_the_secret() -> None:
             assert stranger.recv(1) == b""
 
 
+def test_a_port_that_is_asked_for_is_taken_or_missed_aloud() -> None:
+    memory = Memory(MIB)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        for method in ("tcp", "auto"):
+            with pytest.raises(OSError, match=f"port {port} cannot be listened on: Address already in use"):
+                Transfers(memory.regions, method, port)
+    transfers = Transfers(memory.regions, "tcp", port)
+    assert msgspec.msgpack.decode(transfers.offers()[0].data)[1] == port
+    transfers.close()
+
+
 def test_strangers_neither_stay_nor_keep_peers_out() -> None:
     memory = Memory(MIB)
     transfers = Transfers(memory.regions, "tcp")

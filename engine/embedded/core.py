@@ -75,7 +75,7 @@ class EngineCore:
         self._fetches: Fetches | None = None
         if config.kv_transfer:
             self._leases = Leases(self.model.device)
-            transfers = Transfers([*self.model.memory.regions, self._leases.region], config.kv_transfer)
+            transfers = Transfers([*self.model.memory.regions, self._leases.region], config.kv_transfer, config.kv_transfer_port)
             self._offers = transfers.offers()
             self._fetches = Fetches(self.scheduler, transfers, self._leases, config.transfer_timeout_seconds)
         self._stalled = False

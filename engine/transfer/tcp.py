@@ -60,14 +60,14 @@ class _Owner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tcp:
-    """Raises TransferError for regions that are not host memory."""
+    """Raises TransferError for regions that are not host memory, OSError if `port` cannot be had; 0 takes a free one."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[Region], port: int = 0) -> None:
         if any(region.device >= 0 for region in regions):
             raise TransferError("the KV cache is in a GPU's memory")
         self._regions = regions
         self._views = [_view(region) for region in regions]
-        self._server = _Server(self._views)
+        self._server = _Server(self._views, port)
         owner = _Owner(_addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions))
         self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
         self._reached: OrderedDict[bytes, str] = OrderedDict()
@@ -132,7 +132,7 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
 class _Server:
     """Serves reads of the views to those who know the secret, one thread a connection."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], port: int) -> None:
         self.secret = secrets.token_bytes(CHALLENGE)
         self._views = views
         self._lock = Lock()
@@ -140,7 +140,10 @@ class _Server:
         self._strangers: list[socket.socket] = []
         self._peers: set[socket.socket] = set()
         self._closed = Event()
-        self._listener = socket.create_server(("", 0), backlog=MOST_CONNECTIONS)
+        try:
+            self._listener = socket.create_server(("", port), backlog=MOST_CONNECTIONS)
+        except OSError as error:
+            raise OSError(f"port {port} cannot be listened on: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]
         self._thread = Thread(target=self._accept, name="transfer-listener", daemon=True)
         self._thread.start()

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 class Transfers:
     """Reads run in threads: the copy itself holds no lock of the interpreter, and nothing here waits but `close`."""
 
-    def __init__(self, regions: Sequence[Region], method: MethodName = "auto") -> None:
-        """The regions stay mapped until `close`.
+    def __init__(self, regions: Sequence[Region], method: MethodName = "auto", port: int = 0) -> None:
+        """The regions stay mapped until `close`. `port` is for TCP; 0 takes a free one.
 
-        Raises TransferError if the method named, or with `auto` every method, cannot be used on this machine for these regions.
+        Raises TransferError if the method named, or with `auto` every method, cannot be used on this machine for these regions, OSError
+        if the port cannot be had, whatever the method: somebody wanted it.
         """
         self._regions = tuple(regions)
         self._methods: dict[str, Method] = {}
@@ -39,7 +40,7 @@ class Transfers:
         reasons = []
         for name in _automatic(self._regions) if method == "auto" else [method]:
             try:
-                self._methods[name] = METHODS[name](self._regions)
+                self._methods[name] = Tcp(self._regions, port) if name == "tcp" else METHODS[name](self._regions)
             except TransferError as error:
                 reasons.append(f"{name}: {error}")
         if not self._methods:
