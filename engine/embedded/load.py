@@ -1,6 +1,7 @@
 """Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that need it."""
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +15,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_loading = threading.Lock()
+"""transformers replaces functions of torch while it loads: two models at once would leave them replaced."""
+
 
 class UnsupportedModelError(ValueError):
     """This model, or this machine, has no fast path; the message says why."""
 
 
 def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
-    """The model as the device runs it best, or as `attention` says. Raises EngineFailure."""
+    """The model as the device runs it best, or as `attention` says, one at a time. Raises EngineFailure."""
+    with _loading:
+        return _load(config)
+
+
+def _load(config: EmbeddedConfig) -> "Model | NativeModel":
     if device_of(config).type == "cuda":
         return _on_gpu(config)
     if asked := _fp8_settings(config):
