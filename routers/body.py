@@ -1,6 +1,7 @@
 """Reading a body, mostly a JSON one: its type, size and time limited, validated from the raw bytes."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -8,6 +9,7 @@ from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 
 from routers.state import HttpOptions, state_of
 
@@ -15,6 +17,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _MAX_VALUES = 5 << 18
 """Room for a prompt of a million token ids. Parsing more would hold up every other request for seconds."""
+_HEAR_OUT_SECONDS, _HEAR_OUT_BYTES = 0.5, 64 << 20
 _MAX_ERRORS = 1000
 """Beyond so many, errors are counted and not listed."""
 
@@ -54,6 +57,7 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
     limit = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
+        await _hear_out(request)
         raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
@@ -62,11 +66,26 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
+                    await _hear_out(request)
                     raise _too_large(limit)
                 chunks.append(chunk)
     except TimeoutError:
         raise HTTPException(408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}) from None
     return b"".join(chunks)
+
+
+async def _hear_out(request: Request) -> None:
+    """Drop what a client or proxy is still sending, for a moment: the end of a connection with unread bytes would overtake the answer.
+    One that waits to be asked for its body is not asked."""
+    if "expect" in request.headers:
+        return
+    size = 0
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_HEAR_OUT_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > _HEAR_OUT_BYTES:
+                    return
 
 
 def _too_large(limit: int) -> HTTPException:
