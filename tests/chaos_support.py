@@ -252,22 +252,22 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
 
 def kill_prefill_engine(cluster: Cluster) -> None:
     with Load(cluster) as load:
-        load.wait(30)
+        load.wait(15)
         cluster.prefill[0].engine.kill()
-        load.wait(60)
+        load.wait(30)
     load.check()
 
 
 def hang(cluster: Cluster, processes: Sequence[psutil.Process | Popen[str]]) -> None:
     """Stop the processes for a while."""
     with Load(cluster) as load:
-        load.wait(30)
+        load.wait(15)
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         try:
-            load.wait(60)
+            load.wait(30)
         finally:
             for process in processes:
                 process.send_signal(signal.SIGCONT)
-        load.wait(20)
+        load.wait(8)
     load.check()

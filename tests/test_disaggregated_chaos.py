@@ -16,20 +16,20 @@ def test_killed_prefill_engine(cluster: Cluster) -> None:  # noqa: F811
 
 def test_killed_prefill_server(cluster: Cluster) -> None:  # noqa: F811
     with Load(cluster) as load:
-        load.wait(30)
+        load.wait(15)
         cluster.prefill[1].server.process.kill()
-        load.wait(30)
+        load.wait(15)
         cluster.prefill[1].restart()
-        load.wait(30)
+        load.wait(15)
     load.check()
 
 
 def test_killed_decode_engine(cluster: Cluster) -> None:  # noqa: F811
     """Its streams end with an error, and it refuses until it is back; the other goes on."""
     with Load(cluster) as load:
-        load.wait(30)
+        load.wait(15)
         cluster.decode[0].engine.kill()
-        load.wait(60)
+        load.wait(30)
     load.check(ERRORS)
     assert any(outcome.kind in ERRORS for outcome in load.outcomes), "nothing was tested"
 
@@ -44,10 +44,10 @@ def test_hung_prefill_replica(cluster: Cluster, part: str) -> None:  # noqa: F81
 def test_every_replica_restarted_in_turn(cluster: Cluster) -> None:  # noqa: F811
     """No client that asks another replica when one refuses notices anything."""
     with Load(cluster, failover=True, pause=1.0) as load:
-        load.wait(20)
+        load.wait(8)
         for replica in cluster.replicas:
             replica.server.process.terminate()
             replica.restart()
             replica.server.wait_ready()
-            load.wait(10)
+            load.wait(8)
     load.check()
