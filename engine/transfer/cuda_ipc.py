@@ -9,14 +9,14 @@ one whose peer died meanwhile is refused.
 
 from collections.abc import Sequence
 from itertools import groupby
-from threading import Event, Lock
+from threading import Event
 from weakref import finalize
 
 import msgspec
 
 from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process import Process, check_reachable, lives, this_process
+from engine.transfer.process import Mappings, Process, check_survived, this_process
 
 PIECE = 1 << 30
 """Bytes between two looks at whether the transfer is cancelled: some milliseconds of NVLink."""
@@ -49,8 +49,7 @@ class CudaIpc:
                 handle, offset = self._cuda.export(region.address)
             memories.append(_Memory(handle, offset, region.size))
         self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_Owner(this_process(), tuple(memories))))
-        self._lock = Lock()
-        self._peers: dict[_Owner, list[_Mapping]] = {}
+        self._peers = Mappings(self._map)
 
     def offer(self) -> Offer:
         return self._offer
@@ -58,12 +57,11 @@ class CudaIpc:
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         owner = decode_offer(data, _Owner)
         check_remote(reads, [memory.size for memory in owner.regions])
-        mappings = self._mapped(owner)
+        mappings = self._peers.of(owner)
         for region, of_region in groupby(reads, key=lambda read: read.region):
             source = mappings[region].address + owner.regions[region].offset
             self._copy(self._regions[region], source, list(of_region), cancelled)
-        if not lives(owner.process):
-            raise TransferError(f"process {owner.process.pid} died while it was read")
+        check_survived(owner.process)
 
     def close(self) -> None:
         self._peers.clear()
@@ -80,16 +78,9 @@ class CudaIpc:
                     waiting = 0
             stream.wait()
 
-    def _mapped(self, owner: _Owner) -> "list[_Mapping]":
-        """The peer's memory in ours; that of peers that died is let go, which closes it once no thread reads from it any more."""
-        with self._lock:
-            for other in [other for other in self._peers if not lives(other.process)]:
-                del self._peers[other]
-            if owner not in self._peers:
-                check_reachable(owner.process)
-                pairs = zip(owner.regions, self._regions, strict=False)
-                self._peers[owner] = [_Mapping(self._cuda, memory, region.device) for memory, region in pairs]
-            return self._peers[owner]
+    def _map(self, owner: _Owner) -> "list[_Mapping]":
+        pairs = zip(owner.regions, self._regions, strict=False)
+        return [_Mapping(self._cuda, memory, region.device) for memory, region in pairs]
 
 
 class _Mapping:

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from weakref import finalize
 
 import msgspec
@@ -29,7 +29,7 @@ from engine.transfer.base import (
     decode_offer,
     split_reads,
 )
-from engine.transfer.process import Process, check_reachable, lives, this_process
+from engine.transfer.process import Mappings, Process, check_survived, lives, this_process
 
 PIECE = 16 << 20
 """Bytes between two looks at whether the transfer is cancelled: about two milliseconds."""
@@ -75,8 +75,7 @@ class SharedMemory:
         owner = _Owner(this_process(), memories)
         self._offer = Offer("shared_memory", msgspec.msgpack.encode(owner))
         self._regions = regions
-        self._lock = Lock()
-        self._peers: dict[_Owner, list[_Mapping]] = {}
+        self._peers = Mappings(_map)
 
     def offer(self) -> Offer:
         return self._offer
@@ -84,25 +83,15 @@ class SharedMemory:
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         owner = decode_offer(data, _Owner)
         check_remote(reads, [memory.size for memory in owner.regions])
-        mappings = self._mapped(owner)
+        mappings = self._peers.of(owner)
         for read in split_reads(reads, PIECE):
             check_cancelled(cancelled)
             source = mappings[read.region].address + owner.regions[read.region].offset + read.remote_offset
             ctypes.memmove(self._regions[read.region].address + read.local_offset, source, read.size)
-        if not lives(owner.process):
-            raise TransferError(f"process {owner.process.pid} died while it was read")
+        check_survived(owner.process)
 
     def close(self) -> None:
         self._peers.clear()
-
-    def _mapped(self, owner: _Owner) -> "list[_Mapping]":
-        """The peer's memory in ours; that of peers that died is let go, which unmaps it once no thread reads from it any more."""
-        with self._lock:
-            for other in [other for other in self._peers if not lives(other.process)]:
-                del self._peers[other]
-            if owner not in self._peers:
-                self._peers[owner] = _map(owner)
-            return self._peers[owner]
 
 
 class _Mapping:
@@ -116,8 +105,7 @@ class _Mapping:
 
 
 def _map(owner: _Owner) -> list[_Mapping]:
-    """Raises NotFromHere, for a process that died too: its other offers are tried and say the same."""
-    check_reachable(owner.process)
+    """Raises NotFromHere."""
     try:
         return [_open(owner, memory) for memory in owner.regions]
     except OSError as error:
