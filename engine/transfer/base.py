@@ -4,14 +4,19 @@ A replica has the same regions, in the same order, as its peers. The owner of by
 whoever holds it reads. Nothing is ever written into a peer's memory.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from threading import Event
-from typing import NamedTuple, Protocol, TypeVar
+from threading import Event, Lock
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
+
+PEERS_REMEMBERED = 256
 
 
 class TransferError(Exception):
@@ -72,6 +77,24 @@ class Method(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class Recent(Generic[K, V]):
+    """What is known of peers, those put last: others make room. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        return self._values.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > PEERS_REMEMBERED:
+                self._values.popitem(last=False)
 
 
 def decode_offer(data: bytes, owner: type[T]) -> T:

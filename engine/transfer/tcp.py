@@ -22,14 +22,24 @@ import secrets
 import socket
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Event, Lock, Thread
 from typing import Annotated
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
+from engine.transfer.base import (
+    NotFromHere,
+    Offer,
+    Read,
+    Recent,
+    Region,
+    TransferError,
+    check_cancelled,
+    check_remote,
+    decode_offer,
+    split_reads,
+)
 
 CHALLENGE = 32
 MAX_REQUEST = 16 << 20
@@ -45,7 +55,6 @@ MOST_CONNECTIONS = 64
 """Of peers that have proved that they are some."""
 MOST_STRANGERS = 64
 """Whoever has not yet: for one more, the one that came first has to go."""
-PEERS_REMEMBERED = 256
 _SIOCGIFADDR = 0x8915
 
 logger = logging.getLogger(__name__)
@@ -70,7 +79,7 @@ class Tcp:
         self._server = _Server(self._views, port)
         owner = _Owner(_addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions))
         self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
-        self._reached: OrderedDict[bytes, str] = OrderedDict()
+        self._reached: Recent[bytes, str] = Recent()
         """The address at which a peer was reached last, by its secret."""
 
     def offer(self) -> Offer:
@@ -102,10 +111,7 @@ class Tcp:
             except (OSError, ValueError) as error:
                 reasons.append(f"{address!r}: {error}")
                 continue
-            self._reached[owner.secret] = address
-            with contextlib.suppress(KeyError):  # another thread may have made room
-                while len(self._reached) > PEERS_REMEMBERED:
-                    self._reached.popitem(last=False)
+            self._reached.put(owner.secret, address)
             return connection
         raise NotFromHere(f"the peer cannot be reached at port {owner.port} ({'; '.join(reasons) or 'it has no address'})")
 

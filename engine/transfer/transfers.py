@@ -1,14 +1,24 @@
 """Transfers: a process's side of moving KV blocks. It offers its regions by every method that works here and reads those of peers."""
 
-import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import Literal
 
-from engine.transfer.base import Method, NotFromHere, Offer, Read, Region, Transfer, TransferError, check_cancelled, check_local, join_reads
+from engine.transfer.base import (
+    Method,
+    NotFromHere,
+    Offer,
+    Read,
+    Recent,
+    Region,
+    Transfer,
+    TransferError,
+    check_cancelled,
+    check_local,
+    join_reads,
+)
 from engine.transfer.cuda_ipc import CudaIpc
 from engine.transfer.nixl import Nixl, has_rdma
 from engine.transfer.shared_memory import SharedMemory
@@ -18,7 +28,6 @@ MethodName = Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"]
 METHODS: dict[str, Callable[[Sequence[Region]], Method]] = {"shared_memory": SharedMemory, "cuda_ipc": CudaIpc, "nixl": Nixl, "tcp": Tcp}
 """Best first: a copy within the host, then the network card, then a socket."""
 MOST_AT_ONCE = 32
-PEERS_REMEMBERED = 256
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +43,7 @@ class Transfers:
         """
         self._regions = tuple(regions)
         self._methods: dict[str, Method] = {}
-        self._works: OrderedDict[tuple[Offer, ...], str] = OrderedDict()
+        self._works: Recent[tuple[Offer, ...], str] = Recent()
         """The method that served a peer last, by the peer's offers, which stay the same as long as it lives."""
         self._running: set[_Threaded] = set()
         reasons = []
@@ -96,16 +105,9 @@ class Transfers:
             except Exception as error:  # whatever a peer offered, or a library of others raised: one request's KV blocks, not the engine
                 logger.exception("a read by %s failed", offer.method)
                 raise TransferError(f"{offer.method}: {type(error).__name__}") from error
-            self._remember(offers, offer.method)
+            self._works.put(offers, offer.method)
             return
         raise TransferError(f"no offer of the peer works from here; {'; '.join(reasons)}")
-
-    def _remember(self, offers: tuple[Offer, ...], method: str) -> None:
-        self._works[offers] = method
-        self._works.move_to_end(offers)
-        with contextlib.suppress(KeyError):  # another thread may have made room
-            while len(self._works) > PEERS_REMEMBERED:
-                self._works.popitem(last=False)
 
 
 def _automatic(regions: Sequence[Region]) -> list[str]:
