@@ -17,7 +17,7 @@ from engine.errors import EngineNotReady, InvalidRequest
 from engine.fake_blocks import FakeBlocks, FakeSequenceBlocks
 from engine.kv_events import KvEvent
 from engine.priority import rank
-from engine.prompt import check_prompt
+from engine.prompt import check_prompt, output_here
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.stream import DeltaStream, Latest
 from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Handoff, Held, Logprob, PromptReport, TokenLogprobs
@@ -151,7 +151,7 @@ class FakeEngine:
         check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
-        most = len(prompt) + (min(1, sampling.max_tokens) if request.prefill_only else sampling.max_tokens)
+        most = len(prompt) + output_here(request)
         if request.handoff is not None:
             _check(request.handoff, prompt)
         meant = frozenset(sampling.stop_token_ids)

@@ -11,7 +11,8 @@ from protocol import internal
 VERSION = 1
 MAX_BYTES = 64 << 20
 
-T = TypeVar("T", Handoff, Encoding)
+T = TypeVar("T")
+V = TypeVar("V", Handoff, Encoding)
 
 encode = msgspec.msgpack.Encoder().encode
 _handoffs = msgspec.msgpack.Decoder(Handoff)
@@ -43,13 +44,18 @@ def decode_encoding(data: bytes) -> Encoding:
     return _checked(_encodings, data, "encoding")
 
 
-def _checked(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, name: str) -> T:
-    if len(data) > MAX_BYTES:
-        raise InvalidRequest(f"the {name} has {len(data)} bytes; the most is {MAX_BYTES}", name)
+def decode_bounded(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, most: int, what: str, param: str) -> T:
+    """msgpack of another replica. Raises InvalidRequest for more than `most` bytes, and for what the decoder does not know."""
+    if len(data) > most:
+        raise InvalidRequest(f"the {what} has {len(data)} bytes; the most is {most}", param)
     try:
-        value = decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the {name} cannot be read: {error}", name) from error
+        raise InvalidRequest(f"the {what} cannot be read: {error}", param) from error
+
+
+def _checked(decoder: "msgspec.msgpack.Decoder[V]", data: bytes, name: str) -> V:
+    value = decode_bounded(decoder, data, MAX_BYTES, name, name)
     if value.version != VERSION:
         raise InvalidRequest(f"the {name} has version {value.version}; this replica reads version {VERSION}", name)
     return value

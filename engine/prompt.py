@@ -4,12 +4,15 @@ from engine.errors import ContextOverflow, InvalidRequest
 from engine.types import GenerateRequest
 
 
+def output_here(request: GenerateRequest) -> int:
+    """Most output tokens that are computed where the request goes: of a prefill's, one."""
+    most = request.sampling.max_tokens
+    return min(1, most) if request.prefill_only else most
+
+
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """`capacity`: most tokens, prompt and output together, that there is room for. Of a prefill's output, one is computed here. Raises
-    InvalidRequest, ContextOverflow included."""
-    prompt, output = request.prompt_token_ids, request.sampling.max_tokens
-    if request.prefill_only:
-        output = min(1, output)
+    """`capacity`: most tokens, prompt and output together, that there is room for. Raises InvalidRequest, ContextOverflow included."""
+    prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
         raise InvalidRequest("the prompt is empty", "prompt")
     if len(prompt) + output > capacity:

@@ -11,6 +11,7 @@ from engine.embedded.leases import Lease
 from engine.embedded.memory import KvMemory
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineUnavailable, InvalidRequest
+from engine.handoff import decode_bounded
 from engine.transfer.base import Offer, Read
 from engine.types import GenerateRequest, Handoff, Held
 
@@ -142,12 +143,7 @@ def reads_of(state: HeldState, tables: Sequence_[Table], missing: Sequence_[Sequ
 
 
 def _checked(data: bytes, layout: Layout, num_prompt: int) -> HeldState:
-    if len(data) > MAX_STATE_BYTES:
-        raise InvalidRequest(f"the handoff's state has {len(data)} bytes; the most is {MAX_STATE_BYTES}", _PARAM)
-    try:
-        state = _states.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the handoff's state cannot be read: {error}", _PARAM) from error
+    state = decode_bounded(_states, data, MAX_STATE_BYTES, "handoff's state", _PARAM)
     here, there = msgspec.structs.asdict(layout), msgspec.structs.asdict(state.layout)
     if different := [name for name in here if here[name] != there[name]]:
         values = (f"{_NAMES[name]} {here[name]} here, {there[name]} on the prefill replica" for name in different)
