@@ -30,6 +30,7 @@ from benchmarks.gpu.__main__ import arguments, settings_of
 from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.report import describe_gpu
+from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, reserved_port, serving
 from benchmarks.summary import percentile
@@ -202,7 +203,7 @@ class Run:
 
 def wait_for_peer(server: Server) -> None:
     deadline = time.monotonic() + PEER_SECONDS
-    while not metric(server, "trtllm_prefill_peer_available"):
+    while not total(server.get("/metrics"), "trtllm_prefill_peer_available"):
         if time.monotonic() > deadline:
             raise RuntimeError("the decode replica does not find its prefill replica")
         time.sleep(0.05)
@@ -210,11 +211,8 @@ def wait_for_peer(server: Server) -> None:
 
 def transferred(server: Server) -> tuple[float, float]:
     """Bytes and seconds of all transfers so far."""
-    return metric(server, "trtllm_kv_transfer_bytes_total"), metric(server, "trtllm_kv_transfer_latency_seconds_total")
-
-
-def metric(server: Server, name: str) -> float:
-    return sum(float(line.rpartition(" ")[2]) for line in server.get("/metrics").splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    page = server.get("/metrics")
+    return total(page, "trtllm_kv_transfer_bytes_total"), total(page, "trtllm_kv_transfer_latency_seconds_total")
 
 
 def checked(samples: list[Sample]) -> list[Sample]:
