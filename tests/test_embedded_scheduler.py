@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -128,15 +129,18 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens
 
 
+UNDER_PRESSURE: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 10_000),
+    "blocks": st.integers(10, 24),
+    "seqs": st.integers(1, 6),
+    "budget": st.integers(1, 40),
+    "flags": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    "windows": st.sampled_from([(None,), (None, 1), (None, 6), (None, 3, 10), (5,), (4, 12)]),
+}
+
+
 @settings(max_examples=300, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    blocks=st.integers(10, 24),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-    windows=st.sampled_from([(None,), (None, 1), (None, 6), (None, 3, 10), (5,), (4, 12)]),
-)
+@given(**UNDER_PRESSURE)
 def test_every_sequence_gets_its_output_whatever_the_pressure(
     seed: int, blocks: int, seqs: int, budget: int, flags: tuple[bool, bool, bool], windows: Windows
 ) -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from test_embedded_scheduler import SIZE, Machine, Step, Windows, expected, machine, make
+from test_embedded_scheduler import SIZE, UNDER_PRESSURE, Machine, Step, Windows, expected, machine, make
 
 from engine.embedded.groups import Table
 from engine.embedded.scheduler import Fetch
@@ -106,14 +105,7 @@ class Replica(Machine):
 @example(seed=3033, blocks=10, seqs=2, budget=20, flags=(False, False, True), windows=(4, 12))  # preempted while its token is pending
 @example(seed=2, blocks=10, seqs=1, budget=1, flags=(True, False, True), windows=(None,))  # blocks that a step under way still writes to
 @settings(max_examples=600, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    blocks=st.integers(10, 24),
-    seqs=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-    windows=st.sampled_from([(None,), (None, 1), (None, 6), (None, 3, 10), (5,), (4, 12)]),
-)
+@given(**UNDER_PRESSURE)
 def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
     seed: int, blocks: int, seqs: int, budget: int, flags: tuple[bool, bool, bool], windows: Windows
 ) -> None:
