@@ -57,8 +57,7 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
     limit = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
-        await _hear_out(request)
-        raise _too_large(limit)
+        raise await _too_large(request, limit)
     chunks: list[bytes] = []
     size = 0
     try:
@@ -66,8 +65,7 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
-                    await _hear_out(request)
-                    raise _too_large(limit)
+                    raise await _too_large(request, limit)
                 chunks.append(chunk)
     except TimeoutError:
         raise HTTPException(408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}) from None
@@ -88,7 +86,8 @@ async def _hear_out(request: Request) -> None:
                     return
 
 
-def _too_large(limit: int) -> HTTPException:
+async def _too_large(request: Request, limit: int) -> HTTPException:
+    await _hear_out(request)
     return HTTPException(413, f"The body exceeds {limit} bytes.", {"connection": "close"})
 
 
