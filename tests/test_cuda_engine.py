@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not 
 OUTPUT = 24
 
 
-def save(path: Path, spread: float) -> Path:
+def save(path: Path, spread: float, positions: int = 2048) -> Path:
     config = LlamaConfig(
         hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=2048,
-        max_position_embeddings=2048, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
+        max_position_embeddings=positions, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
@@ -106,6 +106,16 @@ async def test_a_step_ahead_changes_nothing_at_all(folder: Path, prompts: list[l
     for sampling in ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"repetition_penalty": 1.2}, {"stop_token_ids": (5, 6, 7, 8, 9)}):
         ahead = [await outputs(folder, [prompt], sampling) for prompt in prompts[:3]]
         assert ahead == [await outputs(folder, [prompt], sampling, overlap_scheduler="off") for prompt in prompts[:3]]
+
+
+async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
+    """A prompt of many steps: were the host to run ahead of them all, it would plan over plans that the device has yet to read."""
+    folder, rng = save(tmp_path, 0.08, 1 << 15), random.Random(1)
+    prompt = [rng.randrange(2, 2048) for _ in range(30_000)]
+    options = {"max_num_tokens": 512, "enable_block_reuse": False}
+    expected = await outputs(folder, [prompt], overlap_scheduler="off", **options)
+    for _ in range(3):
+        assert await outputs(folder, [prompt], **options) == expected
 
 
 @pytest.mark.parametrize(

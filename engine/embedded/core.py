@@ -35,8 +35,8 @@ class _Step:
     """A step that the device has been given."""
 
     chunks: Sequence_[Chunk]
-    drawn: Drawn | None
-    """The tokens of the chunks that sample, in order."""
+    drawn: Drawn
+    """The tokens of the chunks that sample, in order: of none, it is still what tells when the device is done."""
     started: float
 
 
@@ -120,7 +120,8 @@ class EngineCore:
         else:
             self.scheduler.remove(sequence)
         self._stalled = False
-        self._audit_when_idle()
+        if not self._sequences:
+            self.scheduler.audit()
 
     def poll(self) -> bool:
         """Take note of transfers that have ended; whether one has."""
@@ -154,7 +155,8 @@ class EngineCore:
             outputs += self._settle()
         self._stalled = not (ran or launched or outputs or self.scheduler.preemptions > preemptions)
         self._begin_fetches()
-        self._audit_when_idle()
+        if not self._sequences:
+            self.scheduler.audit()
         return outputs
 
     def stats(self) -> IterationStats:
@@ -177,10 +179,6 @@ class EngineCore:
             num_fetching_requests=len(scheduler.fetching),
             **(self._fetches.stats() if self._fetches is not None else {}),
         )
-
-    def _audit_when_idle(self) -> None:
-        if not self._sequences:
-            self.scheduler.audit()
 
     def _publish(self, window: int, data: EventData) -> None:
         self._publish_event(KvEvent(self._event_id, data, window_size=window))
@@ -222,7 +220,7 @@ class EngineCore:
         _note_pending(step.chunks, -1)
         outputs: Outputs = []
         try:
-            results = iter(step.drawn.results() if step.drawn else ())
+            results = iter(step.drawn.results())
             for chunk in step.chunks:
                 sampled = next(results) if chunk.samples else None
                 request_id = chunk.sequence.request.request_id
@@ -244,7 +242,7 @@ class EngineCore:
             first = report_prompts(chunks, logits)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             if not sampling:
-                return _Step(chunks, None, started)
+                return _Step(chunks, Drawn(torch.empty(0, dtype=torch.int64, device=logits.device)), started)
             drawn = self._sampler.draw(logits[first:] if first else logits, [sequence.sampler for sequence in sampling])
             if self._overlap:
                 self.model.remember([sequence.slot for sequence in sampling], drawn.tokens)
@@ -280,6 +278,9 @@ class EngineCore:
         return held_of(self.layout, sequence.tables, self._offers, sequence.lease)
 
     def _fail(self, chunks: Sequence_[Chunk], error: Exception) -> Outputs:
+        """End the sequences of a failed step. Raises if the device itself is broken, since every later step would fail too."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
         failures: Outputs = []
         for chunk in chunks:
             request_id = chunk.sequence.request.request_id
