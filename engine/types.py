@@ -73,6 +73,8 @@ again among the alternatives when it is one of them."""
 class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the engine says of the prompt, once, on the first delta."""
 
+    prompt_tokens: int = 0
+    """Of the prompt as the backend expanded it; 0 if it is the request's own."""
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     """From the engine's receipt of the request until its first token was scheduled."""
@@ -164,6 +166,32 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the embeddings are, in the backend's own terms."""
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An image of a prompt, encoded. In its span of `prompt_token_ids` the model's image tokens, in order, take its embeddings."""
+
+    key: str
+    """64 hex digits (BLAKE3) that name what the embeddings were made of: the file's bytes and how they are encoded."""
+    start: int
+    length: int
+    """The span: from the first to the last token of the image's expansion, other tokens between included."""
+    rows: int
+    """Image tokens in the span."""
+    dtype: str
+    data: bytes = b""
+    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere (`handoff`)."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Patches in time, height and width, for models with mRoPE; zeros for others."""
+
+
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt with images for a backend that expands and encodes by itself (TensorRT-LLM); `prompt_token_ids` is then not expanded."""
+
+    text: str
+    """The prompt as the chat template makes it, with a placeholder for each image."""
+    images: tuple[bytes, ...]
+    """Files as they came, checked."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate: n choices and lists of prompts are several requests.
 
@@ -175,8 +203,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    images: tuple[Image, ...] = ()
+    """The prompt's images in the order of their spans, which do not overlap."""
+    media: Media | None = None
+    """The prompt's images, to be encoded by the backend itself."""
     encoding: Encoding | None = None
-    """The prompt's images, encoded elsewhere."""
+    """The prompt's images, encoded elsewhere in the backend's own terms."""
     handoff: Handoff | None = None
     """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
     prefill_only: bool = False

@@ -1,0 +1,74 @@
+"""The second seam: images in, embeddings out. What encodes them may be a process here, another replica, or TensorRT-LLM's own encoder."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+Detail = Literal["auto", "low", "high"]
+
+
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image as it came: the bytes of a PNG, JPEG, WEBP or GIF file, checked to be one and to be within the limits, not yet decoded."""
+
+    data: bytes
+    detail: Detail = "auto"
+    """`low` has it scaled down to 512 pixels a side at most before the model's own processing; the others leave it as it is."""
+
+
+class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt needs of an image: the text that takes the place of its placeholder, and embeddings for the image tokens in it."""
+
+    text: str
+    """As the model's processor expands one placeholder, special tokens included. Tokenised, it has `rows` image tokens."""
+    rows: int
+    data: bytes
+    """The embeddings, row by row: contiguous [rows, hidden size of the language model], of `dtype`."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
+
+
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What has to be known of an encoder to write prompts for it. Encoders with equal fingerprints make equal embeddings."""
+
+    fingerprint: str
+    """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its options."""
+    placeholder: str
+    """What the chat template writes for one image, to be replaced by `EncodedImage.text`."""
+    image_token_id: int
+    """The token whose embeddings are replaced."""
+    hidden_size: int
+    dtype: str
+    """Of the embeddings."""
+
+
+class Encoder(Protocol):
+    """One model's vision tower. Everything runs on the event loop that called `start`; no call blocks it.
+
+    Life: `start` once, then any number of `encode` at once, then `close` once; `close` is safe before and after a failed start.
+    """
+
+    @property
+    def info(self) -> EncoderInfo:
+        """Facts fixed at start. Raises EngineNotReady before."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether images given now would be encoded. Cheap."""
+        ...
+
+    async def start(self) -> None:
+        """Load the tower. Raises EngineFailure, with nothing left running, if it cannot."""
+        ...
+
+    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        """Encode images, in order. Raises InvalidRequest (param `image`) for what cannot be decoded or is beyond the limits,
+        EngineUnavailable and EngineFailure. Cancelling gives it up.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give up what runs and free everything."""
+        ...
