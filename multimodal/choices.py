@@ -40,6 +40,8 @@ class Choice:
         self.request = request
         self.prompt_index = prompt_index
         """Which of the request's prompts this choice answers."""
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.image_tokens = sum(image.rows for image in request.images)
         self.completion_tokens = 0
         self.cached_tokens = 0
         self._include = options.include_stop
@@ -50,6 +52,7 @@ class Choice:
         """The piece for a delta. It has a finish reason if the engine or a stop string has ended the choice."""
         if delta.prompt is not None:
             self.cached_tokens = delta.prompt.cached_tokens
+            self.prompt_tokens = delta.prompt.prompt_tokens or self.prompt_tokens
         visible = len(delta.token_ids)
         if delta.finish_reason == "stop" and not (self._include and delta.stop_reason is not None):
             visible -= 1

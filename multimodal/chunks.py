@@ -102,13 +102,16 @@ class ChunkBuilder:
     def usage(self) -> dict[str, Any]:
         """Token counts up to now. A prompt counts once, with the cached tokens of its first choice."""
         firsts = [next(group) for _, group in itertools.groupby(self._choices, key=lambda choice: choice.prompt_index)]
-        prompt = sum(len(choice.request.prompt_token_ids) for choice in firsts)
+        prompt = sum(choice.prompt_tokens for choice in firsts)
         completion = sum(choice.completion_tokens for choice in self._choices)
+        details = {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}
+        if images := sum(choice.image_tokens for choice in firsts):
+            details["image_tokens"] = images
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+            "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 

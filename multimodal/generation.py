@@ -77,7 +77,7 @@ class Generation:
             async for delta in stream:
                 piece = choice.feed(delta)
                 if delta.prompt is not None:
-                    timer.prompt(len(choice.request.prompt_token_ids), delta.prompt.cached_tokens, delta.prompt.queue_seconds)
+                    timer.prompt(choice.prompt_tokens, delta.prompt.cached_tokens, delta.prompt.queue_seconds)
                 timer.tokens(len(delta.token_ids))
                 if piece.finish_reason is not None:
                     await stream.aclose()

@@ -4,7 +4,10 @@ from pydantic import BaseModel
 
 
 class PromptTokensDetails(BaseModel):
+    """`image_tokens` is there if the prompt has images: the part of its tokens that stand for them."""
+
     cached_tokens: int
+    image_tokens: int | None = None
 
 
 class CompletionTokensDetails(BaseModel):
