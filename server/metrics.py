@@ -16,7 +16,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
 from engine.types import EngineInfo
+from multimodal.embedding_cache import EmbeddingCache
 from routers.state import Replica
+from server.cache_metrics import CacheMetrics
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -32,6 +34,7 @@ class ServerMetrics:
         self._model_name = model_name
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
+        self._cache: CacheMetrics | None = None
         self._queued = Gauge(
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for their turn in the engine",
@@ -48,6 +51,8 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
+        if self._cache is not None:
+            self._cache.update()
         page = self.registry
         if self._folder is not None:
             page = CollectorRegistry()
@@ -60,6 +65,10 @@ class ServerMetrics:
             engine.register(_EngineCollector(self._stats, self._model_name, queued))
         return generate_latest(page) + generate_latest(engine)
 
+    def watch_cache(self, cache: EmbeddingCache) -> None:
+        """Report on this process' embedding cache, at most one in its life."""
+        self._cache = CacheMetrics(self.registry, self._model_name, cache)
+
     async def watch_engine(self, engine: AdmissionEngine) -> None:
         """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
         self._info = engine.info
@@ -70,7 +79,7 @@ class ServerMetrics:
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self, replica: Replica) -> None:
-        """Measure the event loop's lag, and note the length of the queue, until cancelled."""
+        """Measure the event loop's lag, and note the length of the queue and the state of the cache, until cancelled."""
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
@@ -78,6 +87,8 @@ class ServerMetrics:
             self._lag.observe(lag)
             self._last_lag.set(lag)
             self._queued.set(replica.engine.waiting if replica.engine is not None else 0)
+            if self._cache is not None:  # for the pages that other processes render
+                self._cache.update()
 
 
 class _Collector:
