@@ -11,5 +11,5 @@ def content_hash(data: bytes) -> bytes:
 
 
 def image_key(data: bytes, fingerprint: str, detail: Detail) -> str:
-    """64 hex digits that name what an encoder with `fingerprint` makes of a file. Large files are hashed off the event loop, by the caller."""
+    """64 hex digits that name what an encoder with `fingerprint` makes of a file. The caller hashes large files off the event loop."""
     return blake3(b"\0".join((content_hash(data), fingerprint.encode(), detail.encode()))).hexdigest()

@@ -1,5 +1,7 @@
 """The embedding cache against an obvious one, the keys of images, and the cache's metrics over several processes."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -136,9 +138,9 @@ def test_metrics() -> None:
 
 
 PROCESS = """
-import sys
-from test_embedding_cache import EmbeddingCache, ServerMetrics, encoded, page_of
+import json, sys
 from pathlib import Path
+from test_embedding_cache import EmbeddingCache, ServerMetrics, encoded, page_of
 metrics, cache = ServerMetrics("m", Path(sys.argv[1])), EmbeddingCache(48, 3)
 metrics.watch_cache(cache)
 for key in sys.argv[2]:
@@ -147,26 +149,20 @@ cache.get("a"), cache.get("z")
 metrics.render()
 print("ready", flush=True)
 sys.stdin.readline()
-print(page_of(metrics))
+print(json.dumps(page_of(metrics)))
 """
 
 
+def process(folder: Path, keys: str) -> "subprocess.Popen[str]":
+    here = Path(__file__).parent
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": f"{here}:{here.parent}"}
+    command = [sys.executable, "-c", PROCESS, str(folder), keys]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def test_metrics_add_up_over_processes(tmp_path: Path) -> None:
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path), keys],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for keys in ("ab", "abc")
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    pages = {process.communicate("\n", timeout=30)[0].strip() for process in processes[:1]}
-    processes[1].communicate("\n", timeout=30)
-    expected = {"hits_total": 2.0, "misses_total": 2.0, "evictions_total": 0.0, "bytes": 60.0, "entries": 5.0, "utilization": 0.75}
-    (page,) = pages
-    assert dict(sorted(eval(page).items())) == dict(sorted(expected.items()))
+    with process(tmp_path, "ab") as one, process(tmp_path, "abc") as other:
+        assert [each.stdout.readline() for each in (one, other) if each.stdout is not None] == ["ready\n"] * 2
+        page = json.loads(one.communicate("\n", timeout=30)[0])
+        other.communicate("\n", timeout=30)
+    assert page == {"hits_total": 2, "misses_total": 2, "evictions_total": 0, "bytes": 60, "entries": 5, "utilization": 0.75}
