@@ -145,17 +145,14 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
 
 def check_role(settings: Settings) -> Iterator[Finding]:
     """What a role other than the whole lacks, and does to arguments that have no other fault."""
-    role = settings.disaggregation_mode
-    if role == "aggregated":
+    role, lacking = settings.disaggregation_mode, role_shortage(settings)
+    if role == "aggregated" and lacking is None:
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
     effects = [f"forces {path} to {json.dumps(found.value(path))}" for path, layer in sorted(found.origins.items()) if layer == "role"]
     effects += [f"ignores {name}" for name in found.ignored]
-    lacking = role_shortage(settings)
     if lacking is None:
         yield Finding("ok", "; ".join([f"role {role}", *effects]))
-    elif role == "encode":
-        yield Finding("problem", "; ".join([lacking[1], *effects]), "set DISAGGREGATION_MODE to aggregated, prefill or decode")
     else:
         yield Finding("problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica")
 

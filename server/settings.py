@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from typing import Literal
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from protocol.common import MAX_MESSAGES
+from server.media_settings import MediaSettings
+from server.setting_types import Names, Secrets, Urls
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
@@ -28,20 +29,8 @@ class EngineArgsError(SettingsError):
         self.faults = tuple(faults)
 
 
-class Settings(BaseSettings):
-    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
-
-    model_config = SettingsConfigDict(
-        env_file=".env",
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        populate_by_name=True,
-        cli_prog_name="python -m server",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+class _ReplicaSettings(BaseSettings):
+    """All that have no file of their own; they come first."""
 
     # Model
     model: str = Field(
@@ -60,7 +49,7 @@ class Settings(BaseSettings):
     )
     disaggregation_mode: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
-        description="Role of this replica: aggregated does all, decode has prompts computed by prefill replicas; encode is not served yet",
+        description="Role of this replica: aggregated does all, decode has prompts computed by prefill replicas, encode does images alone",
     )
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
@@ -100,7 +89,7 @@ class Settings(BaseSettings):
     fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
 
     # Disaggregation
-    prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
+    prefill_urls: Urls = Field(
         (),
         description="Comma-separated prefill replicas for a decode replica: http://host:port, or dns+http://name:port for all addresses",
     )
@@ -149,13 +138,11 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_processes: int = Field(1, ge=1, le=64, description="API processes that share the port and the engine")
     root_path: str = Field("", description="Path prefix that a proxy strips")
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+    api_keys: Secrets = Field(
         (), description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open"
     )
     internal_secret: SecretStr | None = Field(None, description="Secret of the internal routes between replicas")
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Comma-separated origins that browsers may call from; empty allows none"
-    )
+    cors_origins: Names = Field((), description="Comma-separated origins that browsers may call from; empty allows none")
     docs: bool = Field(True, description="Serve /docs and /openapi.json")
     keep_alive_seconds: int = Field(75, ge=1, description="How long an idle connection stays open; more than the proxy's own limit")
     sse_ping_seconds: float = Field(15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0 sends none")
@@ -175,7 +162,7 @@ class Settings(BaseSettings):
     max_schema_kb: int = Field(64, ge=1, description="Largest JSON schema, regular expression or grammar in KiB")
     max_schema_depth: int = Field(32, ge=1, description="Deepest nesting of a JSON schema")
     guide_timeout_seconds: float = Field(15.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
-    chat_template_kwargs: Annotated[tuple[str, ...], NoDecode] = Field(
+    chat_template_kwargs: Names = Field(
         ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
         description="Comma-separated template variables that requests may set",
     )
@@ -190,27 +177,6 @@ class Settings(BaseSettings):
     @classmethod
     def _role(cls, value: object) -> object:
         return _ROLE_ALIASES.get(value, value) if isinstance(value, str) else value
-
-    @field_validator("api_keys", "cors_origins", "chat_template_kwargs", "prefill_urls", mode="before")
-    @classmethod
-    def _comma_separated(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        parts = tuple(part.strip() for part in value.split(",") if part.strip())
-        if value and not parts:  # API_KEYS="," was meant to close the server
-            raise ValueError("names nothing; leave it empty or out for none")
-        return parts
-
-    @field_validator("prefill_urls", mode="after")
-    @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https", "dns+http") or not parts.hostname or parts.port is None:
-                raise ValueError("each must be http://host:port, https://host:port or dns+http://name:port")
-            if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-                raise ValueError("nothing may follow the port, or come before the host")
-        return value
 
     @field_validator("api_processes", mode="after")
     @classmethod
@@ -246,6 +212,22 @@ class Settings(BaseSettings):
         return value.expanduser() if value is not None else None
 
 
+class Settings(MediaSettings, _ReplicaSettings):
+    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
+
+    model_config = SettingsConfigDict(
+        env_file=".env",
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        cli_prog_name="python -m server",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+
 def read_settings(arguments: Sequence[str]) -> Settings:
     """The settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError; `--help` exits."""
     return CliApp.run(Settings, cli_args=list(arguments))
@@ -254,12 +236,14 @@ def read_settings(arguments: Sequence[str]) -> Settings:
 def role_shortage(settings: Settings) -> tuple[str, str] | None:
     """The setting that the role lacks, and why; None if it lacks nothing."""
     role = settings.disaggregation_mode
-    if role == "encode":
-        return "--disaggregation-mode (DISAGGREGATION_MODE)", f"the role {role} is not served by this version"
-    if role in ("prefill", "decode") and settings.internal_secret is None:
+    if role != "aggregated" and settings.internal_secret is None:
         return "--internal-secret (INTERNAL_SECRET)", f"the role {role} needs it: replicas know each other by it"
     if role == "decode" and not settings.prefill_urls:
         return "--prefill-urls (PREFILL_URLS)", "the role decode needs it: it says which replicas prefill"
+    if role == "encode" and settings.api_processes > 1:
+        return "--api-processes (API_PROCESSES)", "the role encode has one: each would load the model's vision tower"
+    if settings.encode_urls and settings.internal_secret is None:
+        return "--internal-secret (INTERNAL_SECRET)", "ENCODE_URLS needs it: replicas know each other by it"
     return None
 
 

@@ -213,7 +213,7 @@ def test_what_a_role_lacks_and_forces() -> None:
     assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces cache_transceiver_config.kv_transfer_timeout_ms' in prefill.text
     assert "forces disable_overlap_scheduler to true" in prefill.text
     (encode,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="encode", enable_attention_dp=True))
-    assert encode.level == "problem" and "role encode is not served" in encode.text and encode.text.endswith("ignores enable_attention_dp")
+    assert encode.level == "problem" and "role encode needs it" in encode.text and encode.text.endswith("ignores enable_attention_dp")
     (decode,) = [
         finding for finding in doctor.findings(Settings(engine="fake", disaggregation_mode="decode", port=0)) if "role" in finding.text
     ]

@@ -72,7 +72,16 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--prefill-urls", "http://prefill"], "--prefill-urls (PREFILL_URLS): Value error, each must be http://host:port"),
         (["--prefill-urls", "http://a:1,dns+https://b:2"], "--prefill-urls (PREFILL_URLS): Value error, each must be"),
         (["--prefill-urls", "http://a:1/v1"], "--prefill-urls (PREFILL_URLS): Value error, nothing may follow the port"),
-        (["--disaggregation-mode", "encode", "--engine", "trtllm"], "the role encode is not served by this version"),
+        (["--disaggregation-mode", "encode", "--engine", "trtllm"], "--internal-secret (INTERNAL_SECRET): the role encode needs it"),
+        (
+            ["--disaggregation-mode", "encode", "--internal-secret", "s", "--api-processes", "2"],
+            "--api-processes (API_PROCESSES): the role encode has one",
+        ),
+        (["--encode-urls", "http://encode:8000"], "--internal-secret (INTERNAL_SECRET): ENCODE_URLS needs it"),
+        (["--encode-urls", "http://encode"], "--encode-urls (ENCODE_URLS): Value error, each must be http://host:port"),
+        (["--image-processor-options", "[1]"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
+        (["--image-processor-options", "{"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
+        (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): Value error, names nothing"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
         (
