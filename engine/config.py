@@ -74,6 +74,21 @@ class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
     """Logits processors that requests may name."""
 
 
+class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The vision tower of the embedded engine. Fields that `EmbeddedConfig` has too mean the same."""
+
+    model: str
+    """Folder with config.json, safetensors, tokenizer.json and the configuration of the image processor."""
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    max_image_pixels: int = 64_000_000
+    processor_options: dict[str, Any] = {}
+    """Over the configuration of the model's image processor, by its own names."""
+    timeout_seconds: float = 60.0
+    """How long the images of a batch, a few, may take before the process that encodes them is replaced."""
+
+
 EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
 
 

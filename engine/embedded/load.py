@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, EncoderConfig
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ def _fp8_settings(config: EmbeddedConfig) -> str:
     return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
 
 
-def device_of(config: EmbeddedConfig) -> torch.device:
+def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
 
 
-def dtype_of(config: EmbeddedConfig, device: torch.device) -> torch.dtype:
+def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16, but float32 on CPUs that have no bfloat16 instructions and would be slower with it."""
     if config.dtype == "auto":
         fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
