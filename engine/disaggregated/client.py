@@ -12,6 +12,8 @@ from engine.types import Handoff
 from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, FrameReader, PrefillInfo
 
 CONNECT_SECONDS = 1.5
+_SLOWEST_UPLOAD = 50 << 20
+"""Bytes in a second: how much longer than others a peer may take to begin its answer to a request with images."""
 _MOST_ERROR_BYTES = 1 << 16
 _ERRORS: dict[str, type[errors.EngineError]] = {
     "context_length_exceeded": errors.ContextOverflow,
@@ -77,7 +79,7 @@ class Lease:
 async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> Lease:
     """Have the peer at `url` prefill. Raises PeerError, or the error of `engine/errors` that it answers with."""
     request = http.build_request("POST", f"{url}/prefill", content=body, headers={**headers, "content-type": MEDIA_TYPE})
-    response = await _answered(http, request)
+    response = await _answered(http, request, SILENCE_SECONDS + len(body) / _SLOWEST_UPLOAD)
     try:
         if response.status_code != httpx.codes.OK:
             raise _refusal(response.status_code, await _bounded(response))
@@ -108,10 +110,10 @@ async def describe(http: httpx.AsyncClient, url: str) -> PrefillInfo:
         raise PeerError("a prefill replica does not say what it prefills with", "refused") from error
 
 
-async def _answered(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+async def _answered(http: httpx.AsyncClient, request: httpx.Request, seconds: float = SILENCE_SECONDS) -> httpx.Response:
     """The head of the answer. Raises PeerError."""
     try:
-        async with asyncio.timeout(SILENCE_SECONDS):
+        async with asyncio.timeout(seconds):
             return await http.send(request, stream=True)
     except (httpx.HTTPError, TimeoutError) as error:
         raise _peer_error(error) from error

@@ -3,6 +3,8 @@
 The first token comes with the handoff, and goes to the consumer at once. The engine here then reads the KV blocks; until its first delta
 the peer's answer stays open and keeps them where they are. If that ends too early, nothing that was read is trusted: the engine computes
 the prompt itself and goes on, with no token said twice and none lost.
+
+Images go to prefill as embeddings; the engine here gets these only if it has to compute the prompt itself.
 """
 
 import asyncio
@@ -18,6 +20,7 @@ from engine.disaggregated.peers import Observer
 from engine.disaggregated.pool import PeerPool, is_final
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
+from engine.images import check_spans, without_data
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
@@ -74,6 +77,7 @@ class DisaggregatedEngine:
         info = self.local.info
         try:  # before a peer computes anything
             check_prompt(request, info.vocab_size, info.capacity or info.context_length)
+            check_spans(request)
         except InvalidRequest as error:
             return DeltaStream.failed(error)
         run = _Run(self, request)
@@ -116,7 +120,7 @@ class _Run:
     async def _serve(self) -> None:
         try:
             engine, request = self._engine, self._request
-            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens:
+            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens and not _expands(request):
                 self._compute("short")
             elif (lease := await self._prefilled()) is None:
                 self._compute("no_peer")
@@ -157,7 +161,8 @@ class _Run:
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
         """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
-        local = self._generate(replace(self._request, handoff=handoff))
+        images = without_data(self._request.images)  # their tokens' keys and values are to be read, too
+        local = self._generate(replace(self._request, handoff=handoff, images=images, media=None, encoding=None))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._verdict.done():
@@ -200,6 +205,11 @@ class _Run:
         self._task.cancel()
         if self._local is not None:
             self._local.close()
+
+
+def _expands(request: GenerateRequest) -> bool:
+    """Whether the prompt is longer than its ids, by how much only the backend knows."""
+    return request.media is not None or request.encoding is not None
 
 
 def _is_about_handoff(output: Delta | Exception) -> bool:

@@ -14,6 +14,8 @@ import httpx
 from engine.disaggregated import client
 from engine.disaggregated.client import Lease, PeerError
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.images import overlapping
+from engine.types import Image
 from protocol.internal import PrefillInfo
 
 PROBE_SECONDS = 2.0
@@ -94,12 +96,15 @@ class Prefixes:
         self._keys.clear()
 
 
-def block_keys(tokens: Sequence[int], block_size: int, salt: str) -> list[int]:
-    """A key for each whole block but one that ends the prompt, whose last token is always computed. It stands for all tokens so far."""
+def block_keys(tokens: Sequence[int], block_size: int, salt: str, images: Sequence[Image] = ()) -> list[int]:
+    """A key for each whole block but one that ends the prompt, whose last token is always computed. It stands for all tokens and images so
+    far.
+    """
     data = array("I", tokens)
     keys, key = [], hash(salt)
     for end in range(block_size, len(data), block_size):
-        key = hash((key, data[end - block_size : end].tobytes()))
+        start = end - block_size
+        key = hash((key, data[start:end].tobytes(), *overlapping(images, start, end)))
         keys.append(key)
     return keys
 

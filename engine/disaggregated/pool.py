@@ -86,8 +86,8 @@ class PeerPool:
         NoPeer if there is none. The caller closes the lease.
         """
         prompt = request.prompt_token_ids
-        reuses = request.sampling.prompt_logprobs is None
-        keys = block_keys(prompt, mine.block_size, request.cache_salt) if reuses else []
+        reuses = request.sampling.prompt_logprobs is None and request.media is None and request.encoding is None
+        keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
         body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
         tried: list[Peer] = []
         failure: EngineError | None = None
