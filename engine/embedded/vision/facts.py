@@ -28,8 +28,7 @@ class VisionFacts(NamedTuple):
 
 def has_vision(folder: Path) -> bool:
     """Whether the folder holds a vision-language model that can be served with images."""
-    config = _config(folder)
-    return "vision_config" in config and not _objection(config)
+    return not _objection(_config(folder))
 
 
 def vision_facts(folder: Path) -> VisionFacts:
