@@ -1,71 +1,26 @@
 """The engine without a model: deterministic, fast, and true to every promise of `engine/base.py`.
 
 It echoes. Output token i is `prompt_token_ids[i % len(prompt)]`, less the end-of-sequence ids, which a chat template puts into every
-prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else. What it
-hands over is a digest of prompt and first token, which it checks when it goes on from there.
+prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else. Of a
+prompt with images it echoes, before all else, the first eight digits of each image's key, a token for each. What it hands over is a digest
+of prompt, images and first token, which it checks when it goes on from there.
 """
 
 import asyncio
 import heapq
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from engine.config import FakeConfig
-from engine.errors import EngineNotReady, InvalidRequest
+from engine.errors import EngineError, EngineNotReady, InvalidRequest
 from engine.fake_blocks import FakeBlocks, FakeSequenceBlocks
+from engine.fake_sequence import BACKEND, FakeSequence, check_handoff, check_images, sequence_of, state_of
 from engine.kv_events import KvEvent
 from engine.priority import rank
 from engine.prompt import check_prompt, output_here
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.stream import DeltaStream, Latest
-from engine.types import Delta, EngineInfo, FinishReason, GenerateRequest, Handoff, Held, Logprob, PromptReport, TokenLogprobs
-
-BACKEND = "fake"
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    request: GenerateRequest
-    received: float
-    tokens: list[int]
-    """Prompt and output."""
-    echo: tuple[int, ...]
-    stops: frozenset[int]
-    """Every id that ends this sequence."""
-    num_blocks: int
-    """Most blocks it can come to hold."""
-    stream: DeltaStream = field(init=False)
-    blocks: FakeSequenceBlocks | None = None
-    cursor: int = 0
-    started: bool = False
-    """Whether its prompt is computed."""
-
-    def go_on(self, handoff: Handoff) -> None:
-        """Count `handoff.first` as said."""
-        for token in handoff.first.token_ids:
-            self.next_token()
-            self.tokens.append(token)
-
-    def next_token(self) -> int:
-        """The next id of the echo; before `min_tokens`, the next that does not end the sequence."""
-        output = len(self.tokens) - len(self.request.prompt_token_ids)
-        for _ in self.echo:
-            token = self.echo[self.cursor % len(self.echo)]
-            self.cursor += 1
-            if output >= self.request.sampling.min_tokens or token not in self.stops:
-                return token
-        return next(token for token in range(len(self.stops) + 1) if token not in self.stops)
-
-    def finish(self, token: int) -> tuple[FinishReason | None, int | None]:
-        """Finish and stop reason after `token`, the newest."""
-        sampling = self.request.sampling
-        if token in self.stops:
-            return "stop", token if token in sampling.stop_token_ids else None
-        if len(self.tokens) - len(self.request.prompt_token_ids) >= sampling.max_tokens:
-            return "length", None
-        return None, None
+from engine.types import Delta, EngineInfo, GenerateRequest, Held, Logprob, PromptReport, TokenLogprobs
 
 
 class FakeEngine:
@@ -78,9 +33,9 @@ class FakeEngine:
         self._closed = False
         self._ticker: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
-        self._waiting: list[tuple[float, int, _Sequence]] = []
-        self._running: dict[_Sequence, None] = {}
-        self._held: dict[_Sequence, None] = {}
+        self._waiting: list[tuple[float, int, FakeSequence]] = []
+        self._running: dict[FakeSequence, None] = {}
+        self._held: dict[FakeSequence, None] = {}
         self._reserved = 0
         self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
         self._stats: Latest[IterationStats] = Latest()
@@ -120,7 +75,7 @@ class FakeEngine:
             return DeltaStream.failed(EngineNotReady("the engine is closed" if self._closed else "the engine has not started"))
         try:
             sequence = self._sequence(request)
-        except InvalidRequest as error:
+        except EngineError as error:
             return DeltaStream.failed(error)
         sequence.stream = DeltaStream(lambda: self._abort(sequence))
         heapq.heappush(self._waiting, (rank(request.priority, sequence.received), self._received, sequence))
@@ -146,27 +101,16 @@ class FakeEngine:
         self._stats.close()
         self._blocks.events.close()
 
-    def _sequence(self, request: GenerateRequest) -> _Sequence:
-        prompt, sampling, config = request.prompt_token_ids, request.sampling, self._config
+    def _sequence(self, request: GenerateRequest) -> FakeSequence:
+        """Raises InvalidRequest and EngineUnavailable."""
+        config, sampling = self._config, request.sampling
         check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
-        most = len(prompt) + output_here(request)
-        if request.handoff is not None:
-            _check(request.handoff, prompt)
-        meant = frozenset(sampling.stop_token_ids)
-        eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
-        sequence = _Sequence(
-            request=request,
-            received=time.monotonic(),
-            tokens=list(prompt),
-            echo=tuple(token for token in prompt if token not in eos or token in meant) or prompt,
-            stops=meant | eos,
-            num_blocks=-(-most // config.block_size),
-        )
-        if request.handoff is not None:
-            sequence.go_on(request.handoff)
-        return sequence
+        check_images(request)
+        check_handoff(request)
+        most = len(request.prompt_token_ids) + output_here(request)
+        return sequence_of(request, config, num_blocks=-(-most // config.block_size))
 
     async def _run(self) -> None:
         while True:
@@ -192,12 +136,13 @@ class FakeEngine:
                 break
             heapq.heappop(self._waiting)
             self._reserved += sequence.num_blocks
-            sequence.blocks = self._blocks.open(sequence.request.prompt_token_ids, sequence.request.cache_salt)
+            request = sequence.request
+            sequence.blocks = self._blocks.open(request.prompt_token_ids, request.cache_salt, request.images)
             self._running[sequence] = None
             admitted += 1
         return admitted
 
-    def _step(self, sequence: _Sequence) -> None:
+    def _step(self, sequence: FakeSequence) -> None:
         """Compute what is new of the sequence and emit its next token."""
         request, sampling = sequence.request, sequence.request.sampling
         assert sequence.blocks is not None
@@ -212,7 +157,7 @@ class FakeEngine:
             sequence.tokens.append(token)
             finish, stop = sequence.finish(token)
             logprobs = () if sampling.logprobs is None else (self._logprobs(token, sampling.logprobs),)
-            held = Held(_state(request.prompt_token_ids, (token,))) if request.prefill_only and finish is None else None
+            held = Held(state_of(request, (token,))) if request.prefill_only and finish is None else None
             delta = Delta((token,), logprobs, finish, stop, prompt, held)
             if held is not None:
                 del self._running[sequence]
@@ -222,7 +167,7 @@ class FakeEngine:
             self._release(sequence)
         sequence.stream.put(delta)
 
-    def _prompt_report(self, sequence: _Sequence, blocks: FakeSequenceBlocks) -> PromptReport:
+    def _prompt_report(self, sequence: FakeSequence, blocks: FakeSequenceBlocks) -> PromptReport:
         request, count = sequence.request, sequence.request.sampling.prompt_logprobs
         return PromptReport(
             cached_tokens=len(blocks.keys) * self._config.block_size,
@@ -236,7 +181,7 @@ class FakeEngine:
         top = tuple(ranked)
         return (top[0], *top[:count])
 
-    def _abort(self, sequence: _Sequence) -> None:
+    def _abort(self, sequence: FakeSequence) -> None:
         if sequence in self._held:
             self._completed += 1
         else:
@@ -247,7 +192,7 @@ class FakeEngine:
         self._release(sequence)
         self._publish(0.0, len(self._running), 0)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: FakeSequence) -> None:
         """Give back the blocks of a sequence that has ended, if it holds any."""
         if sequence.blocks is not None:
             sequence.blocks.release()
@@ -278,15 +223,3 @@ class FakeEngine:
                 num_held_blocks=sum(sequence.blocks.held for sequence in self._held if sequence.blocks is not None),
             )
         )
-
-
-def _state(prompt: tuple[int, ...], first: tuple[int, ...]) -> bytes:
-    return blake2b(repr((prompt, first)).encode(), digest_size=16).digest()
-
-
-def _check(handoff: Handoff, prompt: tuple[int, ...]) -> None:
-    """Raises InvalidRequest for what another kind of engine, or another prompt, has left."""
-    if handoff.backend != BACKEND:
-        raise InvalidRequest(f"the handoff is of the {handoff.backend} engine; this replica runs {BACKEND}", "handoff")
-    if handoff.state and handoff.state != _state(prompt, handoff.first.token_ids):
-        raise InvalidRequest("the handoff is of another prompt", "handoff")

@@ -1,18 +1,21 @@
 """The KV blocks that the fake engine pretends to have: counts, prefix reuse and events, but no tensors."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
+from engine.images import mm_keys, overlapping
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
 from engine.stats import KvCacheStats
 from engine.stream import EventBuffer
+from engine.types import Image
 
 
 class FakeBlocks:
     """A pool of `num_blocks` blocks of `block_size` tokens.
 
-    A complete block is known by the hash of its tokens and of all before them; live sequences share equal ones, and the pool keeps
-    them for reuse, least recently used first out, until it needs the room.
+    A complete block is known by the hash of its tokens and images and of all before them; live sequences share equal ones, and the pool
+    keeps them for reuse, least recently used first out, until it needs the room.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window_size: int) -> None:
@@ -33,9 +36,9 @@ class FakeBlocks:
         """Blocks held by live sequences."""
         return len(self._users) + self._partial
 
-    def open(self, tokens: tuple[int, ...], salt: str) -> "FakeSequenceBlocks":
+    def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[Image]) -> "FakeSequenceBlocks":
         """Blocks for a new sequence: those of its prompt that are known already, as far as a token is left to compute."""
-        sequence = FakeSequenceBlocks(self, self._block_size, salt)
+        sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):
             block = tokens[start : start + self._block_size]
@@ -69,9 +72,8 @@ class FakeBlocks:
                 del self._users[key]
                 self._idle[key] = None
 
-    def stored(self, parent: int | None, blocks: list[tuple[int, tuple[int, ...]]]) -> None:
-        stored = tuple(StoredBlock(key, tuple(map(UniqueToken, tokens))) for key, tokens in blocks)
-        self._publish(Stored(parent, stored))
+    def stored(self, parent: int | None, blocks: list[StoredBlock]) -> None:
+        self._publish(Stored(parent, tuple(blocks)))
 
     def stats(self) -> KvCacheStats:
         looked_up = self._reused + self._missed
@@ -101,11 +103,12 @@ class FakeBlocks:
 class FakeSequenceBlocks:
     """The blocks of one live sequence: complete ones by key, in order, and at most one that is being filled."""
 
-    def __init__(self, pool: FakeBlocks, block_size: int, salt: str) -> None:
+    def __init__(self, pool: FakeBlocks, block_size: int, salt: str, images: Sequence[Image]) -> None:
         self.keys: list[int] = []
         self._pool = pool
         self._block_size = block_size
         self._salt = salt.encode()
+        self._images = images
         self._partial = 0
 
     @property
@@ -116,12 +119,13 @@ class FakeSequenceBlocks:
     def key(self, tokens: tuple[int, ...]) -> int:
         """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
         parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt
-        return int.from_bytes(blake2b(parent + repr(tokens).encode(), digest_size=8).digest(), "little")
+        images = self._next_images()
+        return int.from_bytes(blake2b(parent + repr((tokens, images) if images else tokens).encode(), digest_size=8).digest(), "little")
 
     def fill(self, tokens: tuple[int, ...] | list[int]) -> None:
         """Account for `tokens`, all of the sequence whose keys and values are computed now."""
         parent = self.keys[-1] if self.keys else None
-        new: list[tuple[int, tuple[int, ...]]] = []
+        new: list[StoredBlock] = []
         for start in range(len(self.keys) * self._block_size, len(tokens) - self._block_size + 1, self._block_size):
             block = tuple(tokens[start : start + self._block_size])
             key = self.key(block)
@@ -129,7 +133,7 @@ class FakeSequenceBlocks:
                 self._pool.hold_partial(-1)
                 self._partial = 0
             if self._pool.hold(key):
-                new.append((key, block))
+                new.append(StoredBlock(key, tuple(map(UniqueToken, block)), mm_keys=mm_keys(self._next_images())))
             elif new:
                 self._pool.stored(parent, new)
                 new = []
@@ -141,6 +145,11 @@ class FakeSequenceBlocks:
         if partial != self._partial:
             self._pool.hold_partial(partial - self._partial)
             self._partial = partial
+
+    def _next_images(self) -> list[tuple[str, int]]:
+        """Those in the block that would come next."""
+        start = len(self.keys) * self._block_size
+        return overlapping(self._images, start, start + self._block_size)
 
     def release(self) -> None:
         self._pool.drop(self.keys)
