@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from engine.images import mm_keys, overlapping
+from engine.images import Overlap, mm_keys_of, overlaps_of
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
 from engine.stats import KvCacheStats
 from engine.stream import EventBuffer
@@ -119,8 +119,8 @@ class FakeSequenceBlocks:
     def key(self, tokens: tuple[int, ...]) -> int:
         """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
         parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt
-        images = self._next_images()
-        return int.from_bytes(blake2b(parent + repr((tokens, images) if images else tokens).encode(), digest_size=8).digest(), "little")
+        overlaps = self._next_overlaps()
+        return int.from_bytes(blake2b(parent + repr((tokens, overlaps) if overlaps else tokens).encode(), digest_size=8).digest(), "little")
 
     def fill(self, tokens: tuple[int, ...] | list[int]) -> None:
         """Account for `tokens`, all of the sequence whose keys and values are computed now."""
@@ -133,7 +133,7 @@ class FakeSequenceBlocks:
                 self._pool.hold_partial(-1)
                 self._partial = 0
             if self._pool.hold(key):
-                new.append(StoredBlock(key, tuple(map(UniqueToken, block)), mm_keys=mm_keys(self._next_images())))
+                new.append(StoredBlock(key, tuple(map(UniqueToken, block)), mm_keys=mm_keys_of(self._next_overlaps())))
             elif new:
                 self._pool.stored(parent, new)
                 new = []
@@ -146,10 +146,9 @@ class FakeSequenceBlocks:
             self._pool.hold_partial(partial - self._partial)
             self._partial = partial
 
-    def _next_images(self) -> list[tuple[str, int]]:
-        """Those in the block that would come next."""
-        start = len(self.keys) * self._block_size
-        return overlapping(self._images, start, start + self._block_size)
+    def _next_overlaps(self) -> tuple[Overlap, ...]:
+        """The images in the block that would come next."""
+        return overlaps_of(self._images, len(self.keys) * self._block_size, self._block_size)
 
     def release(self) -> None:
         self._pool.drop(self.keys)

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake_blocks import FakeSequenceBlocks
-from engine.images import check_spans
 from engine.stream import DeltaStream
 from engine.types import FinishReason, GenerateRequest, Handoff
 
@@ -85,10 +84,11 @@ def state_of(request: GenerateRequest, first: tuple[int, ...]) -> bytes:
 
 
 def check_images(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for images that are not encoded or not where they can be, EngineUnavailable for embeddings that are lost."""
+    """Of a prompt that `check_prompt` has passed. Raises InvalidRequest for images that are not encoded, EngineUnavailable for embeddings
+    that are lost.
+    """
     if request.media is not None or request.encoding is not None:
         raise InvalidRequest("the fake engine takes images as embeddings alone", "prompt")
-    check_spans(request)
     reads = request.handoff is not None and request.handoff.state
     if not reads and not all(image.data for image in request.images):
         raise EngineUnavailable("the images' embeddings are not here, so that the prompt cannot be computed")

@@ -20,7 +20,7 @@ from engine.disaggregated.peers import Observer
 from engine.disaggregated.pool import PeerPool, is_final
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
-from engine.images import check_spans, without_data
+from engine.images import without_data
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
@@ -77,7 +77,6 @@ class DisaggregatedEngine:
         info = self.local.info
         try:  # before a peer computes anything
             check_prompt(request, info.vocab_size, info.capacity or info.context_length)
-            check_spans(request)
         except InvalidRequest as error:
             return DeltaStream.failed(error)
         run = _Run(self, request)

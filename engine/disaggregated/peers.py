@@ -14,7 +14,7 @@ import httpx
 from engine.disaggregated import client
 from engine.disaggregated.client import Lease, PeerError
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
-from engine.images import overlapping
+from engine.images import overlaps_of
 from engine.types import Image
 from protocol.internal import PrefillInfo
 
@@ -104,7 +104,7 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str, images: Sequen
     keys, key = [], hash(salt)
     for end in range(block_size, len(data), block_size):
         start = end - block_size
-        key = hash((key, data[start:end].tobytes(), *overlapping(images, start, end)))
+        key = hash((key, data[start:end].tobytes(), *overlaps_of(images, start, block_size)))
         keys.append(key)
     return keys
 
