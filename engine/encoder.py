@@ -5,7 +5,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from engine.types import Encoding
+
 Detail = Literal["auto", "low", "high"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ImageInput(msgspec.Struct, frozen=True):
@@ -24,7 +27,7 @@ class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     data: bytes
     """The embeddings, row by row: contiguous [rows, hidden size of the language model], of `dtype`."""
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Dtype
     grid: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
 
@@ -72,3 +75,20 @@ class Encoder(Protocol):
     async def close(self) -> None:
         """Give up what runs and free everything."""
         ...
+
+
+class PromptEncoder(Protocol):
+    """What encodes all images of a prompt together, and hands them over by means of its own (TensorRT-LLM's encoder). Its life is that of
+    an `Encoder`.
+    """
+
+    @property
+    def healthy(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+        """`prompt` is text as the chat template makes it, with a placeholder for each image. Raises as `Encoder.encode` does."""
+        ...
+
+    async def close(self) -> None: ...

@@ -29,7 +29,7 @@ _LONGEST_PATH = 100
 """Bytes in the path of a Unix socket; the system's own limit is 107."""
 
 _ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-"""Defaults for the host. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
+"""Defaults for children. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
 runs; those that never spin are slow to wake (docs/log.md has the figures)."""
 
 log = logging.getLogger(__name__)
@@ -134,9 +134,8 @@ class _Host:
         os.set_blocking(log_pipe, False)
         try:
             command = (sys.executable, "-m", "engine.host")
-            environment = _ENVIRONMENT | os.environ
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment, start_new_session=True
+                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment(), start_new_session=True
             )
         except BaseException:
             os.close(log_pipe)
@@ -196,6 +195,11 @@ class _Host:
             self._log_ended.set()
             asyncio.get_running_loop().remove_reader(self._log_pipe)
             os.close(self._log_pipe)
+
+
+def environment() -> dict[str, str]:
+    """Of a child process that computes."""
+    return _ENVIRONMENT | os.environ
 
 
 def _private_folder() -> Path:

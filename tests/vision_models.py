@@ -31,7 +31,8 @@ HIDDEN = 64
 EOS = 2
 _SPECIAL = [
     "<pad>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-    "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
+    "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
 ]  # fmt: skip
 TOKENS = {token: index for index, token in enumerate(_SPECIAL)}
 _TEXT: dict[str, Any] = {

@@ -1,0 +1,86 @@
+"""From the bytes of an image file to upright RGB pixels. Whatever is wrong with them is the user's mistake, said in our words."""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from engine.encoder import ImageInput
+from engine.errors import InvalidRequest
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+LOW_DETAIL = 512
+"""Most pixels a side of an image of low detail."""
+MAX_RATIO = 200
+"""Most times that one side may be as long as the other: scaled until the shorter fits a model, a longer image would be huge."""
+_ORIENTATION = 0x0112  # of EXIF
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def limit_pixels(most: int) -> None:
+    """Have Pillow refuse larger images as well, wherever in a file it finds one. For the whole process."""
+    Image.MAX_IMAGE_PIXELS = most
+
+
+def decode(image: ImageInput, max_pixels: int) -> Image.Image:
+    """The first frame, turned as its EXIF says, transparency over white. Raises InvalidRequest."""
+    try:
+        opened = Image.open(io.BytesIO(image.data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(max_pixels) from error
+    except Exception as error:  # whatever its parsers raise on bytes that are no image
+        raise InvalidRequest(
+            f"the image is none that can be read: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}", "image"
+        ) from error
+    with opened:
+        width, height = opened.size
+        if width * height > max_pixels:
+            raise _too_large(max_pixels, width, height)
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise InvalidRequest(f"the image, {width} x {height} pixels, is more than {MAX_RATIO} times as long as it is wide", "image")
+        try:
+            if image.detail == "low":
+                opened.thumbnail((LOW_DETAIL, LOW_DETAIL))
+            return _upright(_rgb(opened), _orientation(opened))
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise _too_large(max_pixels) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # likewise
+            raise InvalidRequest("the image is damaged or incomplete", "image") from error
+
+
+def _too_large(max_pixels: int, width: int = 0, height: int = 0) -> InvalidRequest:
+    size = f", {width} x {height}," if width else ""
+    return InvalidRequest(f"the image{size} has more than {max_pixels} pixels", "image")
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    image.load()
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 8
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    white = Image.new("RGB", layer.size, "white")
+    white.paste(layer, mask=layer.getchannel("A"))
+    return white
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # EXIF that cannot be read says nothing about the image, which can
+        return 1
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image

@@ -1,0 +1,205 @@
+"""The embedded engine's encoder: a vision tower in a process of its own, so that neither HTTP nor the engine's steps wait for it.
+
+This side moves bytes and nothing else. It keeps the queue, and lets the process have two small batches at a time: one to compute, one to
+go on with. What has not been sent is skipped when it is cancelled.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config import EncoderConfig
+from engine.embedded.vision.messages import Options
+from engine.embedded.vision.process import EncoderProcess
+from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
+
+_BATCHES = 2
+_BATCH_IMAGES = 8
+_BATCH_BYTES = 32 << 20
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_HEALTHY_SECONDS = 60.0
+"""How long a process must have served for its death to count as the first."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Job:
+    image: ImageInput
+    done: asyncio.Future[EncodedImage]
+    alone: bool = False
+    """To be sent in a batch of its own: of several images one took too long, and it may be this."""
+
+
+class EmbeddedEncoder:
+    """An `Encoder`. When its process dies, all images that it has and all that wait raise EngineDied, and it is restarted, after pauses
+    that grow from 0.5 to 30 seconds. A batch that takes longer than `timeout_seconds` has the process killed: its images are tried again
+    one by one, and one that takes too long by itself raises EngineFailure.
+    """
+
+    def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
+        self._timeout = config.timeout_seconds
+        self._options = Options(config, log_level)
+        self._info: EncoderInfo | None = None
+        self._process: EncoderProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._waiting: deque[_Job] = deque()
+        self._sent: deque[list[_Job]] = deque()
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._hung = False
+
+    @property
+    def info(self) -> EncoderInfo:
+        if self._info is None:
+            raise EngineNotReady("the encoder has not started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process that encodes; None while there is none."""
+        return None if self._process is None else self._process.process.pid
+
+    async def start(self) -> None:
+        self._process, self._info = await EncoderProcess.start(self._options)
+        self._supervisor = asyncio.create_task(self._supervise(self._process), name="image-encoder")
+
+    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        if not self.healthy:
+            raise EngineNotReady("the encoder is starting, restarting or closing")
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(image, loop.create_future()) for image in images]
+        self._waiting.extend(jobs)
+        self._wake.set()
+        try:
+            return await asyncio.gather(*(job.done for job in jobs))
+        finally:
+            for job in jobs:
+                job.done.cancel()
+
+    async def close(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+
+    async def _supervise(self, process: EncoderProcess) -> None:
+        """Serve, and restart, until cancelled."""
+        pause = _FIRST_PAUSE
+        try:
+            while True:
+                since = time.monotonic()
+                await self._serve(process)
+                self._process = None
+                reason = f"the encoder process died ({await process.stop()})"
+                self._recover()
+                if time.monotonic() - since > _HEALTHY_SECONDS:
+                    pause = _FIRST_PAUSE
+                while self._process is None:
+                    log.error("%s; it is restarted in %.2g s", reason, pause)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    try:
+                        self._process, self._info = await EncoderProcess.start(self._options)
+                    except EngineFailure as error:
+                        reason = str(error)
+                        self._fail_all(EngineDied("the encoder process was lost and does not start again at present"))
+                process = self._process
+        finally:
+            self._process = None
+            self._disarm()
+            self._fail_all(EngineNotReady("the encoder is closing"))
+            await process.stop()
+
+    async def _serve(self, process: EncoderProcess) -> None:
+        """Return when the process has gone."""
+        tasks = [asyncio.create_task(self._send(process)), asyncio.create_task(self._receive(process))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            task.result()
+
+    async def _send(self, process: EncoderProcess) -> None:
+        while True:
+            self._wake.clear()
+            while len(self._sent) < _BATCHES and (batch := self._next_batch()):
+                self._sent.append(batch)
+                if len(self._sent) == 1:
+                    self._arm(process)
+                if not await process.send([job.image for job in batch]):
+                    return
+            await self._wake.wait()
+
+    async def _receive(self, process: EncoderProcess) -> None:
+        while (outcomes := await process.receive()) is not None:
+            for job, outcome in zip(self._sent.popleft(), outcomes, strict=True):
+                if job.done.done():
+                    continue
+                if isinstance(outcome, EngineError):
+                    job.done.set_exception(outcome)
+                else:
+                    job.done.set_result(outcome)
+            self._arm(process)
+            self._wake.set()
+
+    def _next_batch(self) -> list[_Job]:
+        """The images that have waited longest, without those that nobody waits for any more."""
+        batch: list[_Job] = []
+        size = 0
+        while self._waiting and len(batch) < _BATCH_IMAGES:
+            job = self._waiting[0]
+            if not job.done.done():
+                size += len(job.image.data)
+                if batch and (size > _BATCH_BYTES or job.alone or batch[0].alone):
+                    break
+                batch.append(job)
+            self._waiting.popleft()
+        return batch
+
+    def _arm(self, process: EncoderProcess) -> None:
+        """From now on the time of the oldest batch runs, if there is one."""
+        self._disarm()
+        if self._sent:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, process)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _kill(self, process: EncoderProcess) -> None:
+        self._hung = True
+        process.kill()
+
+    def _recover(self) -> None:
+        """Of what the lost process was given, and what waits, keep what shall be tried again."""
+        self._disarm()
+        hung, self._hung = self._hung, False
+        if not hung:
+            self._fail_all(EngineDied("the encoder process was lost while it had the image"))
+            return
+        first, *others = [[job for job in batch if not job.done.done()] for batch in self._sent] or [[]]
+        self._sent.clear()
+        if len(first) == 1:
+            first.pop().done.set_exception(EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds"))
+        for job in first:
+            job.alone = True
+        self._waiting.extendleft(reversed([*first, *(job for batch in others for job in batch)]))
+
+    def _fail_all(self, error: EngineError) -> None:
+        for job in [*(job for batch in self._sent for job in batch), *self._waiting]:
+            if not job.done.done():
+                job.done.set_exception(error)
+        self._sent.clear()
+        self._waiting.clear()

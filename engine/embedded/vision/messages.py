@@ -1,0 +1,57 @@
+"""What the encoder and its process say to each other over a socket pair: a length, msgpack of that length, then bytes that it announces.
+
+Images and embeddings travel behind the message and not in it, so that neither side copies them to pack them.
+"""
+
+import struct
+
+import msgspec
+
+from engine.config import EncoderConfig
+from engine.encoder import Detail, Dtype, EncoderInfo
+from engine.wire import Failed
+
+HEADER = struct.Struct("<I")
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The first message to the process, answered by Welcome or Failed."""
+
+    config: EncoderConfig
+    log_level: str
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Images to encode, answered by an Answer. Their files follow, one behind the other."""
+
+    images: list[tuple[Detail, int]]
+    """The detail and the size in bytes of each."""
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    info: EncoderInfo
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """An `EncodedImage` whose data, `size` bytes, follow."""
+
+    text: str
+    rows: int
+    dtype: Dtype
+    grid: tuple[int, int, int]
+    size: int
+
+
+Result = Encoded | Failed
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of a batch, image by image."""
+
+    results: list[Result]
+
+
+def packed(message: msgspec.Struct) -> bytes:
+    """The message behind its length."""
+    body = msgspec.msgpack.encode(message)
+    return HEADER.pack(len(body)) + body

@@ -1,0 +1,122 @@
+"""The parent's end of the process that encodes images: start it, give it batches, take its answers, end it."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+import engine
+from engine import wire
+from engine.embedded.vision.messages import HEADER, Answer, Batch, Options, Result, Welcome, packed
+from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.errors import EngineError, EngineFailure
+from engine.process import environment
+
+_STOP_SECONDS = 5.0
+"""How long the process may take to end once its socket is closed."""
+_ROOT = Path(engine.__file__).resolve().parents[1]
+
+
+class EncoderProcess:
+    """One process, which has started. It ends with this one, however that ends. One `send` and one `receive` at a time."""
+
+    def __init__(self, process: Process, channel: socket.socket) -> None:
+        self.process = process
+        self._channel = channel
+
+    @classmethod
+    async def start(cls, options: Options) -> tuple[Self, EncoderInfo]:
+        """Raises EngineFailure, with nothing left running, if there is no encoder to be had."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "engine.embedded.vision.worker",
+                stdin=theirs.fileno(), cwd=_ROOT, env=environment(), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise EngineFailure(f"the encoder process cannot be spawned: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self = cls(process, ours)
+        try:
+            return self, await self._greet(options)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def send(self, images: Sequence[ImageInput]) -> bool:
+        """Whether the process has taken the images, whose results `receive` will return; else it has gone."""
+        try:
+            await self._write(packed(Batch([(image.detail, len(image.data)) for image in images])))
+            for image in images:
+                await self._write(image.data)
+        except ConnectionError:
+            return False
+        return True
+
+    async def receive(self) -> list[EncodedImage | EngineError] | None:
+        """The outcomes of the oldest batch not yet answered; None if the process has gone."""
+        try:
+            answer = msgspec.msgpack.decode(await self._message(), type=Answer)
+            return [await self._outcome(result) for result in answer.results]
+        except (EOFError, ConnectionError):
+            return None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def stop(self) -> str:
+        """End the process, if it has not ended yet, and say how it ended."""
+        self._channel.close()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                code = await self.process.wait()
+        except TimeoutError:
+            self.kill()
+            code = await self.process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def _greet(self, options: Options) -> EncoderInfo:
+        try:
+            await self._write(packed(options))
+            reply: Welcome | wire.Failed = msgspec.msgpack.decode(await self._message(), type=Welcome | wire.Failed)
+        except (EOFError, ConnectionError) as error:
+            raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
+        if isinstance(reply, wire.Failed):
+            raise wire.error_of(reply)
+        return reply.info
+
+    async def _outcome(self, result: Result) -> EncodedImage | EngineError:
+        if isinstance(result, wire.Failed):
+            return wire.error_of(result)
+        return EncodedImage(text=result.text, rows=result.rows, data=await self._read(result.size), dtype=result.dtype, grid=result.grid)
+
+    async def _write(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._channel, data)
+
+    async def _message(self) -> bytes:
+        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
+
+    async def _read(self, size: int) -> bytes:
+        """Raises EOFError."""
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = await asyncio.get_running_loop().sock_recv_into(self._channel, view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return bytes(data)

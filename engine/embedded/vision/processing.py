@@ -1,0 +1,109 @@
+"""One image, by the model's own processor: pixels for the vision tower, and the text that takes the place of a placeholder.
+
+Each image is processed for itself, so that its embeddings do not depend on what else a prompt shows, and can be kept.
+"""
+
+import json
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    Idefics3Processor,
+    LlavaProcessor,
+    Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+)
+
+from engine.config import EncoderConfig
+from engine.embedded.vision.decode import decode, limit_pixels
+from engine.embedded.vision.facts import VisionFacts
+from engine.encoder import ImageInput
+from engine.errors import EngineFailure, InvalidRequest
+
+_PROCESSORS: dict[str, Any] = {
+    "llava": LlavaProcessor,
+    "qwen2_vl": Qwen2VLProcessor,
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "idefics3": Idefics3Processor,
+    "smolvlm": Idefics3Processor,  # expands images alike; SmolVLM's own asks for a library that spells out numbers, for videos
+}
+_LARGE = 8_000_000
+"""Pixels from which images are processed one at a time: copies of one of 64 million take a gigabyte."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image for the tower: `tensors` are arguments of `get_image_features`, each with images in the first dimension."""
+
+    tensors: dict[str, torch.Tensor]
+    text: str
+    rows: int
+    grid: tuple[int, int, int]
+
+
+class ImageProcessing:
+    """The processor in a model's folder. `prepare` may be called in several threads at once. Raises EngineFailure."""
+
+    def __init__(self, config: EncoderConfig, facts: VisionFacts) -> None:
+        self._max_pixels = config.max_image_pixels
+        limit_pixels(config.max_image_pixels)
+        try:
+            self._image_processor = _load_image_processor(config)
+            self._processor, settings = _load_processor(config.model, facts.family, self._image_processor)
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            raise EngineFailure(f"the model's image processor cannot be loaded: {error}") from error
+        self._wanted = {"return_row_col_info": True} if facts.family in ("idefics3", "smolvlm") else {}
+        self._one_large = threading.Lock()
+        self.placeholder: str = self._processor.image_token
+        """What the chat template writes for an image, and the text of an image token."""
+        self.description = json.dumps([facts.family, self._image_processor.to_dict(), settings], sort_keys=True, default=str)
+        """All that decides what becomes of an image."""
+
+    def prepare(self, image: ImageInput) -> Prepared:
+        """Raises InvalidRequest."""
+        picture = decode(image, self._max_pixels)
+        with self._one_large if picture.width * picture.height > _LARGE else nullcontext():
+            try:
+                inputs = self._image_processor([picture], return_tensors="pt", **self._wanted)
+            except ValueError as error:
+                raise InvalidRequest(f"the model takes no image of {picture.width} x {picture.height} pixels", "image") from error
+        text: str = self._processor.replace_image_token(inputs, image_idx=0)
+        time, height, width = inputs["image_grid_thw"][0].tolist() if "image_grid_thw" in inputs else (0, 0, 0)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        return Prepared(tensors, text, text.count(self.placeholder), (time, height, width))
+
+
+def _load_image_processor(config: EncoderConfig) -> Any:
+    """Pillow's, wherever torchvision is installed too: the two scale differently, and replicas' embeddings are to be equal."""
+    processor: Any = AutoImageProcessor.from_pretrained(config.model, backend="pil", local_files_only=True, **config.processor_options)
+    if unknown := config.processor_options.keys() - processor.valid_kwargs.__annotations__.keys():
+        raise EngineFailure(f"the model's image processor has no option {', '.join(sorted(unknown))}")
+    return processor
+
+
+def _load_processor(folder: str, family: str, image_processor: Any) -> tuple[Any, dict[str, Any]]:
+    """The processor, and the settings that it was made with."""
+    base = _PROCESSORS[family]
+
+    class WithoutVideos(base):  # type: ignore[misc]
+        """Takes none, for their processors need torchvision."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    settings: dict[str, Any] = base.get_processor_dict(folder, local_files_only=True)[0]
+    if family == "llava":  # old folders leave these out
+        model = AutoConfig.from_pretrained(folder, local_files_only=True)
+        settings.setdefault("patch_size", model.vision_config.patch_size)
+        settings.setdefault("vision_feature_select_strategy", model.vision_feature_select_strategy)
+        settings.setdefault("num_additional_image_tokens", int(model.vision_config.model_type == "clip_vision_model"))
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
+    processor = WithoutVideos.from_args_and_dict([parts[name] for name in WithoutVideos.get_attributes()], settings)
+    return processor, {name: value for name, value in settings.items() if name != "chat_template"}

@@ -1,0 +1,88 @@
+"""The vision tower and the projector of a transformers model, without its language model: from pixels to embeddings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+from transformers import AutoConfig, AutoModel
+from transformers.utils import logging as transformers_logging
+
+from engine.config import EncoderConfig
+from engine.embedded.load import device_of, dtype_of
+from engine.embedded.vision.processing import Prepared
+from engine.errors import EngineFailure
+
+_LANGUAGE_MODELS = ("language_model", "text_model")
+"""Where the families' models keep it."""
+_SAMPLES = 4096
+"""Weights of each tensor that take part in the fingerprint."""
+
+
+class Tower:
+    """Computes on the configuration's device, in its type. Raises EngineFailure if the folder has no such model."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        self.device = device_of(config)
+        self.dtype = dtype_of(config, self.device)
+        if self.device.type == "cpu" and config.threads:
+            torch.set_num_threads(config.threads)
+        self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
+        self._model = _load(config.model, self.dtype).to(self.device)
+
+    def fingerprint(self, more: str) -> str:
+        """32 hex digits that stand for the weights, of which a sample is taken, for the type, and for `more`."""
+        digest = blake3(f"{self.dtype} {more}".encode())
+        for name, weights in self._model.state_dict().items():
+            flat = weights.flatten()
+            sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
+            digest.update(f"{name} {tuple(weights.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest(16)
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Embeddings of images of equal shapes, [rows, hidden size] each, contiguous and on the host. Raises EngineFailure."""
+        names = images[0].tensors
+        inputs = {name: torch.cat([image.tensors[name] for image in images]).to(self.device) for name in names}
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
+        try:
+            features = self._model.get_image_features(**inputs, return_dict=True).pooler_output
+        except torch.OutOfMemoryError as error:
+            raise EngineFailure("the device has too little memory to encode these images") from error
+        results = [feature.to("cpu", self.dtype).contiguous() for feature in features]
+        if [result.shape for result in results] != [(image.rows, self.hidden_size) for image in images]:
+            raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
+        return results
+
+
+def as_bytes(embeddings: torch.Tensor) -> bytes:
+    """Row by row, in the tensor's own type."""
+    return embeddings.view(torch.uint8).numpy().tobytes()
+
+
+def _load(folder: str, dtype: torch.dtype) -> Any:
+    """The model with a language model of no layers and one word, which is dropped then: its weights are never read.
+
+    What the files have beyond that is left alone, what has another size counts as missing, and nothing else may be missing.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, report = AutoModel.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineFailure(f"the vision tower cannot be loaded: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    lost = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if lost := [key for key in lost if not key.startswith(_LANGUAGE_MODELS)]:
+        raise EngineFailure(f"the model's files lack {len(lost)} weights of the vision tower, such as {min(lost)}")
+    for name in _LANGUAGE_MODELS:
+        if name in dict(model.named_children()):
+            delattr(model, name)
+    return model.eval()

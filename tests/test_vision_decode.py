@@ -1,0 +1,162 @@
+"""Files become upright RGB pixels, or are refused in our words, whatever they hold."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, ImageSequence
+from vision_models import build_llava, image, image_bytes
+
+from engine import wire
+from engine.config import EncoderConfig
+from engine.embedded.vision.decode import LOW_DETAIL, decode
+from engine.embedded.vision.messages import Encoded, Options
+from engine.embedded.vision.worker import Worker
+from engine.encoder import ImageInput
+from engine.errors import InvalidRequest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MAX_PIXELS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    folder = build_llava(tmp_path_factory.mktemp("llava"))
+    return Worker(Options(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), "info"))
+
+
+def refusal(worker: Worker, file: bytes) -> str:
+    """The message of the refusal, after which the next image is encoded."""
+    good = image_bytes()
+    (before, result, after), data = worker.encode([ImageInput(good), ImageInput(file), ImageInput(good)])
+    assert isinstance(before, Encoded) and isinstance(after, Encoded) and len(data) == 2
+    assert isinstance(result, wire.Failed) and (result.kind, result.param) == ("InvalidRequest", "image")
+    return result.message
+
+
+def saved(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def pixels(file: bytes, detail: Any = "auto") -> np.ndarray[Any, Any]:
+    picture = decode(ImageInput(file, detail), MAX_PIXELS)
+    assert picture.mode == "RGB"
+    return np.asarray(picture)
+
+
+def png_of(width: int, height: int) -> bytes:
+    """The beginning of an image that says it is so large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
+
+
+BAD = {
+    "nothing": b"",
+    "text": b"this is no image",
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "bmp": saved(image(), "BMP"),
+    "tiff": saved(image(), "TIFF"),
+    "ppm": saved(image(), "PPM"),
+    "png header alone": image_bytes()[:30],
+    "truncated png": image_bytes(200, 200)[:-300],
+    "truncated jpeg": image_bytes(200, 200, form="JPEG")[:-2000],
+    "truncated webp": image_bytes(200, 200, form="WEBP")[:-200],
+    "truncated gif": image_bytes(200, 200, form="GIF")[:-2000],
+    "damaged png": image_bytes(200, 200)[:120] + bytes(200) + image_bytes(200, 200)[320:],
+}
+BOMBS = {
+    "png": png_of(30_000, 30_000),
+    "png of the most pixels": png_of(2**31 - 1, 2**31 - 1),
+    "png just too large": image_bytes(1001, 1000),
+    "png twice too large": image_bytes(2001, 1000),
+    "gif": b"GIF89a\xff\xff\xff\xff\x00\x00\x00,\x00\x00\x00\x00\xff\xff\xff\xff\x00\x08\x00;",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_image_is_refused_in_our_words(worker: Worker, kind: str) -> None:
+    assert refusal(worker, BAD[kind]) in ("the image is none of PNG, JPEG, WEBP, GIF, or is damaged", "the image is damaged or incomplete")
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_bombs_are_refused_before_they_are_decoded(worker: Worker, kind: str) -> None:
+    assert "has more than 1000000 pixels" in refusal(worker, BOMBS[kind])
+
+
+def test_an_image_all_too_long_is_refused(worker: Worker) -> None:
+    assert "more than 200 times" in refusal(worker, image_bytes(2010, 10))
+    results, _ = worker.encode([ImageInput(image_bytes(2000, 10)), ImageInput(image_bytes(1, 200))])
+    assert all(isinstance(result, Encoded) for result in results)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_every_kind_of_pixel_becomes_rgb(form: str, mode: str) -> None:
+    picture = image(60, 40)
+    try:
+        file = saved(picture.convert(mode), form, **({"quality": 95} if form != "GIF" else {}))
+    except OSError:
+        pytest.skip(f"{form} has no {mode}")
+    reference = np.asarray(picture.convert(mode).convert("RGB"), dtype=int)
+    error = np.abs(pixels(file).astype(int) - reference)
+    assert error.mean() < (1 if form == "PNG" else 12)
+
+
+def test_transparency_is_shown_over_white() -> None:
+    picture = Image.new("RGBA", (10, 10), (0, 0, 0, 0))
+    picture.putpixel((3, 4), (255, 0, 0, 255))
+    picture.putpixel((5, 5), (0, 0, 0, 128))
+    shown = pixels(saved(picture))
+    assert (shown[0, 0].tolist(), shown[4, 3].tolist(), shown[5, 5].tolist()) == ([255] * 3, [255, 0, 0], [127] * 3)
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([9, 9, 9, 50, 60, 70])
+    assert pixels(saved(palette, transparency=1))[0, 0].tolist() == [255] * 3
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped() -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16)[None].repeat(8, 0)
+    shown = pixels(saved(Image.fromarray(ramp)))
+    assert shown[0, :, 0].tolist() == (ramp[0] >> 8).tolist()
+
+
+def test_the_first_frame_counts() -> None:
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
+    for form in ("GIF", "WEBP", "PNG"):
+        file = saved(frames[0], form, save_all=True, append_images=frames[1:])
+        assert len(list(ImageSequence.Iterator(Image.open(io.BytesIO(file))))) == 3
+        assert np.abs(pixels(file)[10, 10].astype(int) - [255, 0, 0]).max() < 4
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_exif_says(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = saved(image(30, 20), exif=exif)
+    assert np.array_equal(pixels(file), np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file)))))
+
+
+def test_exif_that_is_none_is_ignored() -> None:
+    file = saved(image(30, 20), "JPEG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff" + b"\x01\x12\x00\x03\xff" * 3)
+    assert pixels(file).shape == (20, 30, 3)
+
+
+def test_low_detail_is_scaled_down() -> None:
+    file = image_bytes(1000, 700, form="JPEG")
+    assert pixels(file, "low").shape[:2] == (round(LOW_DETAIL * 0.7), LOW_DETAIL)
+    assert pixels(file, "high").shape[:2] == pixels(file).shape[:2] == (700, 1000)
+    assert np.array_equal(pixels(image_bytes(512, 300), "low"), pixels(image_bytes(512, 300)))
+
+
+def test_refusals_name_the_image() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(ImageInput(b""), MAX_PIXELS)
+    assert caught.value.param == "image"
