@@ -12,11 +12,11 @@ from vision_models import build_llava, image, image_bytes
 
 from engine import wire
 from engine.config import EncoderConfig
-from engine.embedded.vision.decode import LOW_DETAIL, decode
 from engine.embedded.vision.messages import Encoded, Options
 from engine.embedded.vision.worker import Worker
 from engine.encoder import ImageInput
 from engine.errors import InvalidRequest
+from engine.image_file import LOW_DETAIL, decode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_PIXELS = 1_000_000

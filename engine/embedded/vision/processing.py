@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from engine.config import EncoderConfig
-from engine.embedded.vision.decode import decode, limit_pixels
 from engine.embedded.vision.facts import VisionFacts
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure, InvalidRequest
+from engine.image_file import decode, limit_pixels
 
 _PROCESSORS: dict[str, Any] = {
     "llava": LlavaProcessor,
