@@ -69,6 +69,7 @@ class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
     """Folder with config.json, weights and tokenizer."""
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     role: Literal["aggregated", "prefill", "decode", "encode"] = "aggregated"
+    max_image_pixels: int = 64_000_000
     arguments: dict[str, Any] = {}
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from engine.types import Image
+from engine.types import GenerateRequest, Image
 
 MmKeys = tuple[dict[str, int | str], ...]
 """What KV events say of the images in a block."""
@@ -32,6 +32,11 @@ def overlaps_of(images: Sequence[Image], start: int, size: int) -> tuple[Overlap
 
 def mm_keys_of(overlaps: Iterable[Overlap]) -> MmKeys:
     return tuple({"type": "mm_key", "hash": overlap.key, "start_offset": overlap.offset} for overlap in overlaps)
+
+
+def expands(request: GenerateRequest) -> bool:
+    """Whether the backend replaces placeholders by images, so that the prompt becomes longer than the request's."""
+    return request.handoff is None and (request.media is not None or request.encoding is not None)
 
 
 def without_data(images: Sequence[Image]) -> tuple[Image, ...]:

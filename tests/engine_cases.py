@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
+from msgspec.structs import replace
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
@@ -19,12 +22,16 @@ from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.kv_events import KvEvent, Stored
 from engine.process import EngineProcess
 from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, SamplingParams
+from engine.types import Delta, GenerateRequest, Image, SamplingParams
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 """The kinds that prefill for each other; one engine is both sides here."""
+TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
+"""The kinds that take images as embeddings, given a model that does."""
+IMAGE_TOKEN, ROWS, HIDDEN = 3, 16, 64
+"""Of `vision_models.build_llava`: its image token, and the shape of an image's embeddings."""
 FAKE_TRTLLM = str(Path(__file__).parent / "fake_trtllm")
 _ids = itertools.count()
 _rng = random.Random(0)
@@ -106,6 +113,25 @@ def prompt_of(length: int) -> tuple[int, ...]:
 def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
     return GenerateRequest(request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt)
+
+
+def image_of(seed: int, start: int) -> Image:
+    """An image of `ROWS` tokens, alike for equal seeds."""
+    values = random.Random(seed)
+    data = array("f", (values.gauss(0.0, 1.0) for _ in range(ROWS * HIDDEN))).tobytes()
+    return Image(key=blake3(data).hexdigest(), start=start, length=ROWS, rows=ROWS, dtype="float32", data=data)
+
+
+def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
+    """A request whose prompt consists of token ids, and of images by their seeds."""
+    prompt: tuple[int, ...] = ()
+    images = []
+    for part in parts:
+        if isinstance(part, int):
+            images.append(image_of(part, len(prompt)))
+            part = (IMAGE_TOKEN,) * ROWS
+        prompt += part
+    return replace(request_for(prompt, cache_salt, **sampling), images=tuple(images))
 
 
 async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from PIL import Image
 
 from engine.base import Engine
+from engine.encoder import ImageInput
 from engine.handoff import handoff_of
 from engine.types import GenerateRequest, Handoff
 
@@ -81,6 +84,13 @@ def model_folder(folder: Path, **config: Any) -> Path:
     known = {"vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2, "image_token_id": IMAGE}
     (folder / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
     return folder
+
+
+def picture(colour: str = "red", mode: str = "RGB", form: str = "PNG") -> ImageInput:
+    """A small file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).convert(mode).save(buffer, form)
+    return ImageInput(buffer.getvalue())
 
 
 async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:

@@ -54,10 +54,43 @@ async def test_embeddings_expand_the_prompt_of_the_context_worker_and_generation
         assert handed.multimodal_embedding_handles is None and handed.multimodal_hashes == params.multimodal_hashes
         handed.request_type = "generation_only"
         rest = await engine.generate_async(context.prompt_token_ids, sampling(), disaggregated_params=handed)
-        assert rest.outputs[0].token_ids[:2] == [5, IMAGE]
+        raw = await engine.generate_async(INPUTS, sampling())
+        assert raw.prompt_token_ids == context.prompt_token_ids and raw.outputs[0].token_ids == rest.outputs[0].token_ids
         handed.multimodal_embedding_handles = [{}]
         with pytest.raises(ValueError, match="generation_only"):
             engine.generate_async(context.prompt_token_ids, sampling(), disaggregated_params=handed)
+
+
+async def test_media_expand_the_prompt_and_change_the_answer(tmp_path: Path) -> None:
+    with found("tensorrt_llm.LLM")(model=str(model_folder(tmp_path))) as engine:
+        answers = []
+        for images in ([b"cat", b"dog"], [b"dog", b"cat"], [b"cat", b"dog"]):
+            result = await engine.generate_async({**INPUTS, "multi_modal_data": {"image": images}}, sampling())
+            assert result.prompt_token_ids == [5, *[IMAGE] * 16, 6, *[IMAGE] * 16]
+            answers.append(result.outputs[0].token_ids)
+        assert answers[0] != answers[1] and answers[0] == answers[2]
+        with pytest.raises(ValueError, match="1 placeholders for 2"):
+            engine.generate_async({**INPUTS, "prompt": "w5 <image>"}, sampling())
+
+
+async def test_token_ids_drop_embeddings_that_come_with_them(tmp_path: Path) -> None:
+    import torch  # noqa: PLC0415 - most tests do without
+
+    embeddings = {"multi_modal_embeddings": {"image": [torch.ones(16, 64)]}}
+    with found("tensorrt_llm.LLM")(model=str(model_folder(tmp_path))) as engine:
+        dropped = await engine.generate_async({"prompt_token_ids": [5, IMAGE], **embeddings}, sampling())
+        kept = await engine.generate_async({"prompt": "w5 <image>", **embeddings}, sampling())
+    assert (dropped.prompt_token_ids, kept.prompt_token_ids) == ([5, IMAGE], [5, *[IMAGE] * 16])
+
+
+async def test_a_model_with_mrope_has_positions_written_for_it(tmp_path: Path) -> None:
+    folder = str(model_folder(tmp_path, rope_scaling={"mrope_section": [2, 3, 3]}))
+    with found("tensorrt_llm.llmapi.MultimodalEncoder")(model=folder) as encoder:
+        encoded = (await encoder.generate_async(INPUTS)).disaggregated_params
+    with found("tensorrt_llm.LLM")(model=folder, cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True) as engine:
+        context = await engine.generate_async(INPUTS, sampling(), disaggregated_params=disaggregated("context_only"))
+    for params in (encoded, context.outputs[0].disaggregated_params):
+        assert params.mrope_position_ids_handle["method_key"] == params.mrope_position_deltas_handle["method_key"] == 2
 
 
 def test_position_handles_come_in_pairs() -> None:

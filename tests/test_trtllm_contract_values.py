@@ -24,7 +24,7 @@ from engine.trtllm import library
 from engine.trtllm.arguments import problems
 from engine.trtllm.disaggregation import BACKEND, ContextState, EncoderState, context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
-from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, SamplingParams
+from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, Media, SamplingParams
 from server.engine_args import effective
 from server.settings import read_settings
 
@@ -171,7 +171,7 @@ def test_arguments_of_any_settings(role: str, publishing: bool, flags: list[str]
 
 
 @pytest.mark.parametrize("context_only", [False, True])
-@pytest.mark.parametrize("source", ["prompt", "encoding", "handoff"])
+@pytest.mark.parametrize("source", ["prompt", "encoding", "media", "handoff", "expanded"])
 def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> None:
     request = GenerateRequest(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt")
     state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}]))
@@ -179,18 +179,22 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     carried = {
         "prompt": {},
         "encoding": {"encoding": Encoding(version=1, backend=BACKEND, prompt="<image>", state=state)},
+        "media": {"media": Media(text="<image>", images=(b"file",))},
         "handoff": {"handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context)},
+        "expanded": {"handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context, prompt_token_ids=(3, 3, 3))},
     }[source]
-    keywords = library.submit(
-        SimpleNamespace(generate_async=dict), msgspec.structs.replace(request, **carried), FACTS, context_only=context_only
-    )
+    asked, images = msgspec.structs.replace(request, **carried), ["pixels"] if source == "media" else []
+    keywords = library.submit(SimpleNamespace(generate_async=dict), asked, FACTS, images, context_only=context_only)
     signature("tensorrt_llm.LLM.generate_async", drop=1).bind(**keywords)
     inputs = keywords["inputs"]
-    assert inputs == ({"prompt": "<image>"} if source == "encoding" else [5, 6])
+    text = {"prompt": "<image>"}
+    expected = {"encoding": text, "media": {**text, "multi_modal_data": {"image": ["pixels"]}}, "expanded": [3, 3, 3]}
+    assert inputs == expected.get(source, [5, 6])
     assert isinstance(inputs, list) or inputs.keys() <= API["typed_dicts"]["TextPrompt"].keys()
-    assert keywords["sampling_params"].add_special_tokens == (source != "encoding"), "its text has those of its template"
-    assert keywords["cache_salt"] == "salt" and keywords["streaming"] is not context_only
-    assert (keywords["disaggregated_params"] is None) == (source == "prompt" and not context_only)
+    assert keywords["sampling_params"].add_special_tokens == isinstance(inputs, list), "a text has those of its template"
+    assert (keywords["cache_salt"] == "salt") == (source in ("prompt", "handoff")) and keywords["cache_salt"].startswith("salt")
+    assert keywords["streaming"] is not context_only
+    assert (keywords["disaggregated_params"] is None) == (source in ("prompt", "media") and not context_only)
 
 
 def test_media_are_submitted_under_the_keys_of_a_text_prompt() -> None:

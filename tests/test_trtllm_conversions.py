@@ -225,6 +225,14 @@ def test_events() -> None:
     assert updated is not None and updated.data == Updated(3, EventDiff(1, 0))
 
 
+def test_events_keep_what_they_say_of_images() -> None:
+    keys = [{"type": "mm_key", "hash": "0f" * 32, "start_offset": 0}, {"type": "mm_key", "hash": "f0" * 32, "start_offset": 48}]
+    token = {"type": "unique_token", "token_id": 5, "token_extra_id": 3}
+    block = {"type": "stored_block", "block_hash": 7, "tokens": [token], "cache_level": 0, "priority": 35, "mm_keys": keys}
+    event = raw({"type": "stored", "parent_hash": 6, "blocks": [block]})
+    assert msgspec.to_builtins(kv_event(event)) == event
+
+
 @pytest.mark.parametrize("data", [{"type": "exploded"}, {"type": "removed"}, {}])
 def test_what_is_no_event_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):

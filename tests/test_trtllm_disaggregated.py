@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_trtllm_support import found, handed_over, trt  # noqa: F401 - a fixture for every test here
+from fake_trtllm_support import found, handed_over, picture, trt  # noqa: F401 - a fixture for every test here
 
 from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig
@@ -184,7 +184,7 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
     await encoder.start()
     try:
         assert encoder.healthy and encoder.load_seconds > 0
-        encoding = await encoder.encode("<image>", [b"one image"])
+        encoding = await encoder.encode("<image>", [picture()])
         assert handoff.decode_encoding(handoff.encode(encoding)) == encoding
         keywords = disaggregation.context_keywords(encoding)
         assert keywords["request_type"] == "context_only" and len(keywords["multimodal_hashes"]) == 1
@@ -192,7 +192,8 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
             **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
         )
         result = _Result(params, (1, 2, 3))
-        handed = handoff.handoff_of("trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), (1,)))
+        asked = msgspec.structs.replace(request(), encoding=encoding)
+        handed = handoff.handoff_of("trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked))
         assert handed.prompt_token_ids == (1, 2, 3)
         generation = disaggregation.generation_keywords(handed)
         assert "multimodal_embedding_handles" not in generation
@@ -235,7 +236,7 @@ def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
     without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
     for params in (None, empty, without_a_token, without_an_id):
         with pytest.raises(EngineFailure, match="transceiver"):
-            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), ())
+            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), request())
     with pytest.raises(EngineFailure, match="no embeddings"):
         disaggregation.encoding_of(_Result(empty, ()), "")
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import trtllm_gotchas_support
 from engine_cases import FAKE_TRTLLM
-from fake_trtllm_support import found, handed_over
+from fake_trtllm_support import found, handed_over, picture
 from http_support import application
 from trtllm_gotchas_support import ROOT, request, running, tokens, until
 
@@ -102,20 +102,20 @@ async def test_an_encoders_refusals_are_one_requests_while_it_runs(folder: Path,
             with monkeypatch.context() as patch:
                 patch.setattr(kind, "generate_async", raising(error))
                 with pytest.raises(expected):
-                    await encoder.encode("<image>", [b"cat"])
+                    await encoder.encode("<image>", [picture()])
         with monkeypatch.context() as patch:  # a result that fails, though the executor runs
             patch.setattr(found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ")))
             with pytest.raises(EngineFailure, match="lengths differ"):
-                await encoder.encode("<image>", [b"cat"])
-        assert encoder.healthy and (await encoder.encode("<image>", [b"cat"])).state
+                await encoder.encode("<image>", [picture()])
+        assert encoder.healthy and (await encoder.encode("<image>", [picture()])).state
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied):
-            await encoder.encode("<image>", [b"cat"])
+            await encoder.encode("<image>", [picture()])
         assert not encoder.healthy
     finally:
         await encoder.close()
     with pytest.raises(EngineNotReady):
-        await encoder.encode("<image>", [b"cat"])
+        await encoder.encode("<image>", [picture()])
 
 
 async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import trtllm_gotchas_support
-from fake_trtllm_support import API, IMAGE, PROMPT, found, handed_over, model_folder
+from fake_trtllm_support import API, IMAGE, PROMPT, found, handed_over, model_folder, picture
 from trtllm_contract_api import signature
 from trtllm_gotchas_support import FACTS, SOURCES, arguments_of, request, running, tokens, until
 
@@ -141,7 +141,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
     encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
     await encoder.start()
     try:
-        encoding = decode_encoding(encode(await encoder.encode("w5 <image> w6", [b"cat"])))
+        encoding = decode_encoding(encode(await encoder.encode("w5 <image> w6", [picture()])))
     finally:
         await encoder.close()
     wanted = request(prompt_token_ids=(5, IMAGE, 6), ignore_eos=True)
@@ -150,7 +150,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         context = calls[-1][1]
         assert handed.prompt_token_ids == (5, *[IMAGE] * 16, 6)
         rest = await tokens(decode, msgspec.structs.replace(wanted, handoff=handed))
-        assert [*handed.first.token_ids, *rest] == [5, IMAGE, IMAGE, IMAGE, IMAGE, IMAGE]
+        assert len(rest) == 5 and handed.first.prompt is not None and handed.first.prompt.prompt_tokens == 18
         generation = calls[-1][1]
     assert context["inputs"] == {"prompt": "w5 <image> w6"} and len(context["disaggregated_params"].multimodal_hashes) == 1
     assert generation["inputs"] == list(handed.prompt_token_ids)

@@ -20,7 +20,7 @@ from engine.disaggregated.peers import Observer
 from engine.disaggregated.pool import PeerPool, is_final
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
-from engine.images import without_data
+from engine.images import expands, without_data
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
@@ -119,7 +119,7 @@ class _Run:
     async def _serve(self) -> None:
         try:
             engine, request = self._engine, self._request
-            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens and not _expands(request):
+            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens and not expands(request):
                 self._compute("short")
             elif (lease := await self._prefilled()) is None:
                 self._compute("no_peer")
@@ -204,11 +204,6 @@ class _Run:
         self._task.cancel()
         if self._local is not None:
             self._local.close()
-
-
-def _expands(request: GenerateRequest) -> bool:
-    """Whether the prompt is longer than its ids, by how much only the backend knows."""
-    return request.media is not None or request.encoding is not None
 
 
 def _is_about_handoff(output: Delta | Exception) -> bool:

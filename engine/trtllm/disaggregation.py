@@ -6,7 +6,8 @@ import msgspec
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
-from engine.types import Delta, Encoding, Handoff, Held
+from engine.images import expands
+from engine.types import Delta, Encoding, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"
 T = TypeVar("T")
@@ -50,9 +51,9 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
     return context_keywords(encoding) | {"request_type": "context_and_generation"}
 
 
-def held_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Delta:
-    """`delta`, all that a context-only result said, with what it holds for decode: that its one token was the last it was allowed ends
-    nothing. `prompt` is what it was asked. Raises EngineFailure.
+def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
+    """`delta`, all that a context-only result of `request` said, with what it holds for decode: that its one token was the last it was
+    allowed ends nothing. Raises EngineFailure.
     """
     if delta.finish_reason == "stop":
         return delta
@@ -60,8 +61,7 @@ def held_of(result: Any, delta: Delta, prompt: tuple[int, ...]) -> Delta:
     if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
         raise EngineFailure("the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?")
     state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
-    expanded = tuple(result.prompt_token_ids)
-    held = Held(state, () if expanded == prompt else expanded)
+    held = Held(state, tuple(result.prompt_token_ids) if expands(request) else ())
     return msgspec.structs.replace(delta, finish_reason=None, held=held)
 
 

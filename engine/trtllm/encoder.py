@@ -1,4 +1,4 @@
-"""TensorRT-LLM's `MultimodalEncoder`: the vision part of a model alone, for an encode replica."""
+"""TensorRT-LLM's `MultimodalEncoder`: the vision part of a model alone, for an encode replica. It is a `PromptEncoder`."""
 
 import asyncio
 import logging
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from engine.config import TrtllmConfig
+from engine.encoder import ImageInput
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
+from engine.trtllm.media import decoded
 from engine.types import Encoding
 
 log = logging.getLogger(__name__)
@@ -41,14 +43,16 @@ class TrtllmEncoder:
         self.load_seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded the encoder of %s in %.1f s", self._config.model, self.load_seconds)
 
-    async def encode(self, prompt: str, images: Sequence[Any]) -> Encoding:
-        """Encode a prompt's `images` (PIL, RGB), in order: `prompt` is text as a chat template makes it, with the model's placeholders for
-        them and its special tokens, since none are added. Cancelling aborts. Raises InvalidRequest, EngineUnavailable and EngineFailure.
+    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+        """Encode a prompt's `images`, in order: `prompt` is text as a chat template makes it, with the model's placeholders for them and
+        its special tokens, since none are added. Cancelling aborts. Raises InvalidRequest, EngineUnavailable and EngineFailure.
         """
-        encoder = self._encoder
-        if encoder is None:
+        if self._encoder is None:
             raise EngineNotReady("the encoder is not running")
-        result = library.encode(encoder, prompt, images)
+        pixels = await decoded(images, self._config.max_image_pixels)
+        if (encoder := self._encoder) is None:
+            raise EngineNotReady("the encoder is closing")
+        result = library.encode(encoder, prompt, pixels)
         try:
             await result
             return encoding_of(result, prompt)

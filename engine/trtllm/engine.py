@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,18 +13,20 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
+from engine.encoder import ImageInput
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.trtllm import library
-from engine.trtllm.disaggregation import held_of
 from engine.trtllm.events import iteration_stats, kv_capacity
+from engine.trtllm.media import Deferred
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
-from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
+from engine.trtllm.run import Run
+from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Media
 
 HEALTH_SECONDS = 1.0
 
@@ -91,7 +93,8 @@ class TrtllmEngine:
         if self._config.role == "decode" and request.handoff is None and not request.prefill_locally:
             return DeltaStream.failed(InvalidRequest("a decode replica needs a handoff", "handoff"))
         try:
-            return self._begin(request).stream
+            self._check(request)
+            return self._begin(request) if request.media is None else self._decode_first(request, request.media)
         except EngineError as error:
             return DeltaStream.failed(error)
 
@@ -115,31 +118,48 @@ class TrtllmEngine:
         self._stats.close()
         self._events.close()
 
-    def _begin(self, request: GenerateRequest) -> "_Run":
+    def _decode_first(self, request: GenerateRequest, media: Media) -> DeltaStream:
+        """The stream of a request that begins when its images are decoded."""
+
+        def begin(images: list[Any]) -> DeltaStream:
+            self._check(request)  # again: the engine may have died meanwhile
+            return self._begin(request, images)
+
+        deferred = Deferred([ImageInput(data) for data in media.images], self._config.max_image_pixels, begin)
+        self._keep(deferred.stream)
+        self._spawn(deferred.run())
+        return deferred.stream
+
+    def _begin(self, request: GenerateRequest, images: Sequence[Any] = ()) -> DeltaStream:
         """Raises InvalidRequest, EngineUnavailable and EngineFailure."""
-        self._check(request)
         context_only = request.prefill_only and request.sampling.max_tokens > 1  # else there is nothing to hand over
         try:
-            result = library.submit(self._llm, request, self._facts, context_only=context_only)
+            result = library.submit(self._llm, request, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
-        run = _Run(result, context_only=context_only, transferring=request.handoff is not None)
+        run = Run(result, context_only=context_only, transferring=request.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
-        self._streams.add(run.stream)
-        run.stream.when_done(lambda: self._streams.discard(run.stream))
+        self._keep(run.stream)
         self._spawn(self._follow(request, run))
-        return run
+        return run.stream
+
+    def _keep(self, stream: DeltaStream) -> None:
+        """Know of a stream for as long as it is open."""
+        self._streams.add(stream)
+        stream.when_done(lambda: self._streams.discard(stream))
 
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         info = self.info
         check_prompt(request, info.vocab_size, info.context_length)
+        if request.images:
+            raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
-    async def _follow(self, request: GenerateRequest, run: "_Run") -> None:
+    async def _follow(self, request: GenerateRequest, run: Run) -> None:
         """The request to its end, an aborted one too: the engine has finished with it only then."""
         outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
@@ -150,7 +170,7 @@ class TrtllmEngine:
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
                     started = True
-                    await run.deliver(delta, request.prompt_token_ids)
+                    await run.deliver(delta, request)
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
             stream.fail(error)
@@ -164,7 +184,7 @@ class TrtllmEngine:
             self._running -= 1
             self._publish(self._newest)
 
-    def _abort(self, run: "_Run") -> None:
+    def _abort(self, run: Run) -> None:
         if not run.result.finished:  # else its blocks were held
             self._aborted += 1
             run.abort()
@@ -247,45 +267,3 @@ class TrtllmEngine:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(EngineDied(f"the engine is not watched any more: {type(error).__name__}: {error}"), error)
-
-
-class _Run:
-    """One request in the engine. While KV blocks are on their way to it, an abort waits: it could take as long as the transfer's own limit,
-    and leave the blocks held on the other side.
-    """
-
-    stream: DeltaStream
-
-    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
-        self.result = result
-        self._context_only = context_only
-        self._transferring = transferring
-        self._aborted = False
-
-    async def deliver(self, delta: Delta, prompt: tuple[int, ...]) -> None:
-        """Pass on a delta. With that of a context-only request its KV blocks are held until the stream ends, and so long this waits; the
-        engine has finished with the request by then and frees them itself, when they have been read or after its transceiver's time limit.
-        """
-        if self._context_only:
-            delta = held_of(self.result, delta, prompt)
-        self.stream.put(delta)
-        if delta.held is not None:
-            over = asyncio.Event()
-            self.stream.when_done(over.set)
-            await over.wait()
-
-    def abort(self) -> None:
-        self._aborted = True
-        if not self._transferring:
-            self.result.abort()
-
-    def abandon(self) -> None:
-        """Nobody follows the result any more."""
-        if not self.result.finished:
-            self.result.abort()
-
-    def transferred(self) -> None:
-        """The engine has answered, so that the blocks are here."""
-        waited, self._transferring = self._transferring, False
-        if waited and self._aborted:
-            self.result.abort()

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
+from engine.image_file import limit_pixels
+from engine.images import expands
 from engine.logits import factory
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.model_facts import ModelFacts
@@ -32,6 +35,7 @@ def load(config: TrtllmConfig) -> Any:
     except ImportError as error:
         cause = None if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm" else error  # where it broke, if it is there
         raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from cause
+    limit_pixels(config.max_image_pixels)
     try:
         if config.role == "encode":
             return MultimodalEncoder(**{**arguments, "model": config.model})
@@ -59,20 +63,20 @@ def is_alive(llm: Any) -> bool:
         return False
 
 
-def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, *, context_only: bool = False) -> Any:
-    """Start a request; the result is an async iterator of itself. Context-only computes the prompt and one token, and answers once.
-    Raises InvalidRequest, EngineFailure and EngineDied.
+def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False) -> Any:
+    """Start a request, with PIL `images` for its media; the result is an async iterator of itself. Context-only computes the prompt and one
+    token, and answers once. Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
         sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
     try:
         return llm.generate_async(
-            inputs=_inputs(request),
-            sampling_params=sampling_params(sampling, facts, templated=request.encoding is not None),
+            inputs=_inputs(request, images),
+            sampling_params=sampling_params(sampling, facts, templated=expands(request)),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
-            cache_salt=request.cache_salt or None,
+            cache_salt=_cache_salt(request),
         )
     except EngineError:
         raise
@@ -86,7 +90,7 @@ def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
 
     try:
         return encoder.generate_async(
-            inputs={"prompt": prompt, "multi_modal_data": {"image": list(images)}},
+            inputs=_with_images(prompt, images),
             sampling_params=Parameters(add_special_tokens=False),
         )
     except Exception as error:
@@ -143,11 +147,23 @@ def translate(error: Exception, *, started: bool) -> EngineError:
     return EngineDied(f"the engine died: {type(error).__name__}: {error}")
 
 
-def _inputs(request: GenerateRequest) -> Any:
-    """Token ids, or the text whose images were encoded elsewhere: its placeholders are expanded in the engine."""
+def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
+    """Token ids; or text whose placeholders the engine expands, since with ids it would drop the embeddings of images."""
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    return list(request.prompt_token_ids) if request.encoding is None else {"prompt": request.encoding.prompt}
+    if request.encoding is not None:
+        return {"prompt": request.encoding.prompt}
+    return list(request.prompt_token_ids) if request.media is None else _with_images(request.media.text, images)
+
+
+def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
+    return {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
+
+
+def _cache_salt(request: GenerateRequest) -> str | None:
+    """A salt of its own for each prompt with images: 1.2.1's documentation says that they do not go with the reuse of KV blocks."""
+    images = expands(request) or (request.handoff is not None and request.handoff.prompt_token_ids)
+    return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
 
 
 def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import EngineFailure
+from engine.images import expands
 from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 FLOOR = -9999.0
@@ -64,10 +65,11 @@ class Outputs:
 
     def _report(self, result: Any, output: Any) -> PromptReport:
         self._reported = True
-        asked = self._request.sampling.prompt_logprobs
-        logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], self._request.prompt_token_ids, asked)
-        cached = min(result.cached_tokens or 0, len(self._request.prompt_token_ids))  # of a prompt that it expanded there may be more
-        return PromptReport(cached_tokens=cached, logprobs=logprobs)
+        asked, expanded = self._request.sampling.prompt_logprobs, expands(self._request)
+        prompt = tuple(result.prompt_token_ids) if expanded else self._request.prompt_token_ids
+        logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], prompt, asked)
+        cached = min(result.cached_tokens or 0, len(prompt))
+        return PromptReport(prompt_tokens=len(prompt) if expanded else 0, cached_tokens=cached, logprobs=logprobs)
 
     def _new_logprobs(self, output: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         asked = self._request.sampling.logprobs

@@ -6,7 +6,7 @@ from typing import Any
 from tensorrt_llm._contract import contract
 from tensorrt_llm._llm import BaseLLM
 from tensorrt_llm._results import RequestOutput
-from tensorrt_llm._vision import encode
+from tensorrt_llm._vision import encode, has_mrope
 from tensorrt_llm.sampling_params import SamplingParams
 
 _NAME = "tensorrt_llm.llmapi.MultimodalEncoder"
@@ -35,7 +35,7 @@ class MultimodalEncoder(BaseLLM):
     def generate_async(self, call: SimpleNamespace) -> RequestOutput:
         self._check_alive()
         params = SamplingParams(end_id=-1) if call.sampling_params is None else call.sampling_params
-        return encode(self._executor, call.inputs, params, None)
+        return encode(self._executor, call.inputs, params, None, has_mrope(self.args.model))
 
 
 MultimodalEncoder.__module__ = "tensorrt_llm.llmapi.mm_encoder"

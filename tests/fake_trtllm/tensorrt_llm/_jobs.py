@@ -2,16 +2,17 @@
 
 import asyncio
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from engine import logits
 from engine.base import DeltaIterator, Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.stream import merge
-from engine.types import Delta, GenerateRequest, TokenLogprobs
+from engine.types import Delta, GenerateRequest, Image, TokenLogprobs
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
@@ -30,6 +31,7 @@ class Job:
     interval: int
     cache_salt: str
     processors: list[Any]
+    images: tuple[Image, ...] = ()
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
@@ -84,15 +86,17 @@ class Job:
         if self.fault is not None and not faults.request_error_after:
             raise RequestError(self.fault)
         if self.kind == "generation_only":
-            restored = restore(self.disaggregated, self.result.prompt_token_ids)
+            seed, self.images = restore(self.disaggregated, self.result.prompt_token_ids)
             if self.fields["seed"] is None:
-                self.fields["seed"] = restored
+                self.fields["seed"] = seed
 
     async def _follow(self, engine: Engine, index: int, processors: tuple[str, ...]) -> None:
         seed = self.fields["seed"]
         sampling = sampling_of(self.fields, max_tokens=self.max_tokens, processors=processors, seed=None if seed is None else seed + index)
         prompt = tuple(self.result.prompt_token_ids)
-        request = GenerateRequest(request_id=f"{self.id}-{index}", prompt_token_ids=prompt, sampling=sampling, cache_salt=self.cache_salt)
+        request = GenerateRequest(
+            request_id=f"{self.id}-{index}", prompt_token_ids=prompt, sampling=sampling, cache_salt=self.cache_salt, images=self.images
+        )
         stream = engine.generate(request)
         self.streams.append(stream)
         if self.aborted and self.kind != "generation_only":
@@ -148,8 +152,8 @@ class Job:
         params.ctx_request_id = self.id
         params.multimodal_embedding_handles = None
         params.draft_tokens = self._draft(token_ids)
-        state = {"prompt": self.result.prompt_token_ids, "seed": self.fields["seed"], "draft": params.draft_tokens}
-        params.opaque_state = json.dumps(state).encode()
+        state = State(self.result.prompt_token_ids, self.fields["seed"], params.draft_tokens, self.images)
+        params.opaque_state = msgspec.json.encode(state)
         return params
 
     def _draft(self, token_ids: tuple[int, ...]) -> list[int] | None:
@@ -158,20 +162,28 @@ class Job:
         return None if speculative is None else [*token_ids] * (speculative.max_draft_len or 1)
 
 
-def restore(params: Any, prompt: list[int]) -> int | None:
-    """The seed of the context request. Raises RequestError if `params` are not of a context request for this prompt."""
+class State(msgspec.Struct, frozen=True):
+    """What a context worker leaves for generation."""
+
+    prompt: list[int]
+    seed: int | None
+    draft: list[int] | None
+    images: tuple[Image, ...]
+
+
+def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[Image, ...]]:
+    """Seed and images of the context request. Raises RequestError if `params` are not of a context request for this prompt."""
     if params.ctx_request_id is None or not isinstance(params.opaque_state, bytes):
         raise RequestError("a generation_only request needs ctx_request_id and opaque_state")
     try:
-        state = json.loads(params.opaque_state)
-    except ValueError as error:
+        state = msgspec.json.decode(params.opaque_state, type=State)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError("opaque_state cannot be read") from error
-    if state["prompt"] != prompt:
+    if state.prompt != prompt:
         raise RequestError("the prompt is not that of the context request")
-    if state["draft"] != params.draft_tokens:
+    if state.draft != params.draft_tokens:
         raise RequestError("the draft tokens are not those of the context request")
-    seed: int | None = state["seed"]
-    return seed
+    return state.seed, state.images
 
 
 def _entry(token: TokenLogprobs) -> dict[int, Any]:

@@ -6,12 +6,12 @@ import random
 import socket
 import time
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+from engine.types import Image
 from tensorrt_llm._contract import contract
-from tensorrt_llm._engines import engine_config, read_json
+from tensorrt_llm._engines import engine_config
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._executor import SHUT_DOWN, Executor
 from tensorrt_llm._feeds import Buffer, IterationResult
@@ -21,7 +21,7 @@ from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
 from tensorrt_llm._tokenizer import load_tokenizer, set_up
 from tensorrt_llm._translate import checked_processors, engine_sampling
-from tensorrt_llm._vision import encode, expand, take
+from tensorrt_llm._vision import embed, encode, expand, has_mrope, position, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -127,12 +127,12 @@ class LLM(BaseLLM):
     @contract("tensorrt_llm.LLM.generate_async")
     def generate_async(self, call: SimpleNamespace) -> RequestOutput:
         self._check_alive()
-        params = SamplingParams() if call.sampling_params is None else call.sampling_params
+        params = call.sampling_params = SamplingParams() if call.sampling_params is None else call.sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(params)}")
         disaggregated = call.disaggregated_params
         if self.args.mm_encoder_only:
-            return encode(self._executor, call.inputs, params, disaggregated)
+            return encode(self._executor, call.inputs, params, disaggregated, has_mrope(self.args.model))
         kind = None if disaggregated is None else disaggregated.request_type
         handles = None if disaggregated is None else disaggregated.multimodal_embedding_handles
         if kind == "generation_only" and handles is not None:
@@ -149,16 +149,27 @@ class LLM(BaseLLM):
         set_up(params, self._tokenizer)
         params._stream_interval = getattr(self.args, "stream_interval", 1)
         params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
+        images: tuple[Image, ...] = ()
+        if (embeddings := self._embeddings(call.inputs, prompt, handles)) is not None:
+            token_ids, images = expand(token_ids, self.args.model, embeddings)
+            if disaggregated is not None and handles is None and has_mrope(self.args.model):
+                position(disaggregated)
         self._check_length(token_ids, kind)
+        return self._submit(call, prompt, token_ids, images)
+
+    def _embeddings(self, inputs: Any, prompt: str | None, handles: Any) -> list[Any] | None:
+        """What takes the places of placeholders: what another encoded, or what is encoded here of raw media."""
         if handles is not None:
             if prompt is None:
                 raise ValueError("embedding handles need a text prompt, with the placeholders that they take")
-            image_token = read_json(Path(self.args.model) / "config.json").get("image_token_id")
-            token_ids = expand(token_ids, image_token, take(handles))
-        return self._submit(call, params, prompt, token_ids)
+            return take(handles)
+        media = inputs.get("multi_modal_data") if isinstance(inputs, dict) else None
+        if isinstance(inputs, dict) and inputs.get("multi_modal_embeddings") and "prompt_token_ids" not in inputs:
+            return [item for items in inputs["multi_modal_embeddings"].values() for item in items]
+        return None if media is None else embed(media)
 
-    def _submit(self, call: SimpleNamespace, params: Any, prompt: str | None, token_ids: list[int]) -> RequestOutput:
-        executor = self._executor
+    def _submit(self, call: SimpleNamespace, prompt: str | None, token_ids: list[int], images: tuple[Image, ...]) -> RequestOutput:
+        executor, params = self._executor, call.sampling_params
         result = RequestOutput(executor, executor.new_id(), prompt, token_ids, params)
         result.trace_headers, result.postproc_params, result._tokenizer = call.trace_headers, call._postproc_params, self._tokenizer
         if self._stats_result is None:
@@ -188,6 +199,7 @@ class LLM(BaseLLM):
                 cache_salt=call.cache_salt or "",
                 processors=processors,
                 disaggregated=call.disaggregated_params if typed else None,
+                images=images,
             )
         )
         return result
@@ -196,6 +208,9 @@ class LLM(BaseLLM):
         """Text, if there is any, and token ids."""
         if isinstance(inputs, dict):
             assert "prompt" in inputs or "prompt_token_ids" in inputs, "inputs need prompt or prompt_token_ids"
+            if "prompt_token_ids" in inputs and (inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings")):
+                text = self._tokenizer.decode(inputs["prompt_token_ids"], skip_special_tokens=False)  # and the embeddings are dropped
+                return text, self._tokenizer.encode(text, add_special_tokens=False)
             inputs = inputs["prompt_token_ids"] if "prompt_token_ids" in inputs else inputs["prompt"]
         if isinstance(inputs, list) and inputs and all(isinstance(token, int) for token in inputs):
             return None, list(inputs)

@@ -1,9 +1,12 @@
-"""The vision part of a model alone: media in, handles of deterministic embeddings out. Equal media give equal embeddings."""
+"""The vision part of a model: media in, deterministic embeddings out, as handles or in a prompt. Equal media give equal embeddings."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from engine.types import Image
+from tensorrt_llm._engines import read_json
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 
@@ -11,15 +14,19 @@ TOKENS, WIDTH = 16, 64
 """Shape of an item's embedding."""
 
 
-def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any) -> RequestOutput:
-    """The result, finished. Its own parameters have the handles; those of its output were made before there were any."""
+def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any, mrope: bool) -> RequestOutput:
+    """The result, finished. Its own parameters have the handles, with `mrope` those of positions too; those of its output were made before
+    there were any.
+    """
     if not isinstance(inputs, dict) or not inputs.get("multi_modal_data"):
         raise ValueError("the encoder takes dicts with multi_modal_data")
     result = RequestOutput(executor, executor.new_id(), inputs.get("prompt"), list(inputs.get("prompt_token_ids", ())), params)
     digests = [_digest(item) for item in _items(inputs["multi_modal_data"])]
-    handles: Any = [_embedding(digest) for digest in digests]
+    handles: Any = [_shared(_embedding(digest)) for digest in digests]
     hashes = [[int.from_bytes(digest[at : at + 4]) for at in range(0, 32, 4)] for digest in digests]
     encoded = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+    if mrope:
+        position(encoded)
     if disaggregated is not None:
         encoded.request_type = disaggregated.request_type
         encoded.multimodal_embedding_handles = (handles,)  # a comma too many, in 1.2.1
@@ -27,19 +34,45 @@ def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any) -> Reque
     return result
 
 
-def take(handles: Any) -> list[int]:
-    """Rebuild the embeddings, so that their producer's memory is free again: how many tokens each has."""
+def take(handles: Any) -> list[Any]:
+    """The embeddings, rebuilt, so that their producer's memory is free again."""
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
 
-    return [SharedTensorContainer.from_dict(handle).get_local_view().shape[0] for handle in handles]
+    return [SharedTensorContainer.from_dict(handle).get_local_view() for handle in handles]
 
 
-def expand(token_ids: list[int], image_token: int | None, lengths: list[int]) -> list[int]:
-    """The prompt with each image's placeholder repeated for every token of its embedding."""
-    if image_token is None or token_ids.count(image_token) != len(lengths):
-        raise ValueError(f"the prompt has {token_ids.count(image_token or -1)} placeholders for {len(lengths)} embeddings")
-    left = iter(lengths)
-    return [token for token in token_ids for _ in range(next(left) if token == image_token else 1)]
+def embed(media: dict[str, Any]) -> list[Any]:
+    """Embeddings of raw media, made here."""
+    return [_embedding(_digest(item)) for item in _items(media)]
+
+
+def position(params: Any) -> None:
+    """Write what a model with mRoPE has on DisaggregatedParams: handles of positions and of what is added to later ones."""
+    import torch  # noqa: PLC0415 - slow, and needed for such models only
+
+    params.mrope_position_ids_handle = _shared(torch.zeros(3, 1, TOKENS))
+    params.mrope_position_deltas_handle = _shared(torch.zeros(1))
+
+
+def has_mrope(model: Any) -> bool:
+    return "mrope_section" in (read_json(Path(model) / "config.json").get("rope_scaling") or {})
+
+
+def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple[list[int], tuple[Image, ...]]:
+    """The prompt with each image's placeholder repeated for every token of its embedding, and where the images are."""
+    image_token = read_json(Path(model) / "config.json").get("image_token_id")
+    if image_token is None or token_ids.count(image_token) != len(embeddings):
+        raise ValueError(f"the prompt has {token_ids.count(image_token or -1)} placeholders for {len(embeddings)} embeddings")
+    left = iter(embeddings)
+    expanded: list[int] = []
+    images = []
+    for token in token_ids:
+        if token == image_token:
+            data = next(left).contiguous().numpy().tobytes()
+            key = hashlib.blake2b(data, digest_size=32).hexdigest()
+            images.append(Image(key=key, start=len(expanded), length=TOKENS, rows=TOKENS, dtype="float32", data=data))
+        expanded += [token] * (TOKENS if token == image_token else 1)
+    return expanded, tuple(images)
 
 
 def _items(media: dict[str, Any]) -> Iterator[Any]:
@@ -58,10 +91,14 @@ def _digest(item: Any) -> bytes:
     return hashlib.blake2b(item, digest_size=32).digest()
 
 
-def _embedding(digest: bytes) -> dict[str, Any]:
-    import torch  # noqa: PLC0415 - slow, and needed for encoders only
-
-    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
+def _embedding(digest: bytes) -> Any:
+    import torch  # noqa: PLC0415 - slow, and needed for images only
 
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    return SharedTensorContainer.from_tensor(torch.randn(TOKENS, WIDTH, generator=generator)).dump_to_dict()
+    return torch.randn(TOKENS, WIDTH, generator=generator)
+
+
+def _shared(tensor: Any) -> dict[str, Any]:
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
+
+    return SharedTensorContainer.from_tensor(tensor).dump_to_dict()

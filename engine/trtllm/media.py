@@ -1,0 +1,55 @@
+"""Image files for TensorRT-LLM, whose own processor takes pixels: decoded in threads, before a request begins."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from PIL.Image import Image
+
+from engine.encoder import ImageInput
+from engine.errors import EngineError
+from engine.image_file import decode
+from engine.stream import DeltaStream
+from engine.types import Delta
+
+
+async def decoded(images: Sequence[ImageInput], max_pixels: int) -> list[Image]:
+    """In RGB and upright, one after the other. Raises InvalidRequest (param `image`)."""
+    return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
+
+
+class Deferred:
+    """A request that begins once its images are decoded. `stream` is there at once; ended before, it never begins."""
+
+    def __init__(self, images: Sequence[ImageInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]) -> None:
+        self.stream = DeltaStream(self._abort)
+        self._images = images
+        self._max_pixels = max_pixels
+        self._begin = begin
+        self._begun: DeltaStream | None = None
+
+    async def run(self) -> None:
+        """Until the request has begun, or never will."""
+        work = asyncio.create_task(decoded(self._images, self._max_pixels))
+        self.stream.when_done(work.cancel)
+        try:
+            await asyncio.wait([work])
+        finally:
+            work.cancel()
+        if work.cancelled():
+            return
+        try:
+            self._begun = self._begin(work.result())
+        except EngineError as error:
+            self.stream.fail(error)
+        else:
+            self._begun.pipe(self._pass_on)
+
+    def _pass_on(self, output: Delta | Exception) -> None:
+        if isinstance(output, Delta):
+            self.stream.put(output)
+        else:
+            self.stream.fail(output)
+
+    def _abort(self) -> None:
+        if self._begun is not None:
+            self._begun.close()
