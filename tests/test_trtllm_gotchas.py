@@ -106,7 +106,7 @@ def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
         mrope_position_deltas_handle=handle, **dict.fromkeys(newer, 1),
     )  # fmt: skip
     result = SimpleNamespace(outputs=[SimpleNamespace(disaggregated_params=theirs)], prompt_token_ids=PROMPT)
-    held = disaggregation.held_of(result, Delta((5,), finish_reason="length"), tuple(PROMPT))
+    held = disaggregation.held_of(result, Delta((5,), finish_reason="length"), request())
     handed = decode_handoff(encode(handoff_of("trtllm", held)))
     later = msgspec.msgpack.decode(handed.state) | dict.fromkeys(newer, 1)
     for state in (handed.state, msgspec.msgpack.encode(later)):

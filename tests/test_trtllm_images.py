@@ -14,7 +14,7 @@ from trtllm_gotchas_support import request, running, until
 
 from engine.config import TrtllmConfig
 from engine.encoder import ImageInput
-from engine.errors import EngineNotReady, InvalidRequest
+from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import decode_encoding, decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
 from engine.trtllm import media
@@ -160,9 +160,9 @@ async def test_events_name_the_images_of_blocks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"no image", "none that can be read"),
+        (b"no image", "cannot be read|can be read"),
         (RED[:50], "damaged"),
-        (picture(form="BMP").data, "none that can be read"),
+        (picture(form="BMP").data, "cannot be read|can be read"),
         (bomb(), "more than 64000000 pixels"),
     ],
     ids=["bytes", "truncated", "another format", "a bomb"],
@@ -182,6 +182,18 @@ async def test_the_limit_of_pixels_is_the_configurations(folder: Path) -> None:
     async with TrtllmEngine(TrtllmConfig(model=str(folder), max_image_pixels=47)) as engine:
         with pytest.raises(InvalidRequest, match="more than 47 pixels"):
             await all_of(engine, showing(RED, BLUE))
+
+
+async def test_one_without_memory_for_its_images_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def too_large(images: Sequence[ImageInput], max_pixels: int) -> list[Any]:
+        raise MemoryError
+
+    async with running(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(media, "decoded", too_large)
+            with pytest.raises(EngineFailure, match="no memory"):
+                await all_of(engine, showing(RED, BLUE))
+        assert engine.healthy and await all_of(engine, showing(RED, BLUE))
 
 
 async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: Path, calls: list[Any]) -> None:

@@ -1,15 +1,18 @@
 """Image files for TensorRT-LLM, whose own processor takes pixels: decoded in threads, before a request begins."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from PIL.Image import Image
 
 from engine.encoder import ImageInput
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineFailure
 from engine.image_file import decode
 from engine.stream import DeltaStream
 from engine.types import Delta
+
+log = logging.getLogger(__name__)
 
 
 async def decoded(images: Sequence[ImageInput], max_pixels: int) -> list[Image]:
@@ -28,19 +31,17 @@ class Deferred:
         self._begun: DeltaStream | None = None
 
     async def run(self) -> None:
-        """Until the request has begun, or never will."""
-        work = asyncio.create_task(decoded(self._images, self._max_pixels))
-        self.stream.when_done(work.cancel)
+        """Until the request has begun; the task that this runs in is cancelled if the stream ends before."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.stream.when_done(task.cancel)
         try:
-            await asyncio.wait([work])
-        finally:
-            work.cancel()
-        if work.cancelled():
-            return
-        try:
-            self._begun = self._begin(work.result())
+            self._begun = self._begin(await decoded(self._images, self._max_pixels))
         except EngineError as error:
             self.stream.fail(error)
+        except MemoryError as error:
+            log.error("there is no memory for a request's images", exc_info=error)
+            self.stream.fail(EngineFailure("there is no memory for the request's images"))
         else:
             self._begun.pipe(self._pass_on)
 

@@ -13,6 +13,7 @@ class ModelFacts:
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    takes_images: bool = False
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
@@ -28,6 +29,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
             vocab_size=text["vocab_size"],
             max_position_embeddings=text["max_position_embeddings"],
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            takes_images="vision_config" in config,
         )
     except KeyError as error:
         raise EngineFailure(f"the config.json of {folder} has no {error.args[0]}") from error
