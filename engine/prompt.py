@@ -1,7 +1,24 @@
 """What every engine with a model asks of a prompt before it takes it."""
 
+import re
+from typing import NamedTuple
+
 from engine.errors import ContextOverflow, InvalidRequest
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, Image
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of the types that embeddings come in."""
+_PARAM = "prompt"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageTokens(NamedTuple):
+    """How a model takes images: as embeddings in the place of its image tokens."""
+
+    token_id: int
+    hidden_size: int
+    merge: int = 0
+    """Patches a side that one token stands for, where positions depend on the grid (mRoPE); 0 where they do not."""
 
 
 def output_here(request: GenerateRequest) -> int:
@@ -14,8 +31,55 @@ def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> No
     """`capacity`: most tokens, prompt and output together, that there is room for. Raises InvalidRequest, ContextOverflow included."""
     prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
-        raise InvalidRequest("the prompt is empty", "prompt")
+        raise InvalidRequest("the prompt is empty", _PARAM)
     if len(prompt) + output > capacity:
         raise ContextOverflow(f"{len(prompt)} prompt tokens and {output} output tokens exceed the {capacity} that fit")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise InvalidRequest(f"prompt token ids must be from 0 to {vocab_size - 1}", "prompt")
+        raise InvalidRequest(f"prompt token ids must be from 0 to {vocab_size - 1}", _PARAM)
+    _check_spans(request)
+
+
+def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
+    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes. Raises InvalidRequest."""
+    if request.media is not None or request.encoding is not None:
+        raise InvalidRequest("this engine takes images as embeddings alone", _PARAM)
+    if not request.images:
+        return
+    if takes is None:
+        raise InvalidRequest("this model takes no images", _PARAM)
+    last = -2
+    for number, image in enumerate(request.images):
+        span = request.prompt_token_ids[image.start : image.start + image.length]
+        if span.count(takes.token_id) != image.rows:
+            raise InvalidRequest(f"image {number} has {image.rows} rows for {span.count(takes.token_id)} image tokens", _PARAM)
+        size = image.rows * takes.hidden_size * ITEM_BYTES[image.dtype]
+        if image.data and len(image.data) != size:
+            raise InvalidRequest(f"image {number} has {len(image.data)} bytes of embeddings; its rows have {size}", _PARAM)
+        if takes.merge:
+            first = span.index(takes.token_id)
+            if image.start + first == last + 1 or span[first : first + image.rows].count(takes.token_id) != image.rows:
+                raise InvalidRequest(f"the tokens of image {number} must be together, and apart from those of other images", _PARAM)
+            _check_grid(number, image, takes.merge)
+            last = image.start + first + image.rows - 1
+
+
+def _check_spans(request: GenerateRequest) -> None:
+    end = 0
+    for number, image in enumerate(request.images):
+        if image.start < end or image.length < 1 or image.start + image.length > len(request.prompt_token_ids):
+            raise InvalidRequest(f"the span of image {number} must lie within the prompt and behind the image before it", _PARAM)
+        end = image.start + image.length
+        if not 1 <= image.rows <= image.length:
+            raise InvalidRequest(f"image {number} must have a row at least, and no more than its span has tokens", _PARAM)
+        if not _KEY.fullmatch(image.key):
+            raise InvalidRequest(f"the key of image {number} must be 64 hex digits", _PARAM)
+        if image.dtype not in ITEM_BYTES:
+            raise InvalidRequest(f"the type of image {number} must be one of {', '.join(ITEM_BYTES)}", _PARAM)
+        if not image.data and request.handoff is None:
+            raise InvalidRequest(f"image {number} has no embeddings", _PARAM)
+
+
+def _check_grid(number: int, image: Image, merge: int) -> None:
+    time, height, width = image.grid
+    if min(image.grid) < 1 or height % merge or width % merge or time * height * width != image.rows * merge**2:
+        raise InvalidRequest(f"the grid of image {number}, {time}x{height}x{width} patches, does not make {image.rows} rows", _PARAM)

@@ -43,7 +43,7 @@ class Tokens:
 
     def __init__(self, length: int, seed: int, blocks: range) -> None:
         self.tokens = torch.randint(3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-        self.blocks, self.slot = list(blocks), 0
+        self.blocks, self.slot, self.images = list(blocks), 0, None
 
 
 def chunk(sequence: Any, start: int, length: int) -> Chunk:

@@ -1,8 +1,8 @@
 """The KV block pool: who holds which block, which prefixes can be reused, and what to evict.
 
 A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group (`engine/embedded/groups.py`). A full
-block is named by a key, the BLAKE3 hash of its parent's key and its tokens, so a key stands for a whole prefix; the chain starts at a root
-made from the request's cache salt.
+block is named by a key, the BLAKE3 hash of its parent's key, its tokens and the images that they are part of, so a key stands for a whole
+prefix; the chain starts at a root made from the request's cache salt.
 A block is in one of three states:
 
     held    by one or more sequences (reference count > 0)
@@ -12,10 +12,12 @@ A block is in one of three states:
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from blake3 import blake3
 
+from engine.images import MmKeys, Overlap
 from engine.kv_events import Cleared, Created, Removed, Stored, StoredBlock, UniqueToken
 
 BlockKey = bytes
@@ -27,9 +29,10 @@ def root_key(cache_salt: str) -> BlockKey:
     return blake3(cache_salt.encode()).digest()
 
 
-def block_key(parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
-    """32 bytes that name the prefix ending with these tokens."""
-    return blake3(parent + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+def block_key(parent: BlockKey, tokens: Sequence[int], overlaps: Iterable[Overlap] = ()) -> BlockKey:
+    """32 bytes that name the prefix ending with these tokens, some of them images' tokens."""
+    media = b"".join(bytes.fromhex(key) + struct.pack("<2i", offset, place) for key, offset, place in overlaps)
+    return blake3(parent + struct.pack(f"<{len(tokens)}i", *tokens) + media).digest()
 
 
 def event_hash(key: BlockKey) -> int:
@@ -133,8 +136,14 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def store(self, parent: BlockKey | None, chain: Sequence[tuple[int, BlockKey, Sequence[int]]]) -> None:
-        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence.
+    def store(
+        self,
+        parent: BlockKey | None,
+        chain: Sequence[tuple[int, BlockKey, Sequence[int]]],
+        mm_keys: Mapping[BlockKey, MmKeys] = MappingProxyType({}),
+    ) -> None:
+        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence, and `mm_keys` tells
+        of those with images.
 
         A block whose key another one already has stays private to its sequence.
         """
@@ -148,7 +157,7 @@ class BlockPool:
             else:
                 self._block_of[key] = block
                 self._key_of[block] = key
-                run.append(StoredBlock(event_hash(key), tuple(UniqueToken(token) for token in tokens)))
+                run.append(StoredBlock(event_hash(key), tuple(map(UniqueToken, tokens)), mm_keys=mm_keys.get(key, ())))
             if not run:
                 parent = key
         self._publish_run(parent, run)

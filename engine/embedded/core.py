@@ -13,20 +13,21 @@ from engine.embedded.blocks import BlockPool, EventData
 from engine.embedded.fetches import Fetches
 from engine.embedded.groups import BlockGroups
 from engine.embedded.handover import held_of, layout_of
+from engine.embedded.images import NO_IMAGES, PromptImages, lost_chunks
 from engine.embedded.leases import Leases
 from engine.embedded.load import load_model
-from engine.embedded.reports import batching, ending, prompt_report
+from engine.embedded.reports import batching, ending, failure_of, prompt_report
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
 from engine.embedded.sampler import Drawn, Sampled, Sampler
-from engine.embedded.scheduler import Chunk, Scheduler
+from engine.embedded.scheduler import Chunk, Scheduler, note_pending
 from engine.embedded.sequence import Sequence
-from engine.errors import EngineFailure
+from engine.errors import EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held
 
-Outputs = list[tuple[str, Delta | EngineFailure]]
+Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """What a step has for each request id that it touched."""
 
 
@@ -102,6 +103,8 @@ class EngineCore:
         """Queue a sequence; its request id must be new."""
         assert sequence.request.request_id not in self._sequences, "request ids are unique"
         self._sequences[sequence.request.request_id] = sequence
+        if sequence.request.images and self.model.takes_images is not None:
+            sequence.images = PromptImages(sequence.request, self.model.takes_images)
         self.scheduler.add(sequence)
         self._stalled = False
 
@@ -188,6 +191,9 @@ class EngineCore:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences that take part."""
         started, preemptions = time.monotonic(), self.scheduler.preemptions
         chunks = self.model.ordered(self.scheduler.schedule())
+        if lost := lost_chunks(chunks):
+            failures += self._end(lost, lambda: EngineUnavailable(NO_IMAGES))
+            chunks = [chunk for chunk in chunks if chunk not in lost]
         if not chunks:
             return None
         for chunk in chunks:
@@ -200,7 +206,7 @@ class EngineCore:
             return None
         self._iteration += 1
         self._last = batching(chunks, self.scheduler.preemptions - preemptions)
-        _note_pending(chunks, 1)
+        note_pending(chunks, 1)
         return step
 
     def _begin_fetches(self) -> None:
@@ -217,7 +223,7 @@ class EngineCore:
 
     def _finish_step(self, step: "_Step") -> Outputs:
         """Wait for a step and take its tokens into the sequences that are still alive."""
-        _note_pending(step.chunks, -1)
+        note_pending(step.chunks, -1)
         outputs: Outputs = []
         try:
             results = iter(step.drawn.results())
@@ -281,20 +287,13 @@ class EngineCore:
         """End the sequences of a failed step. Raises if the device itself is broken, since every later step would fail too."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        failures: Outputs = []
-        for chunk in chunks:
-            request_id = chunk.sequence.request.request_id
-            if self._sequences.get(request_id) is chunk.sequence:
-                del self._sequences[request_id]
-                self.scheduler.remove(chunk.sequence)
-                failure = EngineFailure(f"the engine failed on this request: {type(error).__name__}")
-                failure.__cause__ = error
-                failures.append((request_id, failure))
-        return failures
+        return self._end(chunks, lambda: failure_of(error))
 
-
-def _note_pending(chunks: Sequence_[Chunk], change: int) -> None:
-    for chunk in chunks:
-        if chunk.samples:
-            chunk.sequence.pending += change
-            chunk.sequence.sampler.pending = chunk.sequence.pending
+    def _end(self, chunks: Sequence_[Chunk], error: Callable[[], EngineFailure | EngineUnavailable]) -> Outputs:
+        """End the sequences of chunks that are still alive."""
+        alive = {chunk.sequence.request.request_id: chunk.sequence for chunk in chunks}
+        alive = {request_id: sequence for request_id, sequence in alive.items() if self._sequences.get(request_id) is sequence}
+        for request_id, sequence in alive.items():
+            del self._sequences[request_id]
+            self.scheduler.remove(sequence)
+        return [(request_id, error()) for request_id in alive]

@@ -22,7 +22,7 @@ from engine.embedded.sequence import Sequence
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.priority import rank
-from engine.prompt import check_prompt
+from engine.prompt import check_images, check_prompt
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
@@ -105,6 +105,7 @@ class EmbeddedEngine:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         check_prompt(request, self.info.vocab_size, min(self.info.context_length, self._capacity))
+        check_images(request, self._takes_images)
         if request.prefill_only and request.handoff is not None:
             raise InvalidRequest("a request with a handoff has its prompt computed already", "handoff")
         if not self._config.kv_transfer and request.prefill_only:
@@ -191,7 +192,7 @@ class EmbeddedEngine:
         torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
         model, config = core.model, self._config
-        self._capacity, self._layout = core.blocks.capacity, core.layout
+        self._capacity, self._layout, self._takes_images = core.blocks.capacity, core.layout, model.takes_images
         info = EngineInfo(
             backend="embedded",
             model=config.model,
@@ -234,9 +235,10 @@ class EmbeddedEngine:
                 continue
             if isinstance(output, Delta):
                 stream.put(output)
-            else:
+                continue
+            if isinstance(output, EngineFailure):
                 log.error("request %s failed in the engine", request_id, exc_info=output.__cause__)
-                stream.fail(output)
+            stream.fail(output)
 
     def _fail_all(self, error: EngineUnavailable) -> None:
         for stream in list(self._streams.values()):

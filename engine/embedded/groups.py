@@ -5,9 +5,10 @@ behind the window have been given back and leave GONE in their place. What was g
 so a prefix can be taken up wherever every group still has what the next token attends to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.embedded.blocks import BlockKey, BlockPool
+from engine.images import MmKeys
 from engine.stats import KvCacheStats
 
 GONE = -1
@@ -129,15 +130,18 @@ class BlockGroups:
                 table += pool.allocate(count - len(table))
         return True
 
-    def store(self, tables: Sequence[Table], keys: Sequence[BlockKey], tokens: Sequence[int], first: int) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then."""
+    def store(
+        self, tables: Sequence[Table], keys: Sequence[BlockKey], tokens: Sequence[int], first: int, mm_keys: Mapping[BlockKey, MmKeys]
+    ) -> None:
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then; `mm_keys`
+        tells of those with images."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first
             while start < len(keys) and table[start] == GONE:
                 start += 1
             chain = [(table[i], keys[i], tokens[i * size : (i + 1) * size]) for i in range(start, len(keys))]
-            pool.store(keys[start - 1] if start else None, chain)
+            pool.store(keys[start - 1] if start else None, chain, mm_keys)
 
     def leave_behind(self, tables: Sequence[Table], position: int) -> None:
         """Give back what no token from `position` on attends to."""

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded import decoder, linear
 from engine.embedded.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks, zeros
+from engine.embedded.families import auto_class, drop_tower, image_tokens, rope_positions
+from engine.embedded.images import image_rows
 from engine.embedded.layout import Attends, LayerGroup, ask, share
 from engine.embedded.linear import can_pack
 from engine.embedded.load import device_of, dtype_of
@@ -38,11 +40,12 @@ class Model(PendingTokens):
         self.dtype = dtype_of(config, self.device)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+        self.takes_images = image_tokens(self.hf_config)
         self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
         attends = ask(self._module, self.hf_config, self.context_length)
         self._adapt(config, attends)
-        self.vocab_size: int = self.hf_config.vocab_size
+        self.vocab_size: int = self.hf_config.get_text_config().vocab_size
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
         self.groups = self._share(config, attends)
         shapes = [
@@ -67,11 +70,9 @@ class Model(PendingTokens):
     @torch.inference_mode()
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         """Compute the chunks, which `ordered` has put in order, and return the logits [len(rows), vocab] of these flat rows."""
-        tokens = [token for chunk in chunks for token in self.tokens(chunk)]
-        positions = [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]
         output = self._module(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
+            **self._inputs_of(chunks),
+            position_ids=self._positions_of(chunks).to(self.device),
             use_cache=False,
             logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
             paged=StepAttention(self.caches, self.groups, chunks),
@@ -79,11 +80,41 @@ class Model(PendingTokens):
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _inputs_of(self, chunks: Sequence_[Chunk]) -> dict[str, torch.Tensor]:
+        """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
+        tokens = torch.tensor([[token for chunk in chunks for token in self.tokens(chunk)]], device=self.device)
+        images = image_rows(chunks, self.dtype, self.device)
+        if images is None:
+            return {"input_ids": tokens}
+        embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
+        embeddings[0, images.rows] = images.embeddings
+        return {"inputs_embeds": embeddings}
+
+    def _positions_of(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
+        """[1, tokens], or [3, 1, tokens] for mRoPE."""
+        if self.takes_images and self.takes_images.merge and any(chunk.sequence.images for chunk in chunks):
+            return torch.cat([self._rope_positions(chunk) for chunk in chunks], 1).unsqueeze(1)
+        return torch.tensor([[position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]])
+
+    def _rope_positions(self, chunk: Chunk) -> torch.Tensor:
+        """In time, height and width: [3, tokens]."""
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        images = sequence.images
+        if images is None:
+            return torch.arange(chunk.start, end).expand(3, -1)
+        if images.positions is None:
+            images.positions = rope_positions(self._module, sequence.request, images)
+        prompt, delta = images.positions
+        first = max(chunk.start, sequence.num_prompt)
+        return torch.cat((prompt[:, chunk.start : end], torch.arange(first, max(first, end)).expand(3, -1) + delta), 1)
+
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Make of the loaded module what computes here, before memory for KV blocks is taken."""
         if self.device.type == "cpu":
             _replace_for_cpu(self._module)
             _give_back_memory()
+        elif self.takes_images:
+            torch.cuda.empty_cache()  # of the vision tower
 
     def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
         memory = config.kv_cache_memory_mb * MIB
@@ -100,19 +131,19 @@ def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: tor
     if config.load_format == "dummy":
         with torch.device(device):
             return _random(hf_config, dtype)
-    module: Any = AutoModelForCausalLM.from_pretrained(
+    module: Any = auto_class(hf_config).from_pretrained(
         config.model,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
         device_map={"": device} if device.type != "cpu" else None,
     )
-    return module.eval()
+    return drop_tower(module.eval())
 
 
 def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()  # type: ignore[no-untyped-call]
+    return drop_tower(auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval())
 
 
 def _replace_for_cpu(model: Any) -> None:
@@ -136,7 +167,7 @@ def _give_back_memory() -> None:
 
 
 def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    eos = config.eos_token_id
+    eos = config.get_text_config().eos_token_id
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
     return tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()

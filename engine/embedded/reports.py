@@ -4,6 +4,7 @@ from collections.abc import Sequence as Sequence_
 
 from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
+from engine.errors import EngineFailure
 from engine.stats import InflightBatchingStats
 from engine.types import FinishReason, PromptReport
 
@@ -12,7 +13,8 @@ def prompt_report(sequence: Sequence) -> PromptReport:
     """On the first delta of a sequence."""
     assert sequence.first_scheduled is not None
     logprobs = None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
-    return PromptReport(sequence.cached_tokens, sequence.first_scheduled - sequence.arrival, logprobs)
+    waited = sequence.first_scheduled - sequence.arrival
+    return PromptReport(cached_tokens=sequence.cached_tokens, queue_seconds=waited, logprobs=logprobs)
 
 
 def ending(sequence: Sequence, token: int, eos_token_ids: tuple[int, ...], context_length: int) -> tuple[FinishReason | None, int | None]:
@@ -27,6 +29,13 @@ def ending(sequence: Sequence, token: int, eos_token_ids: tuple[int, ...], conte
     if count >= sampling.max_tokens or len(sequence.tokens) >= context_length:
         return "length", None
     return None, None
+
+
+def failure_of(error: Exception) -> EngineFailure:
+    """What a request is told of a step that failed."""
+    failure = EngineFailure(f"the engine failed on this request: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
 
 
 def batching(chunks: Sequence_[Chunk], preempted: int) -> InflightBatchingStats:

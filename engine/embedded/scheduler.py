@@ -11,6 +11,7 @@ and held, which is to keep the blocks of a computed prompt for another replica. 
 
 import bisect
 from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 from engine.embedded.groups import MISSING, BlockGroups, Table
@@ -99,7 +100,7 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_rank)
         sequence.computed = sequence.num_prompt
         keys = sequence.extend_keys(self.blocks.block_size)[: sequence.num_prompt // self.blocks.block_size]
-        self.blocks.store(sequence.tables, keys, sequence.tokens, 0)
+        self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys)
         sequence.stored = len(keys)
 
     def abandon(self, sequence: Sequence) -> list[Table]:
@@ -145,7 +146,7 @@ class Scheduler:
             return
         if full > sequence.stored:
             keys = sequence.extend_keys(self.blocks.block_size)[:full]
-            self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored)
+            self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys)
             sequence.stored = full
         self.blocks.leave_behind(sequence.tables, end)
 
@@ -271,6 +272,14 @@ class Scheduler:
             yield sequence
             if self.blocks.reuse and sequence.tables:
                 coming.update(keys[sequence.stored :])
+
+
+def note_pending(chunks: Sequence_[Chunk], change: int) -> None:
+    """That the last tokens of chunks that sample are under way (1), or have arrived (-1)."""
+    for chunk in chunks:
+        if chunk.samples:
+            chunk.sequence.pending += change
+            chunk.sequence.sampler.pending = chunk.sequence.pending
 
 
 def _rank(sequence: Sequence) -> float:

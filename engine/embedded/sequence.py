@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.embedded.blocks import BlockKey, block_key, root_key
+from engine.images import MmKeys, mm_keys_of, overlaps_of
 from engine.types import GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.embedded.handover import HeldState
+    from engine.embedded.images import PromptImages
     from engine.embedded.leases import Lease
     from engine.embedded.sampler import SamplerState
 
@@ -42,6 +44,10 @@ class Sequence:
     """How often it was admitted: what was launched before a preemption does not count afterwards."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
+    mm_keys: dict[BlockKey, MmKeys] = field(default_factory=dict)
+    """Of those among `keys` whose blocks have images, what KV events say of these."""
+    images: PromptImages | None = None
+    """The prompt's images; None without any."""
     stored: int = 0
     """Leading blocks that are in the pool's prefix index, or were when they were computed."""
     cached_tokens: int = 0
@@ -93,5 +99,9 @@ class Sequence:
         """Keys of all full blocks of `tokens`."""
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
-            self.keys.append(block_key(parent, self.tokens[start : start + block_size]))
+            overlaps = overlaps_of(self.request.images, start, block_size)
+            key = block_key(parent, self.tokens[start : start + block_size], overlaps)
+            self.keys.append(key)
+            if overlaps:
+                self.mm_keys[key] = mm_keys_of(overlaps)
         return self.keys

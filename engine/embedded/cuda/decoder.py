@@ -40,7 +40,8 @@ class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers."""
 
     def __init__(self, model: Any, context_length: int) -> None:
-        inner, first = model.model, model.model.layers[0].self_attn
+        inner = model.get_decoder()
+        first = inner.layers[0].self_attn
         dim = first.head_dim
         self.scale: float = first.scaling
         self.heads = first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim
@@ -69,11 +70,15 @@ class LlamaDecoder:
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 self._products.load(weight, rows)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What goes in for token ids, int [tokens]: [tokens, hidden size]."""
+        return functional.embedding(tokens, self._embedding)
+
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step, rows: torch.Tensor | None
+        self, x: torch.Tensor, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [rows, vocab] of these flat rows, all of them if None. `tokens` and `positions`: int [tokens]."""
-        x = functional.embedding(tokens, self._embedding)
+        """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden size], which are
+        changed in place; `positions`: int [tokens]."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
@@ -98,8 +103,8 @@ class LlamaDecoder:
 
 def is_llama_kind(model: Any) -> bool:
     """Whether the parts are those that `LlamaDecoder` knows, without biases; `trial` shows the rest."""
-    inner = getattr(model, "model", None)
-    if inner is None or not {"embed_tokens", "layers", "norm", "rotary_emb"} <= {name for name, _ in inner.named_children()}:
+    inner = model.get_decoder()
+    if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= {name for name, _ in inner.named_children()}:
         return False
     dim = inner.layers[0].self_attn.head_dim
     if dim & (dim - 1):
@@ -141,7 +146,7 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
     parts = []
     for part in (tokens[:1], tokens[1:]):
         rows = torch.arange(len(part), device=device)
-        parts.append(decoder(part.long(), part, stub, Step(rows, len(part), part, part, None), None).float())
+        parts.append(decoder(decoder.embed(part.long()), part, stub, Step(rows, len(part), part, part, None), None).float())
     return torch.cat(parts)
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from engine.config import EmbeddedConfig
 from engine.embedded.cuda.attention import CudaAttention
 from engine.embedded.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
+from engine.embedded.families import auto_class
+from engine.embedded.images import image_rows
 from engine.embedded.layout import Attends
 from engine.embedded.load import UnsupportedModelError, dtype_of
 from engine.embedded.model import Model
@@ -63,11 +65,15 @@ class CudaModel(Model):
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         self._attention.note_blocks(chunks)
         count = sum(chunk.length for chunk in chunks)
-        if size := self._graph_size(chunks, count):
+        images = image_rows(chunks, self.dtype, self.device)
+        if images is None and (size := self._graph_size(chunks, count)):
             return self._replay(self._graphs[size], self._inputs(chunks, size), rows)
         tokens, positions, slots, _ = self._inputs(chunks, count)
         step = self._attention.mixed(chunks, slots, positions)
-        return self._decoder(self._token_ids(tokens), positions, self._attention, step, self._to_device(rows))
+        x = self._decoder.embed(self._token_ids(tokens))
+        if images is not None:
+            x[self._to_device(images.rows)] = images.embeddings
+        return self._decoder(x, positions, self._attention, step, self._to_device(rows))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
@@ -121,7 +127,7 @@ class CudaModel(Model):
         """What a graph does: the step, and the likeliest tokens, remembered as if they had been sampled."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
-        logits = self._decoder(self._token_ids(tokens), positions, self._attention, step, None)
+        logits = self._decoder(self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, None)
         likeliest = logits.argmax(dim=1)
         self._sampled.index_copy_(0, targets.long(), likeliest)
         return logits, likeliest
@@ -200,7 +206,7 @@ def _check(config: EmbeddedConfig) -> None:
     if set(getattr(hf_config.get_text_config(), "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise UnsupportedModelError(f"{hf_config.model_type} has layers that do not attend to everything")
     with torch.device("meta"):
-        if not is_llama_kind(AutoModelForCausalLM.from_config(hf_config)):  # type: ignore[no-untyped-call]
+        if not is_llama_kind(auto_class(hf_config).from_config(hf_config)):
             raise UnsupportedModelError(f"{hf_config.model_type} is not built as Llama is")
 
 

@@ -224,6 +224,7 @@ struct Chunk {
 };
 struct Step {
   const int32_t* tokens;
+  const float* const* embeddings;  // null, or for each token null or what takes the place of its own, [hidden]
   const float *cos, *sin;  // [num_tokens][head_dim / 2]
   const Chunk* chunks;
   const int32_t* tables;
@@ -263,7 +264,10 @@ class Decoder {
     int phase = 0;
     const int tokens = step_->num_tokens;
     const long kv_heads = model_.kv_heads, hidden = model_.embedding.inputs;
-    team_.each(phase, tokens, [&](int i) { embed(step_->tokens[i], x_.data() + i * hidden); });
+    team_.each(phase, tokens, [&](int i) {
+      if (step_->embeddings && step_->embeddings[i]) std::memcpy(&x_[i * hidden], step_->embeddings[i], hidden * sizeof(float));
+      else embed(step_->tokens[i], x_.data() + i * hidden);
+    });
     for (int l = 0; l < model_.num_layers; l++) {
       const Layer& layer = model_.layers[l];
       project(phase, layer.qkv, normalised(phase, layer.attention_norm), tokens, qkv_.data(), false);

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine.config import EmbeddedConfig
+from engine.embedded.images import ImageRows, image_rows
 from engine.embedded.layout import Attends, LayerGroup, share
 from engine.embedded.load import UnsupportedModelError
 from engine.embedded.memory import KvMemory, shared_zeros
@@ -46,6 +47,7 @@ class NativeModel(PendingTokens):
         _check_sizes(shape, config.kv_block_size, code.panel_size())
         with Checkpoint(folder, shape) as checkpoint:
             self._weights = Weights(code, checkpoint, shape)
+        self.takes_images = shape.takes_images
         self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)
@@ -76,9 +78,25 @@ class NativeModel(PendingTokens):
             row += chunk.length
         arrays = [np.array(values, np.int32) for values in (places, tables, rows)]
         logits = torch.empty(len(rows), self.vocab_size)
-        inputs = [tokens.ctypes.data, cos.data_ptr(), sin.data_ptr(), *(array.ctypes.data for array in arrays)]
+        images = image_rows(chunks, self.dtype, self.device)
+        embeddings = None if images is None else _addresses(images, len(tokens))
+        inputs = [
+            tokens.ctypes.data,
+            None if embeddings is None else embeddings.ctypes.data,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            *(array.ctypes.data for array in arrays),
+        ]
         self._forward(self._decoder, Step(*inputs, logits.data_ptr(), len(tokens), len(chunks), len(rows)))
         return logits
+
+
+def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
+    """For each flat token that of its embedding, 0 for one that has its own."""
+    addresses = np.zeros(tokens, np.uintp)
+    row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize
+    addresses[images.rows] = images.embeddings.data_ptr() + np.arange(len(images.rows)) * row_bytes
+    return addresses
 
 
 def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:

@@ -29,6 +29,6 @@ class Model(Structure):
 
 class Step(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "cos", "sin", "chunks", "tables", "rows", "logits")),
+        *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "chunks", "tables", "rows", "logits")),
         *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),
     ]

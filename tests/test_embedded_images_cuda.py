@@ -1,0 +1,35 @@
+"""Images in the GPU's model without a GPU: eager steps take embeddings, and graphs go on from there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("test_cuda_engine runs the model on the GPU", allow_module_level=True)
+
+from cuda_support import cuda_model, interpreter  # noqa: F401 - fixtures
+from handover_support import tokens
+from image_support import Family, answers, request_for, text
+from test_embedded_images_native import make_folder
+
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cuda_model")
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 60, "max_seq_len": 96,
+    "overlap_scheduler": "on",
+}  # fmt: skip
+
+
+def test_greedy_equals_generate(tmp_path: Path) -> None:
+    family = Family(make_folder("llava", tmp_path, intermediate_size=64))
+    prompts = [family.prompt(text(5, 0), 0, text(2, 1)), family.prompt(text(5, 0), 1, text(2, 1)), family.prompt(2, text(1, 2), 3)]
+    expected = [family.generate(prompt, 4) for prompt in prompts]
+    assert expected[0] != expected[1]
+    core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
+    deltas = answers(core, [request_for(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)])
+    assert [tokens(deltas[str(index)]) for index in range(len(prompts))] == expected
