@@ -37,9 +37,7 @@ def decode(image: ImageInput, max_pixels: int) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(max_pixels) from error
     except Exception as error:  # whatever its parsers raise on bytes that are no image
-        raise InvalidRequest(
-            f"the image is none that can be read: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}", "image"
-        ) from error
+        raise InvalidRequest("the image cannot be read: it must be a whole PNG, JPEG, WEBP or GIF file", "image") from error
     with opened:
         width, height = opened.size
         if width * height > max_pixels:

@@ -56,7 +56,7 @@ async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
     assert len({one.data for one in many}) == 20
     assert all((one.text, one.rows, len(one.data), one.dtype) == ("<image>" * 16, 16, 16 * 64 * 4, "float32") for one in many)
     assert await seam.encode([]) == []
-    with pytest.raises(InvalidRequest, match="none of PNG") as caught:
+    with pytest.raises(InvalidRequest, match="cannot be read") as caught:
         await seam.encode([GOOD, ImageInput(b"no image"), GOOD])
     assert caught.value.param == "image"
     assert len(await seam.encode([GOOD])) == 1

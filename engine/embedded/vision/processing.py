@@ -81,7 +81,8 @@ class ImageProcessing:
 
 def _load_image_processor(config: EncoderConfig) -> Any:
     """Pillow's, wherever torchvision is installed too: the two scale differently, and replicas' embeddings are to be equal."""
-    processor: Any = AutoImageProcessor.from_pretrained(config.model, backend="pil", local_files_only=True, **config.processor_options)
+    load: Any = AutoImageProcessor.from_pretrained
+    processor = load(config.model, backend="pil", local_files_only=True, **config.processor_options)
     if unknown := config.processor_options.keys() - processor.valid_kwargs.__annotations__.keys():
         raise EngineFailure(f"the model's image processor has no option {', '.join(sorted(unknown))}")
     return processor
@@ -91,7 +92,7 @@ def _load_processor(folder: str, family: str, image_processor: Any) -> tuple[Any
     """The processor, and the settings that it was made with."""
     base = _PROCESSORS[family]
 
-    class WithoutVideos(base):  # type: ignore[misc]
+    class WithoutVideos(base):  # type: ignore[misc, valid-type]
         """Takes none, for their processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

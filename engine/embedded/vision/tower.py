@@ -11,10 +11,12 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EncoderConfig
 from engine.embedded.load import device_of, dtype_of
 from engine.embedded.vision.processing import Prepared
+from engine.encoder import Dtype
 from engine.errors import EngineFailure
 
 _LANGUAGE_MODELS = ("language_model", "text_model")
 """Where the families' models keep it."""
+_NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SAMPLES = 4096
 """Weights of each tensor that take part in the fingerprint."""
 
@@ -25,6 +27,7 @@ class Tower:
     def __init__(self, config: EncoderConfig) -> None:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
+        self.dtype_name = _NAMES[self.dtype]
         if self.device.type == "cpu" and config.threads:
             torch.set_num_threads(config.threads)
         self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
@@ -70,7 +73,7 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = AutoModel.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True

@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,7 @@ def main() -> NoReturn:
 
 def _serve(options: Options, channel: socket.socket, batches: queue.SimpleQueue[list[ImageInput]]) -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of what is odd in users' files
     try:
         worker = Worker(options)
         channel.sendall(packed(Welcome(worker.info)))
@@ -87,7 +89,7 @@ class Worker:
             placeholder=self._processing.placeholder,
             image_token_id=facts.image_token_id,
             hidden_size=self._tower.hidden_size,
-            dtype=str(self._tower.dtype).removeprefix("torch."),
+            dtype=self._tower.dtype_name,
         )
         self._try_out()
 
@@ -106,7 +108,7 @@ class Worker:
         return results, [outcome for outcome in outcomes if not isinstance(outcome, EngineError)]
 
     def _encoded(self, image: "Prepared", data: bytes) -> Encoded:
-        return Encoded(image.text, image.rows, self.info.dtype, image.grid, len(data))
+        return Encoded(image.text, image.rows, self._tower.dtype_name, image.grid, len(data))
 
     def _prepare(self, image: ImageInput) -> "Prepared | EngineError":
         try:
