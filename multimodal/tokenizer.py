@@ -11,8 +11,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 _LONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+IMAGE = "<image>"
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -66,14 +70,14 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer without a model's files: ids 0 to 2 are special, then one for each byte; ChatML is its template."""
+    """A tokenizer without a model's files: ids 0 to 2 are special, then one for each byte, and one for images; ChatML is its template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(_byte_of_character().items(), key=lambda item: item[1])
-    vocabulary = {text: index for index, text in enumerate([*special, *(character for character, _ in alphabet)])}
+    vocabulary = {text: index for index, text in enumerate([*special, *(character for character, _ in alphabet), IMAGE])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in [*special, IMAGE]])
     return Tokenizer(backend, {"bos_token": special[1], "eos_token": special[2]}, CHATML)
 
 

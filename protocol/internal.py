@@ -1,8 +1,10 @@
-"""What replicas say to each other on /prefill: msgpack bodies, and answers in frames. It is no part of the public interface.
+"""What replicas say to each other on /prefill and /encode: msgpack bodies, and answers in frames. It is no part of the public interface.
 
 `GET /prefill` answers a `PrefillInfo`. `POST /prefill` takes a `PrefillRequest` and answers with frames: empty ones while the request
 waits or is computed, then one with the handoff, or with an error envelope. After a handoff that holds KV blocks the answer stays open, and
 silent: it is the lease of the blocks. The client closes it when it needs them no more; the server ends it when they are about to go.
+
+`/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/embeddings.py`) in the place of the handoff.
 """
 
 import struct
@@ -17,6 +19,8 @@ ALIVE_SECONDS = 1.0
 """Pause between the empty frames of a server that is still at it."""
 SILENCE_SECONDS = 3.0
 """Silence after which a client takes the server for stuck."""
+MOST_IMAGES, MOST_IMAGE_BYTES = 8, 32 << 20
+"""Of one request to /encode; a single image may have more bytes. More images go to several replicas at once."""
 
 _LENGTH = struct.Struct(">I")
 _FAILED = 1 << 31
@@ -42,6 +46,32 @@ class PrefillRequest(msgspec.Struct, frozen=True):
     version: int
     model: str
     request: msgspec.Raw
+
+
+class EncodeInfo(msgspec.Struct, frozen=True):
+    """What a replica encodes with. Replicas that differ in any of this make embeddings that are of no use to each other."""
+
+    version: int
+    model: str
+    backend: str
+    fingerprint: str = ""
+    placeholder: str = ""
+    image_token_id: int = -1
+    hidden_size: int = 0
+    dtype: str = ""
+    """As `EncoderInfo` has these; a backend that expands and encodes by itself (TensorRT-LLM) says nothing of them."""
+
+
+class EncodeRequest(msgspec.Struct, frozen=True):
+    """`images` is a list of image inputs (`engine/encoder.py`), read only once version and model are known to fit."""
+
+    version: int
+    model: str
+    images: msgspec.Raw
+    prompt: str = ""
+    """The text with the images' placeholders, for a backend that encodes a whole prompt's images (TensorRT-LLM)."""
+    inline: bool = False
+    """Have the embeddings within the answer, whatever their size: reading them has failed."""
 
 
 class Frame(NamedTuple):

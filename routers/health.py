@@ -21,7 +21,5 @@ async def ready(replica: ReplicaDep) -> dict[str, str]:
     if replica.draining:
         raise EngineNotReady("The server is shutting down.")
     if not replica.ready:
-        raise EngineNotReady(
-            "The model is loading." if replica.engine is None else "The engine is restarting, or no prefill replica answers."
-        )
+        raise EngineNotReady(replica.loading if replica.core is None else "The engine is restarting, or no prefill replica answers.")
     return {"status": "ready"}

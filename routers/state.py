@@ -8,6 +8,8 @@ from typing import Annotated, TypedDict, cast
 from fastapi import Depends, Request
 
 from engine.admission import AdmissionEngine
+from engine.encoder import Encoder, PromptEncoder
+from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
 from multimodal.processor import Processor
 
@@ -19,10 +21,20 @@ class Replica:
     model_name: str
     entrance: str = "/v1"
     """Where its requests come in."""
+    has_engine: bool = True
+    """False for an encode replica."""
     created: int = field(default_factory=lambda: int(time.time()))
     engine: AdmissionEngine | None = None
     """Set once it has started, together with the processor."""
     processor: Processor | None = None
+    encoder: Encoder | None = None
+    """What makes embeddings of the images in chats, here or elsewhere; set, if there is one, before the engine is."""
+    prompt_encoder: PromptEncoder | None = None
+    """The same for a backend that encodes by itself (TensorRT-LLM) and has encode replicas."""
+    encoding: EncodeService | None = None
+    """What encodes images for other replicas. Set before the engine is, if there is to be one."""
+    loading: str = "The model is loading."
+    """Why it is not there yet."""
     failure: str | None = None
     """Why the server has to end, if it does."""
     draining: bool = False
@@ -30,15 +42,20 @@ class Replica:
     """Requests that a shutdown waits for."""
 
     @property
+    def core(self) -> AdmissionEngine | EncodeService | None:
+        """What its requests need: the engine, or on an encode replica what is there instead; None before it has started."""
+        return self.engine if self.engine is not None or self.has_engine else self.encoding
+
+    @property
     def ready(self) -> bool:
-        return self.engine is not None and self.engine.healthy and not self.draining
+        return self.core is not None and self.core.healthy and not self.draining
 
     def enter(self) -> None:
         """Begin a request, which may use engine and processor; `leave` ends it. Raises EngineNotReady while starting and draining."""
         if self.draining:
             raise EngineNotReady("The server is shutting down.")
-        if self.engine is None:
-            raise EngineNotReady("The model is loading.")
+        if self.core is None:
+            raise EngineNotReady(self.loading)
         self.running += 1
 
     def leave(self) -> None:
@@ -55,7 +72,9 @@ class HttpOptions:
     ping_interval: float
     """Seconds of silence before a keep-alive comment; 0 sends none."""
     lease_seconds: float
-    """How long KV blocks are held for a decode replica."""
+    """How long KV blocks and embeddings are held for another replica."""
+    max_images: int
+    max_image_bytes: int
 
 
 class State(TypedDict):

@@ -7,7 +7,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_fastapi_instrumentator import Instrumentator
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, health, internal, metrics, models, tokenize, version
+from routers import chat, completions, encode, health, internal, metrics, models, tokenize, version
 from server import __version__, errors, openapi
 from server.compose import served_name
 from server.lifespan import make_lifespan
@@ -17,7 +17,12 @@ from server.settings import Settings
 
 OPERATIONS = (health.router, metrics.router, version.router)
 PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
-ROUTERS = {"aggregated": PUBLIC, "decode": PUBLIC, "prefill": (internal.router,)}
+ROUTERS = {
+    "aggregated": PUBLIC,
+    "decode": PUBLIC,
+    "prefill": (internal.router, encode.router, internal.no_public_routes("a prefill replica")),
+    "encode": (encode.router, internal.no_public_routes("an encode replica")),
+}
 """What a role serves besides the operations."""
 
 

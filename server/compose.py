@@ -85,24 +85,32 @@ def serving_engine(settings: Settings, local: Engine, registry: CollectorRegistr
         return local
     from engine.disaggregated.engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without
     from engine.disaggregated.pool import PeerPool  # noqa: PLC0415
-    from server.prefill_metrics import PrefillMetrics  # noqa: PLC0415
+    from server.peer_metrics import PeerMetrics  # noqa: PLC0415
 
     name = served_name(settings)
-    observer = PrefillMetrics(registry, name)
-    secret = settings.internal_secret.get_secret_value() if settings.internal_secret else ""
-    pool = PeerPool(settings.prefill_urls, secret, settings.prefill_attempts, observer)
+    observer = PeerMetrics(registry, name, "prefill")
+    pool = PeerPool(settings.prefill_urls, internal_secret(settings), settings.prefill_attempts, observer)
     min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
     return DisaggregatedEngine(local, pool, name, min_tokens, observer)
 
 
+def internal_secret(settings: Settings) -> str:
+    return settings.internal_secret.get_secret_value() if settings.internal_secret else ""
+
+
 def has_text(settings: Settings) -> bool:
-    """Whether text comes and goes here: prefill replicas see token ids alone."""
-    return settings.disaggregation_mode != "prefill"
+    """Whether text comes and goes here: prefill replicas see token ids alone, encode replicas images."""
+    return settings.disaggregation_mode not in ("prefill", "encode")
+
+
+def has_engine(settings: Settings) -> bool:
+    """Whether tokens are computed here: encode replicas make none."""
+    return settings.disaggregation_mode != "encode"
 
 
 def entrance(settings: Settings) -> str:
     """The path under which requests come in."""
-    return "/v1" if has_text(settings) else "/prefill"
+    return "/v1" if has_text(settings) else f"/{settings.disaggregation_mode}"
 
 
 def default_processors(settings: Settings) -> tuple[str, ...]:

@@ -19,13 +19,15 @@ from engine.errors import EngineFailure
 from engine.process import EngineProcess
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
+from multimodal.prompts import Prompts
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import Tokenizer
 from routers.state import HttpOptions, Replica, State
-from server import __version__, compose
+from server import __version__, compose, encoders
 from server.errors import render_event
 from server.metrics import ServerMetrics
 from server.settings import Settings
+from server.vision import image_prompts
 
 T = TypeVar("T")
 _HEALTH_PAUSE = 1.0
@@ -38,12 +40,14 @@ def make_lifespan(settings: Settings, metrics: ServerMetrics) -> Callable[[FastA
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
-        replica = Replica(compose.served_name(settings), compose.entrance(settings))
+        replica = Replica(compose.served_name(settings), compose.entrance(settings), compose.has_engine(settings))
         options = HttpOptions(
             max_body_bytes=int(settings.max_body_mb * (1 << 20)),
             body_timeout=settings.body_timeout_seconds,
             ping_interval=settings.sse_ping_seconds,
             lease_seconds=settings.lease_seconds,
+            max_images=settings.max_images,
+            max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         )
         async with background(metrics.watch_loop(replica), "event-loop-lag"), background(live(settings, metrics, replica), "replica"):
             yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
@@ -57,39 +61,69 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> 
         async with AsyncExitStack() as stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
-            local, failed = await _open_engine(settings, folder, stack)
-            inner = compose.serving_engine(settings, local, metrics.registry)
-            engine = AdmissionEngine(inner, settings.max_queue_size, settings.queue_timeout_seconds)
-            stack.push_async_callback(engine.close)
-            text = await _start(settings, folder, engine)
-            await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
-            if text is not None:
-                replica.processor = Processor(
-                    engine,
-                    *text,
-                    compose.limits(settings),
-                    replica.model_name,
-                    GenerationMetrics(metrics.registry, replica.model_name),
-                    compose.default_processors(settings),
-                )
-            replica.engine = engine
+            if replica.has_engine:
+                failed = await _serve(settings, metrics, replica, folder, stack)
+            else:
+                await _add_encoders(settings, metrics, replica, folder, stack)
+                failed = _never
             raise EngineFailure(await failed())
     except Exception as error:  # whatever it was: the server cannot go on, and says why
         replica.failure = one_line(error)
         log.debug("the replica failed", exc_info=error)
 
 
-async def _start(settings: Settings, folder: Path | None, engine: Engine) -> tuple[Tokenizer, ChatTemplate | None] | None:
-    """Start the engine, and load what makes text of tokens and tokens of text, where that is done."""
-    if not compose.has_text(settings):
-        await engine.start()
-        return None
+async def _serve(
+    settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack
+) -> Callable[[], Awaitable[str]]:
+    """Start what answers requests for tokens. Returns a call that returns a reason once it has failed for good."""
+    local, failed = await _open_engine(settings, folder, stack)
+    inner = compose.serving_engine(settings, local, metrics.registry)
+    engine = AdmissionEngine(inner, settings.max_queue_size, settings.queue_timeout_seconds)
+    stack.push_async_callback(engine.close)
+    starting: list[Coroutine[Any, Any, Any]] = [engine.start()]
     if settings.engine_address:
-        await engine.start()
-        folder = await in_thread(partial(compose.model_folder, settings))
-        return await in_thread(partial(compose.load_text, settings, folder))
-    text, _ = await asyncio.gather(in_thread(partial(compose.load_text, settings, folder)), engine.start())
-    return text
+        await together(*starting)
+        folder, starting = await in_thread(partial(compose.model_folder, settings)), []
+    found = await together(_text(settings, folder), _add_encoders(settings, metrics, replica, folder, stack), *starting)
+    text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
+    await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
+    if text is not None:
+        images = image_prompts(settings, folder, replica, text[0], metrics)
+        if images is not None:
+            stack.push_async_callback(images.aclose)
+        replica.processor = Processor(
+            engine,
+            Prompts(*text, images),
+            compose.limits(settings),
+            replica.model_name,
+            GenerationMetrics(metrics.registry, replica.model_name),
+            compose.default_processors(settings),
+        )
+    replica.engine = engine
+    return failed
+
+
+async def _text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None] | None:
+    """What makes text of tokens and tokens of text, where that is done."""
+    return await in_thread(partial(compose.load_text, settings, folder)) if compose.has_text(settings) else None
+
+
+async def _add_encoders(settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack) -> None:
+    """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other replicas."""
+    encoder = encoders.encoder(settings, folder, metrics.registry)
+    prompt_encoder = encoders.prompt_encoder(settings, folder, metrics.registry)
+    for one in (encoder, prompt_encoder):
+        if one is not None:
+            if settings.encode_urls:
+                replica.loading = "The model is loading, or no encode replica answers."
+            stack.push_async_callback(one.close)
+            await one.start()
+    service = encoders.service(settings, encoder, prompt_encoder, metrics.registry)
+    if service is not None:
+        stack.push_async_callback(service.close)
+        replica.encoding = service
+    else:
+        replica.encoder, replica.prompt_encoder = encoder, prompt_encoder
 
 
 def one_line(error: Exception) -> str:
@@ -122,6 +156,17 @@ async def _illness(engine: Engine) -> str:
     while engine.healthy:  # noqa: ASYNC110 - an engine has no event for it
         await asyncio.sleep(_HEALTH_PAUSE)
     return "the engine has stopped working"
+
+
+async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Their results. The first error ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 @asynccontextmanager

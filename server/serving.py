@@ -142,28 +142,30 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what still runs, by closing the engine under it, and then everything else."""
+        """End what still runs, by closing the engine and the encoders under it, and then everything else."""
         replica = self._replica
         replica.draining = True
         if replica.running:
             log.warning("%d requests are cut off", replica.running)
-        if replica.engine is not None:
-            await replica.engine.close()
+        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding):
+            if part is not None:
+                await part.close()
         await super().shutdown(sockets)
 
     def _announce(self, replica: Replica) -> None:
-        assert replica.engine is not None
+        at, name, seconds = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}", replica.model_name, time.monotonic() - self._started
+        if replica.engine is None:
+            log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)
+            return
         info = replica.engine.info
-        listener = self.servers[0].sockets[0]
         log.info(
-            "ready: %s%s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
-            url_of(listener),
-            replica.entrance,
-            replica.model_name,
+            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
+            at,
+            name,
             info.context_length,
             info.num_blocks * info.block_size,
             info.max_num_seqs,
-            time.monotonic() - self._started,
+            seconds,
         )
 
 

@@ -70,9 +70,9 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, Replica]]:
-    """URL, engine and inner life of a prefill replica with the fake engine."""
-    given = {"engine": "fake", "engine_process": False, "disaggregation_mode": "prefill", "internal_secret": SECRET}
+async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replica]]:
+    """URL and inner life of a replica without a model."""
+    given = {"engine": "fake", "engine_process": False, "disaggregation_mode": role, "internal_secret": SECRET}
     app = create_app(Settings(**{**given, **settings}))
     http: Any = partial(Connection, head_seconds=5.0)
     server = _Server(
@@ -83,15 +83,23 @@ async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, Admission
     while not (server.started and server.lifespan.state["replica"].ready):
         assert not serving.done()
         await asyncio.sleep(0.005)
-    replica: Replica = server.lifespan.state["replica"]
-    assert replica.engine is not None
+    life: Replica = server.lifespan.state["replica"]
+    assert life.core is not None
     try:
-        yield url_of(listener), replica.engine, replica
+        yield url_of(listener), life
     finally:
-        await replica.engine.close()
+        await life.core.close()
         server.should_exit = True
         await serving
         listener.close()
+
+
+@asynccontextmanager
+async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, Replica]]:
+    """URL, engine and inner life of a prefill replica with the fake engine."""
+    async with replica("prefill", **settings) as (url, life):
+        assert life.engine is not None
+        yield url, life.engine, life
 
 
 @asynccontextmanager

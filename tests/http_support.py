@@ -20,7 +20,7 @@ from server.app import create_app
 from server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-READY = re.compile(r"ready: (http://\S+)/(?:v1|prefill) serves")
+READY = re.compile(r"ready: (http://\S+)/(?:v1|prefill|encode) serves")
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
 

@@ -12,7 +12,7 @@ from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake import FakeEngine
 from engine.stream import DeltaStream
 from engine.types import GenerateRequest
-from routers import internal
+from routers import leased
 
 
 async def cancel(engine: Engine, ready: Any) -> None:
@@ -81,7 +81,7 @@ async def test_cancelled_while_decoding() -> None:
 
 async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer ends first, and the blocks go a moment later; the engine that was still waiting to read them computes the prompt."""
-    monkeypatch.setattr(internal, "GRACE_SECONDS", 0.4)
+    monkeypatch.setattr(leased, "GRACE_SECONDS", 0.4)
     async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
         stream = await busy(engine.local)
         task = asyncio.create_task(all_of(engine, request(max_tokens=4)))

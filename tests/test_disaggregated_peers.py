@@ -20,7 +20,7 @@ from engine.disaggregated.peers import LONGEST_PAUSE, Breaker, Prefixes, block_k
 from engine.disaggregated.pool import PeerPool
 from engine.errors import EngineFailure, EngineUnavailable
 from protocol.internal import Frame, FrameReader, PrefillInfo, frame
-from server.prefill_metrics import PrefillMetrics
+from server.peer_metrics import PeerMetrics
 
 
 def test_the_breaker_waits_longer_after_each_failure_and_closes_at_success() -> None:
@@ -148,7 +148,7 @@ async def test_a_peer_that_is_gone_leaves_no_series(folder: bool, tmp_path: Path
     if folder:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     registry = CollectorRegistry()
-    metrics = PrefillMetrics(registry, "fake")
+    metrics = PeerMetrics(registry, "fake", "prefill")
     metrics.answered("http://staying", "ok", 0.1)
     async with prefill_replica() as (url, _, _):
         pool = PeerPool([url], SECRET, 1, metrics)

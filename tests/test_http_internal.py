@@ -12,7 +12,7 @@ from http_support import application
 from engine import handoff
 from engine.handoff import decode_handoff
 from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest
-from routers import internal
+from routers import leased
 
 
 async def test_internal_routes_take_the_internal_secret_alone() -> None:
@@ -86,7 +86,7 @@ async def test_other_media_types_and_other_roles_are_refused() -> None:
 
 
 async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internal, "ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(leased, "ALIVE_SECONDS", 0.1)
     settings: dict[str, Any] = {"max_batch_size": 1, "queue_timeout_seconds": 0.35}
     async with application(disaggregation_mode="prefill", internal_secret=SECRET, **settings) as (client, state):
         engine = state["replica"].engine
@@ -111,7 +111,7 @@ async def test_what_is_too_large_to_be_read_is_not_handed_over(monkeypatch: pyte
 
 async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica lives and could say so for ever, while its engine's process hangs."""
-    monkeypatch.setattr(internal, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(leased, "ALIVE_SECONDS", 0.05)
     async with application(disaggregation_mode="prefill", internal_secret=SECRET, fake_token_delay_ms=60_000) as (client, state):
         stream = await busy(state["replica"].engine)
         asking = asyncio.create_task(post(client, body_of()))

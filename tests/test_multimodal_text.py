@@ -168,4 +168,4 @@ def test_a_folder_gives_tokenizer_template_and_special_tokens(tmp_path: Path) ->
     assert tokenizer.chat_template == CHATML
     assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
     assert tokenizer.decode(tokenizer.encode("<|im_start|>hé")) == "<|im_start|>hé"
-    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.special_ids == {0, 1, 2, 259}

@@ -1,17 +1,21 @@
-"""One hand-over on its way: asks a peer's /prefill, reads the framed answer, and keeps it open as the lease of the KV blocks."""
+"""One hand-over on its way: asks a peer's /prefill or /encode, reads the framed answer, and keeps it open as the lease of what is held."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import httpx
 import msgspec
 
 from engine import errors
-from engine.handoff import MAX_BYTES, decode_handoff
-from engine.types import Handoff
-from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, FrameReader, PrefillInfo
+from engine.embeddings import decode_embeddings
+from engine.handoff import MAX_BYTES, decode_encoding, decode_handoff
+from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, FrameReader, PrefillInfo
 
 CONNECT_SECONDS = 1.5
+I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
+T = TypeVar("T")
 _SLOWEST_UPLOAD = 50 << 20
 """Bytes in a second: how much longer than others a peer may take to begin its answer to a request with images."""
 _MOST_ERROR_BYTES = 1 << 16
@@ -40,6 +44,30 @@ class PeerError(errors.EngineUnavailable):
         """For the metrics: unreachable, silent or refused."""
 
 
+@dataclass(frozen=True)
+class Service(Generic[I, T]):
+    """What a kind of replicas does for others: at which path, and how its answers are read."""
+
+    name: str
+    infos: msgspec.msgpack.Decoder[I]
+    """Of what a replica says of itself."""
+    read: Callable[[bytes], T]
+    """Of what it hands over. Raises InvalidRequest."""
+
+    @property
+    def path(self) -> str:
+        return f"/{self.name}"
+
+    @property
+    def one(self) -> str:
+        return f"{'an' if self.name == 'encode' else 'a'} {self.name} replica"
+
+
+PREFILL = Service("prefill", msgspec.msgpack.Decoder(PrefillInfo), decode_handoff)
+ENCODE = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_embeddings)
+ENCODE_PROMPT = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_encoding)
+
+
 class _Error(msgspec.Struct):
     message: str = ""
     type: str = ""
@@ -52,13 +80,12 @@ class _Envelope(msgspec.Struct):
 
 
 _envelopes = msgspec.json.Decoder(_Envelope)
-_infos = msgspec.msgpack.Decoder(PrefillInfo)
 
 
-class Lease:
-    """What a peer has handed over. It holds the KV blocks until `aclose`, or until `ended` returns."""
+class Lease(Generic[T]):
+    """What a peer has handed over. It holds KV blocks, or embeddings, until `aclose`, or until `ended` returns."""
 
-    def __init__(self, handoff: Handoff, response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, handoff: T, response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
         self.handoff = handoff
         self._response = response
         self._chunks = chunks
@@ -72,71 +99,71 @@ class Lease:
             return
 
     async def aclose(self) -> None:
-        """The blocks are needed no more."""
+        """What is held is needed no more."""
         await self._response.aclose()
 
 
-async def prefill(http: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> Lease:
-    """Have the peer at `url` prefill. Raises PeerError, or the error of `engine/errors` that it answers with."""
-    request = http.build_request("POST", f"{url}/prefill", content=body, headers={**headers, "content-type": MEDIA_TYPE})
-    response = await _answered(http, request, SILENCE_SECONDS + len(body) / _SLOWEST_UPLOAD)
+async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
+    """Have the peer at `url` do it. Raises PeerError, or the error of `engine/errors` that it answers with."""
+    request = http.build_request("POST", url + service.path, content=body, headers={**headers, "content-type": MEDIA_TYPE})
+    response = await _answered(http, service, request)
     try:
         if response.status_code != httpx.codes.OK:
-            raise _refusal(response.status_code, await _bounded(response))
+            raise _refusal(service, response.status_code, await _bounded(response))
         chunks = response.aiter_raw()
-        return Lease(await _handoff(chunks), response, chunks)
+        return Lease(await _handoff(service, chunks), response, chunks)
     except (httpx.HTTPError, TimeoutError, ValueError) as error:
         await response.aclose()
-        raise _peer_error(error) from error
+        raise _peer_error(service, error) from error
     except BaseException:  # cancellation included
         await response.aclose()
         raise
 
 
-async def describe(http: httpx.AsyncClient, url: str) -> PrefillInfo:
-    """What the peer at `url` prefills with, if it would take a request now. Raises as `prefill` does."""
-    response = await _answered(http, http.build_request("GET", f"{url}/prefill"))
+async def describe(http: httpx.AsyncClient, service: Service[I, T], url: str) -> I:
+    """What the peer at `url` does it with, if it would take a request now. Raises as `ask` does."""
+    response = await _answered(http, service, http.build_request("GET", url + service.path))
     try:
         content = await _bounded(response)
     except (httpx.HTTPError, TimeoutError, ValueError) as error:
-        raise _peer_error(error) from error
+        raise _peer_error(service, error) from error
     finally:
         await response.aclose()
     if response.status_code != httpx.codes.OK:
-        raise _refusal(response.status_code, content)
+        raise _refusal(service, response.status_code, content)
     try:
-        return _infos.decode(content)
+        return service.infos.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PeerError("a prefill replica does not say what it prefills with", "refused") from error
+        raise PeerError(f"{service.one} does not say what it {service.name}s with", "refused") from error
 
 
-async def _answered(http: httpx.AsyncClient, request: httpx.Request, seconds: float = SILENCE_SECONDS) -> httpx.Response:
+async def _answered(http: httpx.AsyncClient, service: Service[I, T], request: httpx.Request) -> httpx.Response:
     """The head of the answer. Raises PeerError."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(SILENCE_SECONDS):
             return await http.send(request, stream=True)
     except (httpx.HTTPError, TimeoutError) as error:
-        raise _peer_error(error) from error
+        raise _peer_error(service, error) from error
 
 
-async def _handoff(chunks: AsyncIterator[bytes]) -> Handoff:
+async def _handoff(service: Service[I, T], chunks: AsyncIterator[bytes]) -> T:
     """The first frame that says something. Raises TimeoutError after a silence, ValueError for what is no frame."""
     reader = FrameReader(MAX_BYTES)
     while True:
         async with asyncio.timeout(SILENCE_SECONDS):
             chunk = await anext(chunks, None)
         if chunk is None:
-            raise PeerError("a prefill replica ended its answer without a handoff", "unreachable")
+            raise PeerError(f"{service.one} ended its answer without a handoff", "unreachable")
         for frame in reader.feed(chunk):
             if frame.failed:
-                raise _refusal(httpx.codes.OK, frame.payload)
+                raise _refusal(service, httpx.codes.OK, frame.payload)
             if frame.payload:
-                return _decoded(frame.payload)
+                return _decoded(service, frame.payload)
 
 
-def _decoded(payload: bytes) -> Handoff:
+def _decoded(service: Service[I, T], payload: bytes) -> T:
     try:
-        return decode_handoff(payload)
+        return service.read(payload)
     except errors.InvalidRequest as error:  # of the peer's making, not of the user's
         raise PeerError(str(error), "refused") from error
 
@@ -151,24 +178,24 @@ async def _bounded(response: httpx.Response) -> bytes:
     return content
 
 
-def _peer_error(error: Exception) -> PeerError:
+def _peer_error(service: Service[I, T], error: Exception) -> PeerError:
     if isinstance(error, TimeoutError | httpx.ReadTimeout | httpx.WriteTimeout):
-        return PeerError(f"a prefill replica has been silent for {SILENCE_SECONDS:g} s", "silent")
+        return PeerError(f"{service.one} has been silent for {SILENCE_SECONDS:g} s", "silent")
     if isinstance(error, ValueError):
-        return PeerError("a prefill replica's answer has no end, or makes no sense", "refused")
-    return PeerError("a prefill replica cannot be reached", "unreachable")
+        return PeerError(f"{service.one}'s answer has no end, or makes no sense", "refused")
+    return PeerError(f"{service.one} cannot be reached", "unreachable")
 
 
-def _refusal(status: int, content: bytes) -> errors.EngineError:
+def _refusal(service: Service[I, T], status: int, content: bytes) -> errors.EngineError:
     """The error of an envelope. What is wrong between the replicas, rather than with the request, is the peer's."""
     try:
         error = _envelopes.decode(content).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return PeerError(f"a prefill replica answered {status} and no error that can be read", "refused")
+        return PeerError(f"{service.one} answered {status} and no error that can be read", "refused")
     if error.code is None and error.type == "invalid_request_error":
         return errors.InvalidRequest(error.message, error.param)
     kind = _ERRORS.get(error.code or "")
     if kind is None and (error.code in _OF_THE_PEER or status >= httpx.codes.INTERNAL_SERVER_ERROR):
-        return PeerError(f"a prefill replica refuses: {error.message}", "refused")
+        return PeerError(f"{service.one} refuses: {error.message}", "refused")
     kind = kind or errors.EngineFailure
     return kind(error.message, error.param) if issubclass(kind, errors.InvalidRequest) else kind(error.message)

@@ -131,7 +131,7 @@ class _Run:
             log.exception("a request failed on its way to prefill or back")
             self.stream.fail(EngineFailure(f"the hand-over failed: {type(error).__name__}"))
 
-    async def _prefilled(self) -> Lease | None:
+    async def _prefilled(self) -> Lease[Handoff] | None:
         """The lease; None if no peer could, and the prompt may be computed here."""
         try:
             return await self._engine.pool.prefill(self._request, self._engine.common)
@@ -141,7 +141,7 @@ class _Run:
             log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
             return None
 
-    async def _go_on(self, lease: Lease) -> None:
+    async def _go_on(self, lease: Lease[Handoff]) -> None:
         """From the first token, which is here, to the local engine's first delta, or the peer's last word."""
         first, lost = lease.handoff.first, ""
         ended = asyncio.create_task(lease.ended())

@@ -1,4 +1,4 @@
-"""One prefill replica as seen from a decode replica: whether it can be asked, how busy it is, and which prefixes it has computed."""
+"""One replica as seen from another that has it prefill or encode: whether it can be asked, how busy it is, and which prefixes it has."""
 
 import asyncio
 import logging
@@ -7,21 +7,25 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import httpx
+import msgspec
 
 from engine.disaggregated import client
-from engine.disaggregated.client import Lease, PeerError
+from engine.disaggregated.client import PREFILL, Lease, PeerError, Service
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.images import overlaps_of
-from engine.types import Image
+from engine.types import Handoff, Image
 from protocol.internal import PrefillInfo
 
 PROBE_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 MAX_KEYS = 1 << 16
 """Blocks remembered for one peer."""
+
+I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class Observer(Protocol):
         """A request goes to another peer."""
 
     def computed_locally(self, reason: str) -> None:
-        """A prompt is computed here: because it is short, for want of a peer (`no_peer`), or after its KV blocks were lost (`lost`)."""
+        """It is done here: because a prompt is short, for want of a peer (`no_peer`), or after its KV blocks were lost (`lost`)."""
 
     def available(self, peer: str, available: bool) -> None:
         """Whether a peer takes requests."""
@@ -109,19 +113,19 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str, images: Sequen
     return keys
 
 
-class Peer:
-    """A prefill replica at `url`. `watch` runs for as long as it is one; only then can it be `available`."""
+class Peer(Generic[I, T]):
+    """A replica at `url` that does `service`. `watch` runs for as long as it is one; only then can it be `available`."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, observer: Observer) -> None:
+    def __init__(self, url: str, service: Service[I, T], http: httpx.AsyncClient, observer: Observer) -> None:
         self.url = url
-        self.prefixes = Prefixes()
         self.in_flight = 0
-        """Prompt tokens that it was asked to compute and has not answered for."""
+        """Work that it was asked to do and has not answered for: prompt tokens, or images."""
         self.last_asked = 0
-        self.info: PrefillInfo | None = None
+        self.info: I | None = None
         self.reason = "one has not answered yet"
         """Why it is not available, if it is not."""
         self.probed = asyncio.Event()
+        self._service = service
         self._http = http
         self._observer = observer
         self._breaker = Breaker()
@@ -130,10 +134,6 @@ class Peer:
     @property
     def available(self) -> bool:
         return self.info is not None and self._breaker.closed
-
-    def cost(self, keys: Sequence[int], tokens: int, block_size: int) -> int:
-        """Prompt tokens to compute before the first token of such a request."""
-        return self.in_flight + tokens - self.prefixes.known(keys) * block_size
 
     async def watch(self) -> None:
         """Probe again and again, until cancelled."""
@@ -147,14 +147,13 @@ class Peer:
             self._gone = True
             self._observer.gone(self.url)
 
-    async def prefill(self, body: bytes, request_id: str, keys: Sequence[int], tokens: int) -> Lease:
-        """Raises as `client.prefill` does. `tokens`: how many are to be computed."""
+    async def ask(self, body: bytes, request_id: str, work: int) -> Lease[T]:
+        """Raises as `client.ask` does. `work`: how much of it there is."""
         started, outcome = time.perf_counter(), "cancelled"
-        self.in_flight += tokens
+        self.in_flight += work
         try:
-            lease = await client.prefill(self._http, self.url, body, {"x-request-id": request_id})
+            lease = await client.ask(self._http, self._service, self.url, body, {"x-request-id": request_id})
             outcome = "ok"
-            self.prefixes.add(keys)
             return lease
         except EngineError as error:
             outcome = _outcome(error)
@@ -162,34 +161,58 @@ class Peer:
                 self._fail(error)
             raise
         finally:
-            self.in_flight -= tokens
+            self.in_flight -= work
             if not self._gone:
                 self._observer.answered(self.url, outcome, time.perf_counter() - started)
 
+    def forget(self) -> None:
+        """It may be another one when it is back."""
+
     async def _probe(self) -> None:
         try:
-            info = await client.describe(self._http, self.url)
+            info = await client.describe(self._http, self._service, self.url)
         except EngineError as error:
             self._fail(error)
             return
         except Exception as error:  # whatever a peer has come up with: probes go on
-            log.exception("the probe of prefill replica %s failed", self.url)
+            log.exception("the probe of %s replica %s failed", self._service.name, self.url)
             self._fail(PeerError(f"a probe has failed: {type(error).__name__}", "refused"))
             return
         if not self.available:
-            log.info("prefill replica %s answers", self.url)
+            log.info("%s replica %s answers", self._service.name, self.url)
             self._observer.available(self.url, True)
         self.info = info
         self._breaker.succeed()
 
     def _fail(self, error: EngineError) -> None:
         if self.available or str(error) != self.reason:
-            log.warning("prefill replica %s: %s", self.url, in_full(error))
+            log.warning("%s replica %s: %s", self._service.name, self.url, in_full(error))
         self.reason = str(error)
-        self.prefixes.clear()  # it may be another one when it is back
+        self.forget()
         self._breaker.fail()
         if not self._gone:
             self._observer.available(self.url, False)
+
+
+class PrefillPeer(Peer[PrefillInfo, Handoff]):
+    """A prefill replica, and the prefixes that it has computed."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, observer: Observer) -> None:
+        super().__init__(url, PREFILL, http, observer)
+        self.prefixes = Prefixes()
+
+    def cost(self, keys: Sequence[int], tokens: int, block_size: int) -> int:
+        """Prompt tokens to compute before the first token of such a request."""
+        return self.in_flight + tokens - self.prefixes.known(keys) * block_size
+
+    async def prefill(self, body: bytes, request_id: str, keys: Sequence[int], tokens: int) -> Lease[Handoff]:
+        """Raises as `client.ask` does. `tokens`: how many are to be computed."""
+        lease = await self.ask(body, request_id, tokens)
+        self.prefixes.add(keys)
+        return lease
+
+    def forget(self) -> None:
+        self.prefixes.clear()
 
 
 def in_full(error: EngineError) -> str:

@@ -1,31 +1,35 @@
-"""The prefill replicas that there are, and which of them is asked: found by address or by DNS name, chosen by cost, tried in turn."""
+"""The replicas that prefill, or encode, and which of them is asked: found by address or by DNS name, chosen by cost, tried in turn."""
 
 import asyncio
 import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from engine.disaggregated.client import CONNECT_SECONDS, Lease
-from engine.disaggregated.peers import Observer, Peer, block_keys, in_full
+from engine.disaggregated.peers import Observer, Peer, PrefillPeer, block_keys, in_full
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
-from engine.types import GenerateRequest
+from engine.images import expands
+from engine.types import GenerateRequest, Handoff
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
 
 DNS = "dns+http"
 """Scheme of a name that stands for every address it has: dns+http://prefill:8000."""
 RESOLVE_SECONDS = 3.0
+P = TypeVar("P", bound=Peer[Any, Any])
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
 class NoPeer(EngineUnavailable):
-    """There is no prefill replica to ask, or none that did what it was asked."""
+    """There is no replica to ask, or none that did what it was asked."""
 
 
 def is_final(error: EngineError) -> bool:
@@ -33,16 +37,18 @@ def is_final(error: EngineError) -> bool:
     return isinstance(error, InvalidRequest) and not isinstance(error, ContextOverflow)
 
 
-class PeerPool:
+class Pool(Generic[P]):
     """The peers behind `urls`, asked with `secret`. `mine` says what a peer has to have in common with this replica."""
 
-    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer) -> None:
+    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer, does: str) -> None:
+        """`does`: the word for what they are for."""
         self._static = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]
         self._names = [urlsplit(url) for url in urls if url.startswith(f"{DNS}://")]
         self._attempts = attempts
         self._observer = observer
+        self._does = does
         self._asked = 0
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, P] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._resolving: asyncio.Task[None] | None = None
         self._http = httpx.AsyncClient(
@@ -57,7 +63,7 @@ class PeerPool:
         """Find the peers, and wait a moment for each to say that it is there."""
         self._keep(await self._found())
         if self._names:
-            self._resolving = asyncio.create_task(self._resolve(), name="prefill-discovery")
+            self._resolving = asyncio.create_task(self._resolve(), name=f"{self._does}-discovery")
         if self._peers:
             probes = [asyncio.create_task(peer.probed.wait()) for peer in self._peers.values()]
             try:
@@ -77,46 +83,44 @@ class PeerPool:
             await asyncio.wait(watchers)
         await self._http.aclose()
 
-    def healthy(self, mine: PrefillInfo) -> bool:
+    def healthy(self, mine: msgspec.Struct) -> bool:
         """Whether some peer would be asked now."""
         return any(not self._obstacle(peer, mine) for peer in self._peers.values())
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
-        """Have a peer prefill, the cheapest first, then others. Raises what is wrong with the request, or why the last one asked did not;
-        NoPeer if there is none. The caller closes the lease.
+    async def _ask(self, mine: msgspec.Struct, name: str, cost: Callable[[P], int], ask: Callable[[P], Awaitable[T]]) -> T:
+        """Have a peer do it, the cheapest first, then others. Raises what is wrong with the request, or why the last one asked did not do
+        it; NoPeer if there is none. `name` is for the log.
         """
-        prompt = request.prompt_token_ids
-        reuses = request.sampling.prompt_logprobs is None and request.media is None and request.encoding is None
-        keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
-        body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
-        tried: list[Peer] = []
+        tried: list[P] = []
         failure: EngineError | None = None
-        while len(tried) < self._attempts and (peer := self._choose(keys, len(prompt), mine, tried)) is not None:
+        while len(tried) < self._attempts and (peer := self._choose(cost, mine, tried)) is not None:
             if tried:
                 self._observer.retried()
             tried.append(peer)
-            computed = len(prompt) - peer.prefixes.known(keys) * mine.block_size
             try:
-                return await peer.prefill(body, request.request_id, keys, computed)
+                return await ask(peer)
             except EngineError as error:
                 if is_final(error):
                     raise
-                log.info("prefill replica %s does not prefill %s: %s", peer.url, request.request_id, in_full(error))
+                log.info("%s replica %s does not %s %s: %s", self._does, peer.url, self._does, name, in_full(error))
                 if failure is None or not isinstance(error, ContextOverflow):  # another attempt may succeed
                     failure = error
-        raise failure or self._nobody(request, mine)
+        raise failure or self._nobody(name, mine)
 
-    def _choose(self, keys: Sequence[int], tokens: int, mine: PrefillInfo, tried: Sequence[Peer]) -> Peer | None:
-        """The peer with the least to compute before the first token; of equals the one that was asked longest ago."""
+    def _peer(self, url: str) -> P:
+        raise NotImplementedError
+
+    def _choose(self, cost: Callable[[P], int], mine: msgspec.Struct, tried: Sequence[P]) -> P | None:
+        """The peer with the least to do first; of equals the one that was asked longest ago."""
         candidates = [peer for peer in self._peers.values() if peer not in tried and not self._obstacle(peer, mine)]
         if not candidates:
             return None
-        peer = min(candidates, key=lambda peer: (peer.cost(keys, tokens, mine.block_size), peer.last_asked))
+        peer = min(candidates, key=lambda peer: (cost(peer), peer.last_asked))
         self._asked += 1
         peer.last_asked = self._asked
         return peer
 
-    def _obstacle(self, peer: Peer, mine: PrefillInfo) -> str:
+    def _obstacle(self, peer: P, mine: msgspec.Struct) -> str:
         """Why `peer` cannot be asked; empty if it can."""
         if not peer.available or peer.info is None:
             return peer.reason
@@ -125,21 +129,22 @@ class PeerPool:
             f"one has {name} {theirs or 'none'}, this replica has {ours or 'none'}" for name, theirs, ours in pairs if theirs != ours
         )
 
-    def _nobody(self, request: GenerateRequest, mine: PrefillInfo) -> NoPeer:
+    def _nobody(self, name: str, mine: msgspec.Struct) -> NoPeer:
         """Why there is nobody to ask: to the log with addresses, which are not for clients."""
         found = {url: self._obstacle(peer, mine) for url, peer in self._peers.items()}
-        log.info("no prefill replica for %s: %s", request.request_id, found)
-        return NoPeer(f"no prefill replica can take the request: {'; '.join(sorted(set(found.values()))) or 'none is known'}")
+        log.info("no %s replica for %s: %s", self._does, name, found)
+        reasons = "; ".join(sorted(set(found.values()))) or "none is known"
+        return NoPeer(f"no {self._does} replica can take the request: {reasons}")
 
     def _keep(self, urls: set[str]) -> None:
         """Have the peers at `urls`, and no others. Requests that are with one that goes are not touched."""
         for url in self._peers.keys() - urls:
-            log.info("prefill replica %s is one no more", url)
+            log.info("%s replica %s is one no more", self._does, url)
             del self._peers[url]
             self._watchers.pop(url).cancel()
         for url in urls - self._peers.keys():
-            peer = self._peers[url] = Peer(url, self._http, self._observer)
-            self._watchers[url] = asyncio.create_task(peer.watch(), name=f"prefill-peer-{url}")
+            peer = self._peers[url] = self._peer(url)
+            self._watchers[url] = asyncio.create_task(peer.watch(), name=f"{self._does}-peer-{url}")
 
     async def _resolve(self) -> None:
         while True:
@@ -154,10 +159,36 @@ class PeerPool:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
             except OSError as error:
-                log.warning("the name %s of prefill replicas cannot be resolved: %s", name.hostname, error)
+                log.warning("the name %s of %s replicas cannot be resolved: %s", name.hostname, self._does, error)
                 return urls | self._peers.keys()
             urls |= {_url(str(address[0]), name.port) for *_, address in found}
         return urls
+
+
+class PeerPool(Pool[PrefillPeer]):
+    """Prefill replicas, asked for prompts."""
+
+    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer) -> None:
+        super().__init__(urls, secret, attempts, observer, "prefill")
+
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease[Handoff]:
+        """Have a peer prefill, the one with the least to compute before the first token. Raises as it does. The caller closes the lease."""
+        prompt = request.prompt_token_ids
+        reuses = request.sampling.prompt_logprobs is None and not expands(request)
+        keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
+        body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
+
+        def cost(peer: PrefillPeer) -> int:
+            return peer.cost(keys, len(prompt), mine.block_size)
+
+        async def ask(peer: PrefillPeer) -> Lease[Handoff]:
+            computed = len(prompt) - peer.prefixes.known(keys) * mine.block_size
+            return await peer.prefill(body, request.request_id, keys, computed)
+
+        return await self._ask(mine, request.request_id, cost, ask)
+
+    def _peer(self, url: str) -> PrefillPeer:
+        return PrefillPeer(url, self._http, self._observer)
 
 
 def _url(address: str, port: int) -> str:

@@ -1,0 +1,145 @@
+"""Host memory that peers may read, taken in pieces: where an encode replica puts embeddings, and where those who want them read them to."""
+
+import asyncio
+import ctypes
+from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.transfer.base import Offer, Read, Region, Transfer, TransferError
+from engine.transfer.shared_memory import shared_memory
+from engine.transfer.transfers import MethodName, Transfers
+
+_ALIGNMENT = 4096
+_POLL_SECONDS = 0.001
+
+
+class Place(NamedTuple):
+    """`size` bytes from `offset` of the arena."""
+
+    offset: int
+    size: int
+
+
+class Arena:
+    """`size` bytes of shared memory, whose pages are taken when they are first used; the lowest that are free are used first.
+
+    All but the copying runs on one event loop. Raises TransferError and OSError as `Transfers` does.
+    """
+
+    def __init__(self, size: int, method: MethodName = "auto", port: int = 0) -> None:
+        self._memory = (ctypes.c_char * size).from_buffer(shared_memory(size))
+        self._address = ctypes.addressof(self._memory)
+        self._transfers = Transfers([Region(self._address, size, -1)], method, port)
+        self._free = [Place(0, size)]
+        self._taken: set[Place] = set()
+        self._room = asyncio.Event()
+        self._orphans: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self.offers: tuple[Offer, ...] = self._transfers.offers()
+        """How peers read it: region 0 of what is offered."""
+
+    @property
+    def taken(self) -> list[Place]:
+        """What is in use."""
+        return sorted(self._taken)
+
+    async def take(self, size: int, seconds: float) -> Place | None:
+        """Room for `size` bytes, to be given back by `free`; None if there is none for `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (place := self._take(size)) is None:
+                    self._room.clear()
+                    await self._room.wait()
+                return place
+        except TimeoutError:
+            return None
+
+    def free(self, place: Place) -> None:
+        """Nothing may be read from there or written to it any more."""
+        self._taken.remove(place)
+        insort(self._free, Place(place.offset, _aligned(place.size)))
+        joined: list[Place] = []
+        for part in self._free:
+            if joined and joined[-1].offset + joined[-1].size == part.offset:
+                part = Place(joined[-1].offset, joined.pop().size + part.size)
+            joined.append(part)
+        self._free = joined
+        self._room.set()
+
+    def write(self, place: Place, parts: Sequence[bytes]) -> None:
+        """One part after the other into `place`, without the interpreter's lock."""
+        assert sum(map(len, parts)) <= place.size and place in self._taken, "bytes for another place"
+        address = self._address + place.offset
+        for part in parts:
+            ctypes.memmove(address, part, len(part))
+            address += len(part)
+
+    async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[bytes]:
+        """What a peer has from `offset` of its arena, in parts of these sizes. Raises TransferError; not done after `seconds` is one."""
+        place = await self.take(sum(sizes), seconds)
+        if place is None:
+            raise TransferError(f"no room for {sum(sizes)} bytes")
+        try:
+            transfer = self._transfers.read(offers, [Read(0, offset, place.offset, place.size)])
+        except TransferError:
+            self.free(place)
+            raise
+        copying = asyncio.ensure_future(self._copied(transfer, place, sizes))
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(copying)
+        except TimeoutError:
+            raise TransferError(f"not done after {seconds:g} s") from None
+        finally:
+            if not copying.done():  # memory may still be written to
+                transfer.cancel()
+                self._keep(copying)
+
+    async def close(self) -> None:
+        """End what runs, and wait for that, however often it is asked for. What is in use stays so."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.to_thread(self._transfers.close)
+        if self._orphans:
+            await asyncio.wait(self._orphans)
+
+    async def _copied(self, transfer: Transfer, place: Place, sizes: Sequence[int]) -> list[bytes]:
+        try:
+            while not transfer.done():  # noqa: ASYNC110 - it is polled
+                await asyncio.sleep(_POLL_SECONDS)
+            return await asyncio.to_thread(self._parts, place, sizes)
+        finally:
+            self.free(place)
+
+    def _parts(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
+        address, parts = self._address + place.offset, []
+        for size in sizes:
+            parts.append(ctypes.string_at(address, size))
+            address += size
+        return parts
+
+    def _keep(self, copying: "asyncio.Future[list[bytes]]") -> None:
+        async def end() -> None:
+            await asyncio.gather(copying, return_exceptions=True)
+
+        task = asyncio.create_task(end())
+        self._orphans.add(task)
+        task.add_done_callback(self._orphans.discard)
+
+    def _take(self, size: int) -> Place | None:
+        wanted = _aligned(size)
+        for index, part in enumerate(self._free):
+            if part.size >= wanted:
+                self._free[index : index + 1] = [Place(part.offset + wanted, part.size - wanted)] if part.size > wanted else []
+                place = Place(part.offset, size)
+                self._taken.add(place)
+                return place
+        return None
+
+
+def _aligned(size: int) -> int:
+    return max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT

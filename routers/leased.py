@@ -1,0 +1,133 @@
+"""Answers between replicas: signs of life while something is computed, one frame with what came of it, and then, open and silent, the lease
+of what is held for the reader.
+"""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any, Protocol
+
+from fastapi import HTTPException, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import EngineNotReady
+from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION, frame
+from routers.body import read_body
+from routers.generate import disconnect
+from routers.state import HttpOptions, Replica, State
+
+GRACE_SECONDS = 2.0
+"""From the end of an answer whose lease is over until what it held goes: who sees the end trusts nothing that it has not read by then."""
+
+log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What one answer is about."""
+
+    @property
+    def held(self) -> str:
+        """What is held, for the log: the KV blocks of a request, say."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether something will come of it."""
+
+    async def compute(self) -> tuple[bytes, bool]:
+        """The payload, and whether anything is held for its reader."""
+
+    async def lost(self) -> str:
+        """Return, with the reason, when what is held is no more; mostly never."""
+
+    async def close(self) -> None:
+        """Give everything back. Nothing else runs any more."""
+
+
+async def read_message(request: Request, options: HttpOptions, max_bytes: int = 0) -> bytes:
+    """The body, of `max_bytes` or, if that is 0, of as many as any. Raises HTTPException."""
+    if request.headers.get("content-type") != MEDIA_TYPE:
+        raise HTTPException(415, f"The body must be {MEDIA_TYPE}.", {"accept": MEDIA_TYPE})
+    return await read_body(request, replace(options, max_body_bytes=max_bytes) if max_bytes else options)
+
+
+def check_fits(version: int, model: str, replica: Replica) -> None:
+    """Raises HTTPException 409 for a message of another version or model."""
+    if version != VERSION:
+        raise HTTPException(409, f"The request has version {version}; this replica reads version {VERSION}.")
+    if model != replica.model_name:
+        raise HTTPException(409, f"The request is for the model {model!r}; this replica has {replica.model_name!r}.")
+
+
+class LeasedAnswer(Response):
+    """The frames of one answer. Closed by the client at any time, it closes the work at once.
+
+    What goes wrong before the first frame is raised from here with nothing sent; later it is a frame of its own.
+    """
+
+    def __init__(self, work: Work, state: State) -> None:
+        super().__init__(media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._work = work
+        self._lease_seconds = state["http"].lease_seconds
+        self._render_error = state["render_error"]
+        self._started = self._lease_is_over = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        computing = asyncio.create_task(self._work.compute())
+        answering = asyncio.create_task(self._answer(send, computing))
+        gone = asyncio.create_task(disconnect(receive))
+        try:
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lease_is_over:
+                await asyncio.sleep(GRACE_SECONDS)
+        finally:
+            tasks: list[asyncio.Task[Any]] = [computing, answering, gone]
+            for task in tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                await self._work.close()
+        if not answering.cancelled():
+            answering.result()
+        elif not self._started:
+            raise ClientDisconnect
+
+    async def _answer(self, send: Send, computing: "asyncio.Task[tuple[bytes, bool]]") -> None:
+        try:
+            while not (await asyncio.wait({computing}, timeout=ALIVE_SECONDS))[0]:
+                if not self._work.healthy:  # what is stuck would have its client wait for as long as this replica lives
+                    raise EngineNotReady("The engine gives no sign of life.")
+                await self._send(send, frame())
+            payload, held = computing.result()
+        except Exception as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
+            if not self._started:
+                raise
+            await self._send(send, frame(self._render_error(error), failed=True), last=True)
+            return
+        async with asyncio.timeout(self._lease_seconds):  # a client that does not read holds nothing for longer either
+            await self._send(send, frame(payload), last=not held)
+        if held:
+            await self._hold(send)
+
+    async def _hold(self, send: Send) -> None:
+        """Until the lease is over, or what is held is lost. A client that needs it no more has this cancelled."""
+        lost = asyncio.create_task(self._work.lost())
+        try:
+            await asyncio.wait({lost}, timeout=self._lease_seconds)
+            if lost.done():
+                log.warning("%s are lost: %s", self._work.held, lost.result())
+            else:
+                log.warning("the lease of %s is over: they were not fetched in %g s", self._work.held, self._lease_seconds)
+                self._lease_is_over = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await asyncio.wait({lost})
+        finally:
+            lost.cancel()
+
+    async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
