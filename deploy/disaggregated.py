@@ -1,8 +1,10 @@
 """Two prefill and two decode replicas on this machine, behind nginx where it is installed: `make serve-disaggregated`.
 
-Arguments are settings for all four (--engine fake, --model FOLDER); PORT, or 8000, is where clients come in. Ctrl-C stops everything.
+--encode, --prefill and --decode say how many there are of a kind, 0, 2 and 2 without. Other arguments are settings for all (--engine fake,
+--model FOLDER); PORT, or 8000, is where clients come in. Ctrl-C stops everything.
 """
 
+import argparse
 import asyncio
 import os
 import secrets
@@ -26,11 +28,12 @@ STOP_SECONDS = 40.0
 class Group:
     """The processes, and the tasks that pass on what they log."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], count: int) -> None:
+        """`count`: how many replicas share the machine."""
         self._arguments = arguments
         self._processes: dict[str, Process] = {}
         self._logs: set[asyncio.Task[None]] = set()
-        given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, (os.cpu_count() or 1) // 4))}
+        given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, (os.cpu_count() or 1) // count))}
         self._environment = {**given, **os.environ}
 
     async def replicas(self, role: str, count: int, **variables: str) -> list[str]:
@@ -63,10 +66,10 @@ class Group:
                 wait.cancel()
 
     async def stop(self) -> None:
-        """Those that clients talk to first: decode replicas still need prefill while they finish."""
-        prefill = [process for name, process in self._processes.items() if name.startswith("prefill")]
-        await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in prefill))
-        await asyncio.gather(*map(_end, prefill))
+        """Those that clients talk to first: decode replicas still need the others while they finish."""
+        others = [process for name, process in self._processes.items() if name.startswith(("encode", "prefill"))]
+        await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in others))
+        await asyncio.gather(*map(_end, others))
         if self._logs:
             await asyncio.wait(self._logs, timeout=1)
 
@@ -120,11 +123,11 @@ def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> st
     return text.replace(line, servers).replace("listen 8080", f"listen 127.0.0.1:{port}").replace("/tmp/", f"{folder}/")
 
 
-async def serve(arguments: Sequence[str], folder: Path) -> int:
-    group, stopping = Group(arguments), asyncio.Event()
+async def serve(counts: argparse.Namespace, arguments: Sequence[str], folder: Path) -> int:
+    group, stopping = Group(arguments, counts.encode + counts.prefill + counts.decode), asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    running = asyncio.create_task(_serve(group, folder))
+    running = asyncio.create_task(_serve(group, counts, folder))
     try:
         await asyncio.wait({running, stop := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -137,10 +140,11 @@ async def serve(arguments: Sequence[str], folder: Path) -> int:
         await group.stop()
 
 
-async def _serve(group: Group, folder: Path) -> str:
+async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
     """Start everything, say where it is, and return the name of the first process that ends."""
-    prefill = await group.replicas("prefill", 2)
-    decode = await group.replicas("decode", 2, PREFILL_URLS=",".join(prefill))
+    encode, prefill = await asyncio.gather(group.replicas("encode", counts.encode), group.replicas("prefill", counts.prefill))
+    urls = {"PREFILL_URLS": ",".join(prefill)} | ({"ENCODE_URLS": ",".join(encode)} if encode else {})
+    decode = await group.replicas("decode", counts.decode, **urls)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     if nginx is None:
         sys.stdout.write(f"ready, without nginx: {' and '.join(f'{url}/v1' for url in decode)}\n")
@@ -155,8 +159,12 @@ async def _serve(group: Group, folder: Path) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for role, count in (("encode", 0), ("prefill", 2), ("decode", 2)):
+        parser.add_argument(f"--{role}", type=int, choices=range(0 if role == "encode" else 1, 65), default=count, metavar="N")
+    counts, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="trellis-") as folder:
-        return asyncio.run(serve(sys.argv[1:], Path(folder)))
+        return asyncio.run(serve(counts, arguments, Path(folder)))
 
 
 if __name__ == "__main__":

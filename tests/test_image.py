@@ -67,6 +67,25 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
     assert gateway["volumes"] == compose["services"]["nginx"]["volumes"] and gateway["networks"] == ["disaggregated"]
 
 
+def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    roles = {role: services[f"epd-{role}"] for role in ("encode", "prefill", "decode")}
+    decode, gateway = roles["decode"]["environment"], services["epd-gateway"]
+    for role, service in roles.items():
+        environment = service["environment"]
+        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        urls = {name: environment.get(name.upper(), "") for name in ("prefill_urls", "encode_urls")}
+        given = {"internal_secret": "s", "disaggregation_mode": role, **urls}
+        assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert "INTERNAL_SECRET" in environment and environment["MODEL"] == decode["MODEL"]
+        assert service["profiles"] == gateway["profiles"] == ["epd"]
+    assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == ("dns+http://epd-encode:8000", "dns+http://epd-prefill:8000")
+    assert roles["decode"]["networks"]["epd"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
+    assert gateway["volumes"] == services["nginx"]["volumes"] and gateway["networks"] == ["epd"]
+    taken = [service["ports"][0].partition(":")[0] for service in services.values() if "ports" in service]
+    assert len(taken) == len(set(taken))
+
+
 def test_the_image_is_pinned_and_not_roots() -> None:
     """Both targets name their base's version, end as a user by number, and ask for liveness, which needs no API key."""
     image = (ROOT / "Dockerfile").read_text()
