@@ -2,9 +2,15 @@
 
 RequestError                 the request is wrong: the user's mistake
 ├── ModelNotFound            it names a model that is not served
-└── ContextLengthExceeded    prompt and output exceed the context
+├── ContextLengthExceeded    prompt and output exceed the context
+└── MediaError               a file that it refers to is not to be had
+    ├── MediaTimeout         it did not come in time
+    ├── InvalidMedia         it is beyond the limits, or broken
+    └── UnsupportedMedia     its format is none that is taken
 DeadlineExceeded             the request took longer than it may
 """
+
+from typing import Self
 
 MAX_MESSAGE = 300
 
@@ -34,6 +40,35 @@ class ContextLengthExceeded(RequestError):
             f"{prompt + output} in all."
         )
         super().__init__(message, param, "context_length_exceeded")
+
+
+class MediaError(RequestError):
+    """A file that the request refers to is not to be had. Messages name no address and repeat nothing of the file."""
+
+    default_code = "invalid_image_url"
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message, param, self.default_code)
+
+    def at(self, param: str) -> Self:
+        """The same of another field: requests that wait for one file each have it at a place of their own."""
+        return type(self)(str(self), param)
+
+
+class MediaTimeout(MediaError):
+    """The file did not come in time."""
+
+
+class InvalidMedia(MediaError):
+    """The file is beyond the limits, or broken."""
+
+    default_code = "invalid_image"
+
+
+class UnsupportedMedia(MediaError):
+    """The file's format is none that is taken."""
+
+    default_code = "invalid_image_format"
 
 
 class DeadlineExceeded(Exception):

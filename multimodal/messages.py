@@ -1,19 +1,35 @@
 """Chat messages and template variables, from the wire to what templates take."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from engine.encoder import Detail
 from multimodal.errors import RequestError
-from protocol.chat import ChatCompletionRequest, ChatMessage
+from protocol.chat import ChatCompletionRequest, ChatMessage, ContentPart
+
+_REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
 
 
-def to_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it, with its content as one text."""
+@dataclass(frozen=True)
+class Attachment:
+    """An image that a message refers to; `param` names where."""
+
+    url: str
+    detail: Detail
+    param: str
+
+
+def to_template(message: ChatMessage, vision: bool = False) -> dict[str, Any]:
+    """A message as templates expect it, with its content as one text.
+
+    With images, which a `vision` model takes, it is a list: {"type": "text", "text": …} and {"type": "image"} in the message's order.
+    """
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise RequestError(f"This server does not support {name!r} in a message.", "messages", "unsupported_content")
-    shown: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    shown: dict[str, Any] = {"role": message.role, "content": _content(message, vision)}
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_call_id is not None:
@@ -44,22 +60,65 @@ def template_variables(body: ChatCompletionRequest, allowed: Sequence[str]) -> d
     return {**asked, "add_generation_prompt": prompts, "continue_final_message": continues}
 
 
-def _text(message: ChatMessage) -> str:
+def attachments(messages: Sequence[ChatMessage]) -> list[Attachment]:
+    """The images of all messages, in order. `to_template` has found their parts whole."""
+    return list(_attachments(messages))
+
+
+def check_count(images: Sequence[Attachment], most: int) -> None:
+    """Raises RequestError if a request has more than `most` images."""
+    if len(images) > most:
+        raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
+
+
+def check_marks(messages: Sequence[dict[str, Any]], marks: Iterable[str]) -> None:
+    """Refuse messages, as `to_template` returns them, whose own text would be taken for an image."""
+    for message in messages:
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+        if mark := next((mark for mark in marks for text in texts if mark in text), None):
+            raise RequestError(f"The text of a message must not have {mark!r}, which stands for an image.", "messages")
+
+
+def _attachments(messages: Sequence[ChatMessage]) -> Iterator[Attachment]:
+    for place, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type == "image_url" and part.image_url is not None:
+                image, param = part.image_url, f"messages.{place}.content.{index}.image_url"
+                url, detail = (image, None) if isinstance(image, str) else (image.url, image.detail)
+                yield Attachment(url, detail or "auto", param)
+
+
+def _content(message: ChatMessage, vision: bool) -> str | list[dict[str, Any]]:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
         if message.role != "assistant":
             raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
         return message.refusal or ""
-    return "\n".join(_part(part.type, part.refusal if part.type == "refusal" else part.text) for part in message.content)
+    if not any(part.type == "image_url" for part in message.content):
+        return "\n".join(map(_text, message.content))
+    if not vision:
+        raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
+    return [_image(part) if part.type == "image_url" else {"type": "text", "text": _text(part)} for part in message.content]
 
 
-def _part(kind: str, text: str | None) -> str:
-    if kind not in ("text", "input_text", "refusal"):
-        raise RequestError("This model takes text only; a message has a content part of another type.", "messages", "unsupported_content")
+def _text(part: ContentPart) -> str:
+    if part.type in _REFUSED_PARTS:
+        raise RequestError(f"This server does not support content parts of type {part.type!r}.", "messages", "unsupported_content")
+    if part.type not in ("text", "input_text", "refusal"):
+        raise RequestError("A message has a content part of an unknown type.", "messages", "unsupported_content")
+    text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise RequestError("A text part of a message has no text.", "messages")
     return text
+
+
+def _image(part: ContentPart) -> dict[str, Any]:
+    image = part.image_url
+    if not (image if isinstance(image, str | None) else image.url):
+        raise RequestError("An image part of a message has no URL.", "messages")
+    return {"type": "image"}
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ MAX_CHARACTERS = 1 << 24
 """Longest prompt text that a template may make."""
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+_PROBE = "probe of the content format"
 
 
 class _GenerationBlocks(Extension):
@@ -45,24 +46,36 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
+        self._wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
 
     def render(self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any) -> str:
         """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it.
 
-        OpenAI's developer messages are system messages to a template that does not know them. Raises RequestError.
+        A message's content is a text or a list of parts; a template that reads lists only, as those of some vision models do, gets
+        every text as one. OpenAI's developer messages are system messages to a template that does not know them. Raises RequestError.
         """
+        if self._wants_parts:
+            messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         if not continue_final_message:
             return self._text(messages, variables)
-        final = messages[-1]["content"]
-        text = self._text([*messages[:-1], messages[-1] | {"content": final + _CONTINUE_HERE}], variables)
+        final, marked = _marked(messages[-1]["content"])
+        text = self._text([*messages[:-1], messages[-1] | {"content": marked}], variables)
         at = text.rfind(_CONTINUE_HERE.strip())
         if at < 0 or final.strip() not in text[:at]:
             raise RequestError(
                 "The chat template does not show the last message, so that it cannot be continued.", "continue_final_message"
             )
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a user's message with this content, made of `_PROBE`, comes out as that text."""
+        try:
+            text = self._text([{"role": "user", "content": content}], {"add_generation_prompt": True})
+        except RequestError:  # what it refuses it cannot show
+            return False
+        return _PROBE in text and "'text'" not in text  # and not as Python spells a list
 
     def _text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
@@ -72,6 +85,20 @@ class ChatTemplate:
             return text
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _marked(content: str | list[dict[str, Any]]) -> tuple[str, str | list[dict[str, Any]]]:
+    """The text that a message's content ends with, and the content with the mark after it."""
+    if isinstance(content, str):
+        return content, content + _CONTINUE_HERE
+    if content[-1]["type"] != "text":
+        raise RequestError("The last message ends with an image, which cannot be continued.", "continue_final_message")
+    final: str = content[-1]["text"]
+    return final, [*content[:-1], {"type": "text", "text": final + _CONTINUE_HERE}]
 
 
 def _bounded(pieces: Iterable[str]) -> Iterator[str]:

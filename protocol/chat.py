@@ -8,12 +8,26 @@ from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Wire
 from protocol.usage import Usage
 
 
+class ImageUrl(Wire):
+    """Where an image is: http(s), a data URL, or a file of the server's folder of media."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class ContentPart(Wire):
     """One part of a message's content; `text` is the only type that a text model takes."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+
+    # Refused by name (`multimodal/messages.py`).
+    video_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    file: Any = None
 
 
 class ChatMessage(Wire):

@@ -23,7 +23,7 @@ from engine.errors import (
     QueueFull,
     QueueTimeout,
 )
-from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
+from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, RequestError, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ _RULES: dict[type[Exception], Rule] = {
     RequestValidationError: Rule(400, "invalid_request_error"),
     RequestError: Rule(400, "invalid_request_error"),
     ModelNotFound: Rule(404, "not_found_error", "model_not_found"),
+    MediaTimeout: Rule(408, "invalid_request_error", retry=False),
+    UnsupportedMedia: Rule(415, "invalid_request_error"),
     DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded", retry=False),
     InvalidRequest: Rule(400, "invalid_request_error"),
     ContextOverflow: Rule(400, "invalid_request_error", "context_length_exceeded"),

@@ -26,7 +26,7 @@ HOMES = {
     "prometheus_fastapi_instrumentator": ("server",),
     "pydantic_settings": ("server/settings.py", "server/cli.py"),
     "zmq": ("engine",),
-    "httpx": ("engine/disaggregated",),
+    "httpx": ("engine/disaggregated", "multimodal/media"),
     "tensorrt_llm": ("engine/trtllm",),
     "torch": ("engine/embedded", "engine/trtllm"),
     "xgrammar": ("engine/embedded",),

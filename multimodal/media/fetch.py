@@ -1,0 +1,131 @@
+"""GET over http and https, behind a guard: a host's addresses are asked for once, all checked, and one of those is dialled.
+
+The transport is used without httpx's client: no cookies, proxies, credentials or redirects but those that are written here. A connection
+is for one request: a pool would go by address, and give one name the connection whose certificate was checked for another.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+
+import httpx
+
+from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
+from multimodal.media.address import Address, host_allowed, may_fetch
+from multimodal.media.limits import MediaLimits
+from multimodal.media.url import Url, redirected
+
+Resolver = Callable[[str, int], Awaitable[list[str]]]
+"""From a host and a port to addresses, best first. Raises OSError or UnicodeError."""
+MAX_REDIRECTS = 3
+CONNECT_SECONDS = 5.0
+"""For each address."""
+_MAX_ADDRESSES = 4
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class Fetcher:
+    """Fetches files. `transport` and `resolve` are for tests."""
+
+    def __init__(self, limits: MediaLimits, resolve: Resolver | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._limits = limits
+        # Not the event loop's threads: names that nobody answers for must not hold up what else runs there.
+        self._threads = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="media-names")
+        self._resolve = resolve or self._look_up
+        self._transport = transport or httpx.AsyncHTTPTransport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+    async def fetch(self, url: Url) -> bytes:
+        """The body of a 200, redirects followed. Raises MediaError."""
+        try:
+            async with asyncio.timeout(self._limits.timeout_seconds):
+                for _ in range(MAX_REDIRECTS + 1):
+                    found = await self._get(url)
+                    if isinstance(found, bytes):
+                        return found
+                    url = found
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise MediaTimeout(f"An image did not come within {self._limits.timeout_seconds:g} seconds.") from error
+        except httpx.HTTPError as error:
+            raise MediaError("The server of an image cannot be reached, or broke off its answer.") from error
+        raise MediaError(f"An image's URL redirects more than {MAX_REDIRECTS} times.")
+
+    async def aclose(self) -> None:
+        """Close what is open; threads that still look up names are left to end by themselves."""
+        await self._transport.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _get(self, url: Url) -> bytes | Url:
+        """The body, or where the answer redirects to."""
+        response = await self._dial(url, await self._addresses(url))
+        try:
+            if response.status_code in _REDIRECTS and (location := response.headers.get("location")):
+                return redirected(url, location)
+            if response.status_code != httpx.codes.OK:
+                raise MediaError(f"The server of an image answered with status {response.status_code}.")
+            return await self._body(response)
+        finally:
+            await response.aclose()
+
+    async def _addresses(self, url: Url) -> list[Address]:
+        """What the host's name stands for; one address that may not be fetched from refuses them all."""
+        if not host_allowed(url.host, self._limits.allowed_hosts):
+            raise MediaError("This server does not fetch images from the host of an image's URL.")
+        try:
+            found = [url.address] if url.address else [ip_address(text) for text in await self._resolve(url.host, url.port)]
+        except (OSError, UnicodeError, ValueError) as error:
+            raise MediaError("The host of an image's URL has no address.") from error
+        if not found or not all(may_fetch(address, allow_private=self._limits.allow_private) for address in found):
+            raise MediaError("The host of an image's URL has no address that this server may fetch from.")
+        return list(dict.fromkeys(found))[:_MAX_ADDRESSES]
+
+    async def _dial(self, url: Url, addresses: list[Address]) -> httpx.Response:
+        """The head of the answer from the first address that takes a connection."""
+        for address in addresses[:-1]:
+            try:
+                return await self._transport.handle_async_request(self._request(url, address))
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                continue
+        return await self._transport.handle_async_request(self._request(url, addresses[-1]))
+
+    def _request(self, url: Url, address: Address) -> httpx.Request:
+        """A request to `address` that speaks, in TLS and HTTP, of the URL's host."""
+        seconds = self._limits.timeout_seconds
+        return httpx.Request(
+            "GET",
+            httpx.URL(scheme=url.scheme, host=address.compressed, port=url.port),
+            headers={
+                "host": url.authority,
+                "accept": "image/*, application/octet-stream;q=0.9",
+                "accept-encoding": "identity",
+                "connection": "close",
+                "user-agent": "trellis",
+            },
+            extensions={
+                "target": url.target.encode(),
+                "sni_hostname": url.host,
+                "timeout": httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)).as_dict(),
+            },
+        )
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        """The body, up to the limit, whatever the answer says of its length."""
+        limit = self._limits.max_image_bytes
+        if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise MediaError("The server of an image compresses its answer, which it was asked not to.")
+        too_large = InvalidMedia(f"An image has more than {limit} bytes.")
+        if int(response.headers.get("content-length", 0)) > limit:
+            raise too_large
+        size, chunks = 0, list[bytes]()
+        async for chunk in response.aiter_raw():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        return [str(entry[4][0]) for entry in found]

@@ -1,0 +1,144 @@
+"""From what requests call an image to a checked file: fetched, decoded from a data URL, or read from the server's folder.
+
+Requests that name one http URL at the same time share one fetch. It belongs to the loader: a request that is cancelled leaves it to the
+others, and the last to go ends it. Nothing is kept afterwards, failures included; the cache of embeddings is another's.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from multimodal.errors import MediaError, UnsupportedMedia
+from multimodal.media.embeddings import Embeddings, read_embeddings
+from multimodal.media.fetch import Fetcher
+from multimodal.media.limits import MediaLimits
+from multimodal.media.sniff import check_image
+from multimodal.media.sources import decode_data_url, local_path, read_file
+from multimodal.media.url import MAX_LENGTH, Url, parse_url
+
+T = TypeVar("T")
+
+Kind = Literal["image", "embeddings"]
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
+"""Endings of files that are pickles, or may hold one."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file within the limits. An image is a PNG, JPEG, WEBP or GIF by its first bytes, and not decoded yet."""
+
+    data: bytes
+    """The file as it came."""
+    kind: Kind
+    size: tuple[int, int] = (0, 0)
+    """Width and height of an image."""
+    embeddings: Embeddings | None = None
+    """What is in the file, if its kind is that."""
+
+
+@dataclass
+class _Flight:
+    """A fetch under way, and how many wait for it."""
+
+    task: asyncio.Task[Loaded]
+    waiters: int = field(default=0)
+
+
+class MediaLoader:
+    """Loads files within `limits`. `hidden_size`, the language model's, says how wide embeddings are; 0 takes none.
+
+    Use it on one event loop, which it never keeps for long; close it once.
+    """
+
+    def __init__(self, limits: MediaLimits, hidden_size: int = 0, fetcher: Fetcher | None = None) -> None:
+        self._limits = limits
+        self._hidden_size = hidden_size
+        self._fetcher = fetcher or Fetcher(limits)
+        self._turns = asyncio.Semaphore(limits.concurrency)
+        # One thread: what it does needs the interpreter's lock, and with several the event loop would wait for each in turn.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
+        self._flights: dict[str, _Flight] = {}
+        self._tasks: set[asyncio.Task[Loaded]] = set()
+
+    async def load(self, url: str, param: str = "messages") -> Loaded:
+        """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`."""
+        try:
+            scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
+            if scheme == "data":
+                async with self._turns:
+                    return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), "image")
+            if scheme in ("http", "https"):
+                return await self._shared(parse_url(url))
+            return await self._local(url, scheme)
+        except MediaError as error:
+            raise error.at(param) from error
+
+    async def aclose(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fetcher.aclose()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _shared(self, url: Url) -> Loaded:
+        """What the fetch of `url` that is under way finds, or a new one."""
+        kind = self._kind(url.target.partition("?")[0])
+        key = str(url)
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._fetched(url, kind)))
+            self._tasks.add(flight.task)
+            flight.task.add_done_callback(self._tasks.discard)
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters or flight.task.done():
+                flight.task.cancel()
+                if self._flights.get(key) is flight:  # or another has taken its place
+                    del self._flights[key]
+
+    async def _fetched(self, url: Url, kind: Kind) -> Loaded:
+        async with self._turns:
+            data = await self._fetcher.fetch(url)
+            return await self._checked(lambda: data, kind)
+
+    async def _local(self, url: str, scheme: str) -> Loaded:
+        folder = self._limits.local_folder
+        if folder is None or scheme not in ("", "file"):
+            raise MediaError("An image's URL must be an http, https or data URL.")
+        if len(url) > MAX_LENGTH:
+            raise MediaError(f"An image's path has more than {MAX_LENGTH} characters.")
+        path = local_path(url)
+        kind = self._kind(path)
+        async with self._turns:
+            data = await asyncio.to_thread(read_file, path, folder, self._limits.max_image_bytes)
+            return await self._checked(lambda: data, kind)
+
+    def _kind(self, path: str) -> Kind:
+        """What a path's ending makes of its file."""
+        ending = path.lower()
+        if ending.endswith(_PICKLES):
+            raise UnsupportedMedia("Files that may run code are not taken; embeddings must be a .safetensors file.")
+        if not ending.endswith(".safetensors"):
+            return "image"
+        if not self._hidden_size:
+            raise UnsupportedMedia("This server takes no embeddings in place of images.")
+        return "embeddings"
+
+    async def _checked(self, read: Callable[[], bytes], kind: Kind) -> Loaded:
+        """What `read` returns, looked at; both in the thread."""
+
+        def work() -> Loaded:
+            data = read()
+            if kind == "embeddings":
+                return Loaded(data, kind, embeddings=read_embeddings(data, self._hidden_size))
+            return Loaded(data, kind, check_image(data, self._limits.max_image_pixels))
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,97 @@
+"""Files that need no network: those within a data URL, and those in the server's folder of media."""
+
+import binascii
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
+
+_DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,", re.IGNORECASE | re.ASCII)
+_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
+_CHUNK = 1 << 18
+"""Characters decoded at a time, a multiple of four. Decoding holds the interpreter's lock, which the event loop waits for."""
+_FILE = re.compile(r"file://(?:localhost)?(?P<path>/[^?#]*)(?:[?#].*)?", re.IGNORECASE | re.ASCII)
+_NO_FILE = "The server's folder of media has no such file."
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def decode_data_url(url: str, max_bytes: int) -> bytes:
+    """The file within a data URL, for a thread of its own: it takes a millisecond for each MiB. Raises MediaError."""
+    match = _DATA.match(url)
+    if match is None:
+        raise MediaError("A data URL must read data:image/…;base64,… without parameters.")
+    if match["type"].lower() not in _TYPES:
+        raise UnsupportedMedia("A data URL's type is none of image/png, image/jpeg, image/webp and image/gif.")
+    length = len(url) - match.end()
+    if length // 4 * 3 - url.count("=", -2) > max_bytes:
+        raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
+    if length % 4 or not length:
+        raise InvalidMedia("A data URL's base64 is cut off.")
+    chunks = list[bytes]()
+    for start in range(match.end(), len(url), _CHUNK):
+        try:
+            chunks.append(binascii.a2b_base64(url[start : start + _CHUNK], strict_mode=True))
+        except ValueError as error:  # binascii.Error is one, and so is a letter beyond ASCII
+            raise InvalidMedia("A data URL's base64 has a character that does not belong there.") from error
+        if len(chunks[-1]) * 4 != _CHUNK * 3 and start + _CHUNK < len(url):
+            raise InvalidMedia("A data URL's base64 ends before its end.")
+        time.sleep(0)  # lets the event loop have the lock
+    return b"".join(chunks)
+
+
+def local_path(url: str) -> str:
+    """The path that a file URL or a plain path names, its escapes decoded once. Raises MediaError."""
+    if not url.lower().startswith("file:"):
+        path = url
+    elif match := _FILE.fullmatch(url):
+        path = unquote(match["path"], errors="surrogateescape")
+    else:
+        raise MediaError("An image's URL is not a plain file URL.")
+    if not path or "\0" in path:
+        raise MediaError(_NO_FILE)
+    return path
+
+
+def read_file(path: str, folder: Path, max_bytes: int) -> bytes:
+    """A regular file in `folder` or below, for a thread. Raises MediaError, in the same words for what is outside and what is not there.
+
+    Symbolic links are resolved first, and must lead to where they may. The way from the folder down is then gone step by step without
+    following any: who changes it in between ends nowhere else.
+    """
+    try:
+        root = Path(os.path.realpath(folder, strict=True))
+        real = Path(os.path.realpath(root / path, strict=True))
+        data = _read(_opened(root, real.relative_to(root).parts), max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise MediaError(_NO_FILE) from error
+    if len(data) > max_bytes:
+        raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
+    return data
+
+
+def _opened(root: Path, parts: Sequence[str]) -> int:
+    """A descriptor of what `parts` lead to. Raises OSError."""
+    descriptor = os.open(root, _OPEN)
+    for part in parts:
+        above = descriptor
+        try:
+            descriptor = os.open(part, _OPEN, dir_fd=above)
+        finally:
+            os.close(above)
+    return descriptor
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    """At most `size` bytes of a regular file, which is closed then. Raises OSError, and MediaError if it is of another kind."""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise MediaError(_NO_FILE)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(size)
+    finally:
+        os.close(descriptor)
