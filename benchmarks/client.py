@@ -34,8 +34,8 @@ class Target:
     endpoint: Endpoint = "chat"
     extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
 
-    def request(self, text: str | list[int], max_tokens: int) -> bytes:
-        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`; completions take token ids as well."""
+    def request(self, text: str | Sequence[object], max_tokens: int) -> bytes:
+        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`, or token ids, or content parts."""
         url = urlsplit(self.base_url)
         prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
         stream = {"stream": True, "stream_options": {"include_usage": True}}

@@ -1,11 +1,21 @@
-"""Work that several wait for at the same time, done once."""
+"""Work done at the same time: several works of one waiter, and one work of several waiters."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, V]]) -> list[V]:
+    """Their results, in order. The first error ends the others, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class InFlight(Generic[K, V]):
@@ -37,6 +47,13 @@ class InFlight(Generic[K, V]):
                 if not task.done():
                     self._forget(key, task)  # who comes from here on begins anew
                     task.cancel()
+
+    async def aclose(self) -> None:
+        """Give up what runs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _forget(self, key: K, task: asyncio.Task[V]) -> None:
         if self._tasks.get(key) is task:

@@ -1,9 +1,7 @@
 """Requests to generations: fields checked, templates rendered, text tokenised, sampling parameters made."""
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 from uuid import uuid4
 
 from engine.base import Engine
@@ -14,33 +12,24 @@ from multimodal.errors import ModelNotFound, RequestError
 from multimodal.fields import check_fields
 from multimodal.generation import Generation
 from multimodal.guides import guide_field
-from multimodal.messages import template_variables, to_template
 from multimodal.metrics import GenerationMetrics
-from multimodal.sampling import COMPLETION_MAX_TOKENS, Limits, Sampling, tokens_asked_for
+from multimodal.prompt import Prompt
+from multimodal.prompts import Prompts, off_loop
+from multimodal.sampling import Limits, Sampling
 from multimodal.shapes import ChatShape, CompletionShape, Shape
-from multimodal.templates import ChatTemplate
-from multimodal.tokenizer import Tokenizer
 from protocol.chat import ChatCompletionRequest
 from protocol.common import GenerationFields
 from protocol.completions import CompletionRequest
 from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
-T = TypeVar("T")
-
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: `Tokenizer.encode` lets go of the GIL, so the event loop goes on."""
-_OWN_TOKENS = 64
-"""Tokens that a tokenizer may add to a text."""
-
 
 class Processor:
-    """Prepares requests for one engine. Without a `template` the model has no chat; every request names the logits `processors`."""
+    """Prepares requests for one engine. Every request names the logits `processors`."""
 
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        prompts: Prompts,
         limits: Limits,
         model_name: str,
         metrics: GenerationMetrics,
@@ -48,8 +37,8 @@ class Processor:
     ) -> None:
         self.model_name = model_name
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._template = template
+        self._prompts = prompts
+        self._tokenizer = prompts.tokenizer
         self._limits = limits
         self._metrics = metrics
         self._processors = processors
@@ -58,7 +47,7 @@ class Processor:
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Generation:
         """Prepare a chat; raises RequestError and EngineNotReady, and has started nothing."""
         info = self._check(body)
-        prompt = await self._chat_prompt(body)
+        prompt = await self._prompts.of_chat(body, info, self._limits)
         shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
         return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages")
 
@@ -67,13 +56,13 @@ class Processor:
         info = self._check(body)
         parts = _prompts(body.prompt)
         self._count(body, len(parts))
-        prompts = [await self._prompt(part, body, info) for part in parts]
+        prompts = [await self._prompts.of_completion(part, body, info) for part in parts]
         shape = CompletionShape(
             self._tokenizer,
             return_token_ids=bool(body.return_token_ids),
             prompt_logprobs=body.prompt_logprobs is not None,
             logprobs=body.logprobs is not None,
-            echo=[self._tokenizer.decode(prompt) for prompt in prompts] if body.echo else None,
+            echo=[self._tokenizer.decode(prompt.ids) for prompt in prompts] if body.echo else None,
         )
         return await self._generation(body, prompts, info, shape, f"cmpl-{body.request_id or request_id}", "prompt")
 
@@ -83,11 +72,11 @@ class Processor:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
-            ids = await self._encoded(body.prompt, body.add_special_tokens is not False)
+            ids = await self._prompts.encoded(body.prompt, body.add_special_tokens is not False)
         else:
             chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
-            ids = await self._chat_prompt(chat)
-        strings = await _off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
+            ids = (await self._prompts.of_chat(chat, self._engine.info, self._limits)).ids
+        strings = await off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
 
     async def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
@@ -95,7 +84,7 @@ class Processor:
         self._check_model(body.model)
         if any(token >= self._tokenizer.vocab_size for token in body.tokens):
             raise RequestError(f"'tokens' must be ids from 0 to {self._tokenizer.vocab_size - 1}.", "tokens")
-        return DetokenizeResponse(prompt=await _off_loop(len(body.tokens), lambda: self._tokenizer.decode(body.tokens)))
+        return DetokenizeResponse(prompt=await off_loop(len(body.tokens), lambda: self._tokenizer.decode(body.tokens)))
 
     def _check(self, body: GenerationFields) -> EngineInfo:
         self._check_model(body.model)
@@ -108,38 +97,6 @@ class Processor:
         if name and name != self.model_name:
             raise ModelNotFound(self.model_name)
 
-    async def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
-        template = self._template
-        if template is None:
-            raise RequestError("This model has no chat template; use /v1/completions.", "messages")
-        if len(body.messages) > self._limits.max_messages:
-            raise RequestError(f"'messages' may have {self._limits.max_messages} entries at most.", "messages")
-        messages = [to_template(message) for message in body.messages]
-        variables = template_variables(body, self._limits.chat_template_kwargs)
-        size = sum(len(str(message["content"])) for message in messages)
-        text = await _off_loop(size, lambda: template.render(messages, **variables))
-        self._check_length(text, body, "messages")
-        return _truncated(await self._encoded(text, body.add_special_tokens is True), body, self._engine.info)
-
-    async def _prompt(self, prompt: str | list[int], body: CompletionRequest, info: EngineInfo) -> list[int]:
-        if isinstance(prompt, str):
-            self._check_length(prompt, body, "prompt")
-            return _truncated(await self._encoded(prompt, body.add_special_tokens is not False), body, info)
-        ids = _truncated(prompt, body, info)
-        if max(ids, default=0) >= info.vocab_size:
-            raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
-        return ids
-
-    def _check_length(self, text: str, body: GenerationFields, param: str) -> None:
-        """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
-        context = self._engine.info.context_length
-        if body.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self._tokenizer.longest_token:
-            message = f"This model's context is {context} tokens; the prompt's {len(text)} characters are more than that at any rate."
-            raise RequestError(message, param, "context_length_exceeded")
-
-    async def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await _off_loop(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
-
     def _strings(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.bytes_of(token).decode(errors="replace") for token in ids]
 
@@ -151,20 +108,24 @@ class Processor:
         return count
 
     async def _generation(
-        self, body: GenerationFields, prompts: Sequence[list[int]], info: EngineInfo, shape: Shape, answer_id: str, param: str
+        self, body: GenerationFields, prompts: Sequence[Prompt], info: EngineInfo, shape: Shape, answer_id: str, param: str
     ) -> Generation:
         count = self._count(body, len(prompts))
-        if not all(prompts):
+        if not all(prompt.ids for prompt in prompts):
             raise RequestError("The prompt is empty.", param)
         sampling = Sampling(info, self._tokenizer, self._limits, self._processors)
-        lengths = [len(prompt) for prompt in prompts]
-        params = await _off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
+        lengths = [len(prompt.ids) for prompt in prompts]
+        params = await off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
         text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
         unique, choices = uuid4().hex, list[Choice]()
         for index, sampled in enumerate(params):
+            prompt = prompts[index // count]
             request = GenerateRequest(
                 request_id=f"{unique}-{index}",
-                prompt_token_ids=tuple(prompts[index // count]),
+                prompt_token_ids=tuple(prompt.ids),
+                images=prompt.images,
+                media=prompt.media,
+                encoding=prompt.encoding,
                 sampling=sampled,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
@@ -195,21 +156,3 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     if isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
     return [part for part in prompt if isinstance(part, (str, list))]
-
-
-def _truncated(prompt: list[int], body: GenerationFields, info: EngineInfo) -> list[int]:
-    """The last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output. The others are not looked at."""
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return prompt
-    if keep == -1:
-        _, asked = tokens_asked_for(body)
-        keep = info.context_length - (asked or (COMPLETION_MAX_TOKENS if isinstance(body, CompletionRequest) else 1))
-    if not 1 <= keep <= info.context_length:
-        raise RequestError(f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens")
-    return prompt[-keep:]
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do short work here and long work in a thread."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -21,6 +21,7 @@ from multimodal.generation import Generation
 from multimodal.guides import guide_of
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
+from multimodal.prompts import Prompts
 from multimodal.sampling import Limits
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import CHATML, Tokenizer, byte_tokenizer
@@ -47,7 +48,7 @@ class Setup:
         self.tokenizer = CountingTokenizer(tokens._backend, tokens.special_tokens, CHATML)
         template = ChatTemplate(CHATML, tokens.special_tokens)
         metrics = GenerationMetrics(CollectorRegistry(), "fake")
-        self.processor = Processor(engine, self.tokenizer, template, Limits(), "fake", metrics)
+        self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(), "fake", metrics)
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
         if "messages" in body:

@@ -20,6 +20,7 @@ from multimodal.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotF
 from multimodal.generation import Generation
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
+from multimodal.prompts import Prompts
 from multimodal.sampling import Limits
 from multimodal.templates import ChatTemplate
 from multimodal.tokenizer import byte_tokenizer
@@ -40,8 +41,7 @@ class Setup:
         self.engine, self.registry = engine, CollectorRegistry()
         self.processor = Processor(
             engine,
-            tokenizer,
-            ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
+            Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)),
             Limits(**{"chat_template_kwargs": ("enable_thinking",), **limits}),
             "fake",
             GenerationMetrics(self.registry, "fake"),

@@ -1,25 +1,23 @@
 """From what requests call an image to a checked file: fetched, decoded from a data URL, or read from the server's folder.
 
-Requests that name one http URL at the same time share one fetch. It belongs to the loader: a request that is cancelled leaves it to the
-others, and the last to go ends it. Nothing is kept afterwards, failures included; the cache of embeddings is another's.
+Requests that name one http URL at the same time share one fetch. Nothing is kept afterwards; the cache of embeddings is another's.
 """
 
 import asyncio
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 from multimodal.errors import MediaError, UnsupportedMedia
+from multimodal.inflight import InFlight
 from multimodal.media.embeddings import Embeddings, read_embeddings
 from multimodal.media.fetch import Fetcher
 from multimodal.media.limits import MediaLimits
 from multimodal.media.sniff import check_image
 from multimodal.media.sources import decode_data_url, local_path, read_file
 from multimodal.media.url import MAX_LENGTH, Url, parse_url
-
-T = TypeVar("T")
 
 Kind = Literal["image", "embeddings"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
@@ -40,14 +38,6 @@ class Loaded:
     """What is in the file, if its kind is that."""
 
 
-@dataclass
-class _Flight:
-    """A fetch under way, and how many wait for it."""
-
-    task: asyncio.Task[Loaded]
-    waiters: int = field(default=0)
-
-
 class MediaLoader:
     """Loads files within `limits`. `hidden_size`, the language model's, says how wide embeddings are; 0 takes none.
 
@@ -61,8 +51,7 @@ class MediaLoader:
         self._turns = asyncio.Semaphore(limits.concurrency)
         # One thread: what it does needs the interpreter's lock, and with several the event loop would wait for each in turn.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
-        self._flights: dict[str, _Flight] = {}
-        self._tasks: set[asyncio.Task[Loaded]] = set()
+        self._fetches: InFlight[str, Loaded] = InFlight()
 
     async def load(self, url: str, param: str = "messages") -> Loaded:
         """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`."""
@@ -72,37 +61,18 @@ class MediaLoader:
                 async with self._turns:
                     return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), "image")
             if scheme in ("http", "https"):
-                return await self._shared(parse_url(url))
+                parsed = parse_url(url)
+                kind = self._kind(parsed.path)
+                return await self._fetches.do(str(parsed), lambda: self._fetched(parsed, kind))
             return await self._local(url, scheme)
         except MediaError as error:
             raise error.at(param) from error
 
     async def aclose(self) -> None:
         """Give up what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fetches.aclose()
         await self._fetcher.aclose()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _shared(self, url: Url) -> Loaded:
-        """What the fetch of `url` that is under way finds, or a new one."""
-        kind = self._kind(url.target.partition("?")[0])
-        key = str(url)
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(self._fetched(url, kind)))
-            self._tasks.add(flight.task)
-            flight.task.add_done_callback(self._tasks.discard)
-        flight.waiters += 1
-        try:
-            return await asyncio.shield(flight.task)
-        finally:
-            flight.waiters -= 1
-            if not flight.waiters or flight.task.done():
-                flight.task.cancel()
-                if self._flights.get(key) is flight:  # or another has taken its place
-                    del self._flights[key]
 
     async def _fetched(self, url: Url, kind: Kind) -> Loaded:
         async with self._turns:

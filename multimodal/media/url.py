@@ -43,6 +43,11 @@ class Url:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.authority}{self.target}"
 

@@ -1,0 +1,186 @@
+"""Images: how fast they are encoded, what the cache of embeddings saves until the first token, and how fast embeddings move.
+
+    python -m benchmarks.multimodal                        # smolvision on this CPU
+    python -m benchmarks.multimodal --device cuda
+
+First tokens over HTTP, one request at a time: of an image never seen (cold), of the same image with another question (its embeddings come
+from the cache), and of the same image and question (so do the keys and values). Embeddings are those of a 7B model: 576 rows of 4,096.
+Options that this program does not know are settings of the server.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import uvloop
+from PIL import Image
+
+from benchmarks import transfer
+from benchmarks.client import Load, Sample, Target, exchange
+from benchmarks.gpu.__main__ import settings_of
+from benchmarks.metrics import total
+from benchmarks.report import describe_machine, save, table
+from benchmarks.servers import Server, Spec, serving
+from engine.config import EncoderConfig
+from engine.embedded.model_store import resolve_model
+from engine.embedded.vision.encoder import EmbeddedEncoder
+from engine.encoder import ImageInput
+from engine.transfer.base import Read
+from engine.transfer.transfers import Transfers
+
+EMBEDDING_BYTES = 576 * 4096 * 2
+AT_ONCE = (1, 4, 16, 64)
+SIDES = (256, 1024)
+QUESTIONS = ("What is in this image?", "Which colours do you see?")
+Rows = dict[str, float]
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server is stopped
+    facts: dict[str, object] = {
+        **describe_machine(),
+        "model": args.model,
+        "device": args.device,
+        "repeats": args.repeats,
+        "seed": args.seed,
+    }
+    rng = random.Random(args.seed)
+    folder = resolve_model(args.model, Path("~/.cache/trellis").expanduser())
+    found = uvloop.run(encoding(EncoderConfig(model=str(folder), device=args.device), rng)) | first_tokens(args, rng) | moving(args)
+    lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    rows = [[name, f"{value:.4g}"] for name, value in found.items()]
+    markdown = f"# Benchmark: {args.label}\n\n{lines}\n\n{table(['', 'median'], rows)}\n"
+    print(markdown)
+    print(f"written to {save(args.output, args.label, markdown, {'facts': facts, 'found': found})}")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.multimodal",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default="smolvision", help="a vision-language model's name or folder")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--seed", default=str(int(time.time())))
+    parser.add_argument("--label", default="", help="name of the result files")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    args, flags = parser.parse_known_args()
+    args.label = args.label or f"multimodal-{args.device}"
+    args.flags = settings_of(flags, parser)
+    return args
+
+
+def png(side: int, rng: random.Random) -> bytes:
+    """An image that nobody has seen: noise, enlarged, so that it is neither trivial nor large."""
+    small = Image.frombytes("RGB", (32, 32), rng.randbytes(32 * 32 * 3))
+    file = io.BytesIO()
+    small.resize((side, side), Image.Resampling.BILINEAR).save(file, "PNG")
+    return file.getvalue()
+
+
+async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
+    """Images a second through the encoder's process, so many at once."""
+    encoder = EmbeddedEncoder(config)
+    rows: Rows = {}
+    try:
+        await encoder.start()
+        for side in SIDES:
+            for count in AT_ONCE:
+                seconds = []
+                for _ in range(3):
+                    images = [ImageInput(png(side, rng)) for _ in range(count)]
+                    began = time.perf_counter()
+                    await asyncio.gather(*(encoder.encode([image]) for image in images))
+                    seconds.append(time.perf_counter() - began)
+                rows[f"encoding {count} of {side} x {side} at once, images/s"] = count / median(seconds)
+    finally:
+        await encoder.close()
+    return rows
+
+
+def first_tokens(args: argparse.Namespace, rng: random.Random) -> Rows:
+    """Milliseconds to the first token, cold and from the caches."""
+    options = [part for name, value in {"device": args.device, **args.flags}.items() for part in (f"--{name}", value)]
+    argv = (sys.executable, "-m", "server", "--port", "{port}", "--model", args.model, *options)
+    rows: Rows = {}
+    with serving(Spec("trellis", argv, "/health/ready")) as server:
+        for side in SIDES:
+            for count in (1, 4):
+                times: dict[str, list[float]] = {"cold": [], "embeddings cached": [], "all cached": []}
+                for repeat in range(args.repeats + 1):
+                    images = [png(side, rng) for _ in range(count)]
+                    for kind, question in zip(times, (*QUESTIONS, QUESTIONS[1]), strict=True):
+                        sample = asked(server, images, question)
+                        times[kind] += [sample.ttft * 1e3] * bool(repeat)
+                for kind, values in times.items():
+                    rows[f"first token, {count} of {side} x {side}, {kind}, ms"] = median(values)
+                rows[f"first token, {count} of {side} x {side}, cold / embeddings cached"] = median(times["cold"]) / median(
+                    times["embeddings cached"]
+                )
+                rows[f"first token, {count} of {side} x {side}, cold / all cached"] = median(times["cold"]) / median(times["all cached"])
+        rows["hits of the embedding cache"] = total(server.get("/metrics"), "trtllm_embedding_cache_hits_total")
+    return rows
+
+
+def asked(server: Server, images: list[bytes], question: str) -> Sample:
+    parts: list[dict[str, object]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"}} for image in images
+    ]
+    target: Target = server.target
+    request = target.request([*parts, {"type": "text", "text": question}], 2)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        (sample,) = runner.run(exchange(target, Load(1, 1, 0, 2, timeout=60), [request]))
+    if sample.error:
+        raise RuntimeError(sample.error)
+    return sample
+
+
+def moving(args: argparse.Namespace) -> Rows:
+    """Embeddings of 1 and of 20 images from one process to another, and on a GPU from its memory and back."""
+    rows: Rows = {}
+    for method in ("shared_memory", "tcp"):
+        sizes = argparse.Namespace(device="cpu", blocks=20, block_bytes=EMBEDDING_BYTES, method=[method])
+        memory, region = transfer.allocate(sizes, 0, fill=0)
+        transfers = Transfers([region], method)
+        with transfer.owner(sizes, method) as offers:
+            for count in (1, 20):
+                reads = [Read(0, block * EMBEDDING_BYTES, block * EMBEDDING_BYTES, EMBEDDING_BYTES) for block in range(count)]
+                transfer.timed(transfers, offers, reads)
+                seconds = median(transfer.timed(transfers, offers, reads) for _ in range(args.repeats))
+                rows[f"{count} embeddings by {method}, ms"] = seconds * 1e3
+                rows[f"{count} embeddings by {method}, GB/s"] = count * EMBEDDING_BYTES / seconds / 1e9
+        transfers.close()
+        del memory
+    if args.device == "cuda":
+        rows |= _through_host(args.repeats)
+    return rows
+
+
+def _through_host(repeats: int) -> Rows:
+    import torch  # noqa: PLC0415 - not needed without a GPU
+
+    there = torch.randint(0, 255, (EMBEDDING_BYTES,), dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(torch.frombuffer(bytearray(there.cpu().numpy().tobytes()), dtype=torch.uint8))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return {"an embedding from the GPU to the host's memory and back, ms": median(times[1:]) * 1e3}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Images of chats for backends that expand prompts and encode by themselves (TensorRT-LLM): passed on as files, or encoded elsewhere."""
+
+from collections.abc import Sequence
+
+from engine.encoder import ImageInput, PromptEncoder
+from engine.errors import InvalidRequest
+from engine.types import Media
+from multimodal.errors import RequestError
+from multimodal.inflight import all_of
+from multimodal.media.loader import MediaLoader
+from multimodal.messages import Attachment, check_count
+from multimodal.prompt import Prompt, Tokenise
+
+
+class BackendVision:
+    """Loads images for the backend, or for `encoder`, where encode replicas have that part. How long the prompt gets the backend says."""
+
+    marks: frozenset[str] = frozenset()
+
+    def __init__(self, loader: MediaLoader, max_images: int, encoder: PromptEncoder | None) -> None:
+        self._loader = loader
+        self._max_images = max_images
+        self._encoder = encoder
+
+    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> Prompt:
+        check_count(attachments, self._max_images)
+        ids = await tokenise(text)
+        images = await all_of(self._load(attachment) for attachment in attachments)
+        if self._encoder is None:
+            return Prompt(ids, media=Media(text=text, images=tuple(image.data for image in images)))
+        try:
+            return Prompt(ids, encoding=await self._encoder.encode(text, images))
+        except InvalidRequest as error:
+            raise RequestError(str(error), "messages", "invalid_image") from error
+
+    async def aclose(self) -> None:
+        await self._loader.aclose()
+
+    async def _load(self, attachment: Attachment) -> ImageInput:
+        loaded = await self._loader.load(attachment.url, attachment.param)
+        return ImageInput(loaded.data, attachment.detail)
