@@ -65,6 +65,11 @@ def status(code: int, *headers: str, body: bytes = b"the body is a secret") -> b
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def moved(location: str, code: int = 302) -> bytes:
+    """A redirect."""
+    return status(code, f"Location: {location}")
+
+
 class OddServer:
     """Sends prepared answers by path, raw, and counts who asks."""
 

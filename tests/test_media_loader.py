@@ -90,7 +90,7 @@ async def test_the_last_waiter_to_go_ends_the_fetch() -> None:
         assert (await w.loader.load(URL)).data == PNG, "a later request does not join what is being given up"
         async with asyncio.timeout(5):
             await gate.gone.wait()
-        assert not w.loader._tasks and not w.loader._flights
+        assert len(w.loader._fetches) == 0
 
 
 async def test_failures_reach_all_who_wait_each_by_its_own_name_and_are_not_kept() -> None:
