@@ -54,7 +54,7 @@ class Transfers:
                 reasons.append(f"{name}: {error}")
         if not self._methods:
             raise TransferError(f"KV blocks cannot be transferred on this machine; {'; '.join(reasons)}")
-        logger.info("KV blocks are offered by %s", ", ".join(self._methods))
+        logger.info("peers may read from here by %s", ", ".join(self._methods))
         self._offers = tuple(made.offer() for made in self._methods.values())
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="transfer")
 
