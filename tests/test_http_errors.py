@@ -81,6 +81,7 @@ async def test_validation_names_the_field_and_not_the_branch(client: httpx.Async
         ({**CHAT, "messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "messages.0.content"),
         ({**CHAT, "messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
         ({**CHAT, "logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]}, "messages.0.content"),
         ({"max_tokens": 5}, "messages"),
         ({**CHAT, "messages": []}, "messages"),
     ]
@@ -143,6 +144,10 @@ STATUS: dict[type[Exception], tuple[int, bool]] = {
     multimodal.errors.RequestError: (400, False),
     multimodal.errors.ModelNotFound: (404, False),
     multimodal.errors.ContextLengthExceeded: (400, False),
+    multimodal.errors.MediaError: (400, False),
+    multimodal.errors.MediaTimeout: (408, False),
+    multimodal.errors.InvalidMedia: (400, False),
+    multimodal.errors.UnsupportedMedia: (415, False),
     multimodal.errors.DeadlineExceeded: (504, False),
 }
 
