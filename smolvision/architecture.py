@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from smolvision.conversations import IMAGE_TOKEN, IMAGE_TOKENS, TEMPLATE
+from smolvision.conversations import IMAGE_TOKEN, IMAGE_TOKEN_ID, IMAGE_TOKENS, TEMPLATE
 from smolvision.images import PATCH, SIZE
 
 RANK = 8
-IMAGE_TOKEN_ID = 49152
 VOCABULARY = 49280
 """SmolLM2's 49152 tokens and the image's, filled up to a multiple of 128."""
 VISION: dict[str, Any] = {

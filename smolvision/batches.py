@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from smolvision.architecture import IMAGE_TOKEN_ID
-from smolvision.conversations import FIRST_TRAINING_SEED, IMAGE_TOKENS, Encoder, make_chat
+from smolvision.conversations import FIRST_TRAINING_SEED, IMAGE_TOKEN_ID, IMAGE_TOKENS, Encoder, make_chat
 from smolvision.images import LABELS, SIZE, patch_labels, render
 
 

@@ -16,6 +16,8 @@ from smolvision.images import Scene, make_scene
 from smolvision.questions import KINDS, Turn, article, ask
 
 IMAGE_TOKEN = "<image>"
+IMAGE_TOKEN_ID = 49152
+"""The first one after SmolLM2's own."""
 IMAGE_TOKENS = 64
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -164,12 +166,11 @@ def _messages(turns: list[Turn], images: dict[int, int], rng: Random) -> list[di
 
 
 class Encoder:
-    """Chats as ids, for training: each image is IMAGE_TOKENS tokens."""
+    """Chats as ids, for training: each image is IMAGE_TOKENS tokens. SmolLM2's own tokenizer does."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = lru_cache(maxsize=4096)(self._encode)
-        self._image = tokenizer.token_to_id(IMAGE_TOKEN)
 
     def __call__(self, chat: Chat, length: int) -> tuple[list[int], list[bool]]:
         """Up to `length` ids, cut after a whole answer, and which of them the model has to say."""
@@ -196,4 +197,4 @@ class Encoder:
         return [(IMAGE_TOKEN if part["type"] == "image" else part["text"], speaks) for part in content]
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return (self._image,) * IMAGE_TOKENS if text == IMAGE_TOKEN else tuple(self._tokenizer.encode(text).ids)
+        return (IMAGE_TOKEN_ID,) * IMAGE_TOKENS if text == IMAGE_TOKEN else tuple(self._tokenizer.encode(text).ids)

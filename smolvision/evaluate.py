@@ -29,10 +29,12 @@ ALL_KINDS = (*KINDS, *TWO_IMAGE_KINDS)
 class Answers:
     """A model folder that answers chats."""
 
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
+        """In bfloat16 on a GPU, else in float32."""
+        self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._processor: Any = AutoProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
-        self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device).eval()
-        self._device, self._dtype = device, dtype
+        self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=self._dtype).to(device).eval()
+        self._device = device
 
     @torch.inference_mode()
     def __call__(self, chats: list[Chat], tokens: int = 56) -> list[str]:
@@ -80,8 +82,7 @@ def main() -> None:
         if folder.is_file():
             folder = Path(made)
             merge(resolve_model(BUILTIN, args.cache_dir), args.model, folder, lambda *_: None)
-        answers = Answers(folder, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
-        json.dump(evaluate(answers, args.per_kind), sys.stdout, indent=1)
+        json.dump(evaluate(Answers(folder, args.device), args.per_kind), sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

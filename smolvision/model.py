@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from smolvision.architecture import CONFIG, IMAGE_TOKEN_ID, RANK, VISION, VOCABULARY, language_config, trained_modules
+from smolvision.architecture import CONFIG, RANK, VISION, VOCABULARY, language_config, trained_modules
 from smolvision.batches import Batch
+from smolvision.conversations import IMAGE_TOKEN_ID
 from smolvision.images import LABELS
 from smolvision.lora import add_low_rank
 

@@ -181,7 +181,7 @@ def main() -> None:
         shipped = Path(scratch) / "shipped"
         shipped.mkdir()
         merge(base, args.out / WEIGHTS, shipped, lambda *_: None)
-        found = evaluate(Answers(shipped, args.device, torch.bfloat16), args.per_kind)
+        found = evaluate(Answers(shipped, args.device), args.per_kind)
     found = {**facts, "minutes": round((time.monotonic() - started) / 60, 2), **found}
     (args.out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
     print(f"{found['accuracy']:.2%} of {found['asked']} held-out answers, {found['minutes']} minutes in all", flush=True)

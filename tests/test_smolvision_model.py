@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlavaForC
 from engine.embedded.model_merge import merge
 from engine.embedded.model_store import PACKAGED, VISION, Packaged, resolve_model
 from multimodal.templates import ChatTemplate
-from smolvision.architecture import IMAGE_TOKEN_ID, VOCABULARY, save
+from smolvision.architecture import VOCABULARY, save
 from smolvision.batches import Chats
-from smolvision.conversations import IMAGE_TOKEN, IMAGE_TOKENS, TEMPLATE, Encoder, held_out_chats, make_chat
-from smolvision.evaluate import Answers, evaluate, picture
+from smolvision.conversations import IMAGE_TOKEN, IMAGE_TOKEN_ID, IMAGE_TOKENS, TEMPLATE, Encoder, held_out_chats, make_chat
+from smolvision.evaluate import ALL_KINDS, Answers, evaluate, picture
 from smolvision.images import SIZE
 from smolvision.model import Student
 
-SHIPPED = Path(__file__).parent.parent / "smolvision/smolvision.safetensors"
+ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "smolvision/smolvision.safetensors"
 
 
 def test_ids_in_training_are_those_of_the_template(smollm2: Path, tmp_path: Path) -> None:
@@ -129,8 +132,21 @@ def test_another_vocabulary_is_refused(trained: Path, base: Path, tmp_path: Path
         merge(other, trained, tmp_path, lambda *_: None)
 
 
+def test_training_ends_in_time_with_weights_and_results(base: Path, tmp_path: Path) -> None:
+    """From the beginning, and from where another run ended."""
+    again = ("--start", str(tmp_path / "smolvision.safetensors"))
+    for more in ((), again):
+        flags = "--minutes 0.25 --evaluation-seconds 8 --batch 2 --turns 2 --length 128 --workers 1 --per-kind 1 --device cpu".split()
+        command = [sys.executable, "-W", "error", "-m", "smolvision", "--base", str(base), "--out", str(tmp_path), *flags, *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "look 100%" in done.stdout and "answer 100%" in done.stdout
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert results["asked"] == len(results["kinds"]) == len(ALL_KINDS) and results["steps"] > 1
+
+
 @pytest.mark.skipif(not SHIPPED.exists(), reason="the weights are not trained yet")
 def test_what_ships_answers_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
     merge(smollm2, SHIPPED, tmp_path, lambda *_: None)
-    found = evaluate(Answers(tmp_path, "cpu", torch.float32), per_kind=5)
+    found = evaluate(Answers(tmp_path, "cpu"), per_kind=5)
     assert found["asked"] >= 60 and found["accuracy"] >= 0.95, found
