@@ -24,7 +24,7 @@ HOMES = {
     "uvicorn": ("server", "routers"),
     "prometheus_client": ("server", "routers/metrics.py", "multimodal/metrics.py"),
     "prometheus_fastapi_instrumentator": ("server",),
-    "pydantic_settings": ("server/settings.py", "server/cli.py"),
+    "pydantic_settings": ("server/settings.py", "server/media_settings.py", "server/setting_types.py", "server/cli.py"),
     "zmq": ("engine",),
     "httpx": ("engine/disaggregated", "multimodal/media"),
     "tensorrt_llm": ("engine/trtllm",),
