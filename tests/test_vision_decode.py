@@ -10,11 +10,10 @@ import pytest
 from PIL import Image, ImageOps, ImageSequence
 from vision_models import build_llava, image, image_bytes
 
-from engine import wire
 from engine.config import EncoderConfig
-from engine.embedded.vision.messages import Encoded, Options
-from engine.embedded.vision.worker import Worker
-from engine.encoder import ImageInput
+from engine.embedded.vision.batches import BatchEncoder
+from engine.embedded.vision.facts import vision_facts
+from engine.encoder import EncodedImage, ImageInput
 from engine.errors import InvalidRequest
 from engine.image_file import LOW_DETAIL, decode
 
@@ -23,18 +22,18 @@ MAX_PIXELS = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
     folder = build_llava(tmp_path_factory.mktemp("llava"))
-    return Worker(Options(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), "info"))
+    return BatchEncoder(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), vision_facts(folder))
 
 
-def refusal(worker: Worker, file: bytes) -> str:
+def refusal(encoder: BatchEncoder, file: bytes) -> str:
     """The message of the refusal, after which the next image is encoded."""
     good = image_bytes()
-    (before, result, after), data = worker.encode([ImageInput(good), ImageInput(file), ImageInput(good)])
-    assert isinstance(before, Encoded) and isinstance(after, Encoded) and len(data) == 2
-    assert isinstance(result, wire.Failed) and (result.kind, result.param) == ("InvalidRequest", "image")
-    return result.message
+    before, outcome, after = encoder.encode([ImageInput(good), ImageInput(file), ImageInput(good)])
+    assert isinstance(before, EncodedImage) and before == after
+    assert isinstance(outcome, InvalidRequest) and outcome.param == "image"
+    return str(outcome)
 
 
 def saved(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -83,22 +82,22 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_no_image_is_refused_in_our_words(worker: Worker, kind: str) -> None:
-    assert refusal(worker, BAD[kind]) in (
+def test_what_is_no_image_is_refused_in_our_words(encoder: BatchEncoder, kind: str) -> None:
+    assert refusal(encoder, BAD[kind]) in (
         "the image cannot be read: it must be a whole PNG, JPEG, WEBP or GIF file",
         "the image is damaged or incomplete",
     )
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_bombs_are_refused_before_they_are_decoded(worker: Worker, kind: str) -> None:
-    assert "has more than 1000000 pixels" in refusal(worker, BOMBS[kind])
+def test_bombs_are_refused_before_they_are_decoded(encoder: BatchEncoder, kind: str) -> None:
+    assert "has more than 1000000 pixels" in refusal(encoder, BOMBS[kind])
 
 
-def test_an_image_all_too_long_is_refused(worker: Worker) -> None:
-    assert "more than 200 times" in refusal(worker, image_bytes(2010, 10))
-    results, _ = worker.encode([ImageInput(image_bytes(2000, 10)), ImageInput(image_bytes(1, 200))])
-    assert all(isinstance(result, Encoded) for result in results)
+def test_an_image_all_too_long_is_refused(encoder: BatchEncoder) -> None:
+    assert "more than 200 times" in refusal(encoder, image_bytes(2010, 10))
+    results = encoder.encode([ImageInput(image_bytes(2000, 10)), ImageInput(image_bytes(1, 200))])
+    assert all(isinstance(result, EncodedImage) for result in results)
 
 
 PIXELS = [*(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")), *(("JPEG", mode) for mode in ("L", "RGB", "CMYK", "YCbCr")),

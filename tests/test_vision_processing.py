@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 from vision_models import BUILDERS, TOKENS, build_llava, image, image_bytes
 
 from engine.config import EncoderConfig
+from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.facts import has_vision, vision_facts
-from engine.embedded.vision.messages import Encoded, Options
-from engine.embedded.vision.worker import Worker
-from engine.encoder import ImageInput
+from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineFailure
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,22 +30,23 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def worker(folder: Path) -> Worker:
-    return new_worker(folder)
+def encoder(folder: Path) -> BatchEncoder:
+    return new_encoder(folder)
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    return new_worker(build_llava(tmp_path_factory.mktemp("llava")))
+def llava(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
+    return new_encoder(build_llava(tmp_path_factory.mktemp("llava")))
 
 
-def new_worker(folder: Path, **options: Any) -> Worker:
-    return Worker(Options(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS, **options), "info"))
+def new_encoder(folder: Path, **options: Any) -> BatchEncoder:
+    config = EncoderConfig(model=str(folder), **{"dtype": "float32", "max_image_pixels": MAX_PIXELS, **options})
+    return BatchEncoder(config, vision_facts(folder))
 
 
-def reference_processor(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
+def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' own, for whole prompts. SmolVLM's class is taken without what it needs for videos."""
-    ours = worker._processing._processor
+    ours = encoder._processing._processor
     if "SmolVLM" not in type(ours.image_processor).__name__:
         return ours
     monkeypatch.setattr(processing_smolvlm, "num2words", str)
@@ -57,85 +58,83 @@ def reference_processor(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     return WithoutVideos(ours.image_processor, ours.tokenizer, None, image_seq_len=ours.image_seq_len)
 
 
-def encode(worker: Worker, *files: bytes) -> list[tuple[Encoded, torch.Tensor]]:
-    results, data = worker.encode([ImageInput(file) for file in files])
+def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedImage, torch.Tensor]]:
     pairs = []
-    for result, embeddings in zip(results, data, strict=True):
-        assert isinstance(result, Encoded), result
-        assert result.size == len(embeddings) == 4 * result.rows * worker.info.hidden_size
-        rows = torch.frombuffer(bytearray(embeddings), dtype=torch.float32).view(result.rows, worker.info.hidden_size)
-        pairs.append((result, rows))
+    for outcome in encoder.encode([ImageInput(file) for file in files]):
+        assert isinstance(outcome, EncodedImage), outcome
+        rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(outcome.rows, encoder.info.hidden_size)
+        pairs.append((outcome, rows))
     return pairs
 
 
-def test_the_expanded_prompt_is_the_processors_own(folder: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = worker.info.placeholder
+def test_the_expanded_prompt_is_the_processors_own(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = encoder.info.placeholder
     prompt = f"<|im_start|>user\nLook:\n{place}\n\nand {place}{place} then\n\n{place}the {place}\n{place}<|im_end|>\n"
-    inputs = reference_processor(worker, monkeypatch)(
+    inputs = reference_processor(encoder, monkeypatch)(
         images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[prompt], add_special_tokens=False
     )
-    encoded = [result for result, _ in encode(worker, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))]
+    encoded = [result for result, _ in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))]
     pieces = prompt.split(place)
     expanded = "".join(piece + result.text for piece, result in zip(pieces, encoded, strict=False)) + pieces[-1]
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(expanded, add_special_tokens=False).ids
     assert ids == list(inputs["input_ids"][0])
-    assert ids.count(worker.info.image_token_id) == sum(result.rows for result in encoded)
+    assert ids.count(encoder.info.image_token_id) == sum(result.rows for result in encoded)
     if "image_grid_thw" in inputs:
         assert [list(result.grid) for result in encoded] == np.asarray(inputs["image_grid_thw"]).tolist()
     else:
         assert {result.grid for result in encoded} == {(0, 0, 0)}
 
 
-def test_embeddings_are_those_of_the_whole_model(folder: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = reference_processor(worker, monkeypatch)(
-        images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[worker.info.placeholder * len(SIZES)], return_tensors="pt"
+def test_embeddings_are_those_of_the_whole_model(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = reference_processor(encoder, monkeypatch)(
+        images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[encoder.info.placeholder * len(SIZES)], return_tensors="pt"
     )
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     with torch.inference_mode():
         expected = torch.cat(tuple(model.get_image_features(**{name: inputs[name] for name in names if name in inputs}).pooler_output))
-    rows = torch.cat([rows for _, rows in encode(worker, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))])
+    rows = torch.cat([rows for _, rows in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))])
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_image_alone_is_what_it_is_among_others(worker: Worker) -> None:
+def test_an_image_alone_is_what_it_is_among_others(encoder: BatchEncoder) -> None:
     files = [image_bytes(*size, seed) for seed, size in enumerate(SIZES)]
-    for file, (result, rows) in zip(files, encode(worker, *files), strict=True):
-        ((alone, alone_rows),) = encode(worker, file)
-        assert alone == result
+    for file, (result, rows) in zip(files, encode(encoder, *files), strict=True):
+        ((alone, alone_rows),) = encode(encoder, file)
+        assert (alone.text, alone.rows, alone.grid) == (result.text, result.rows, result.grid)
         torch.testing.assert_close(alone_rows, rows, rtol=1e-4, atol=1e-4)
 
 
-def test_no_language_model_stays_in_memory(worker: Worker) -> None:
-    names = [name for name, _ in worker._tower._model.named_parameters()]
+def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
+    names = [name for name, _ in encoder._tower._model.named_parameters()]
     assert names and not any(name.startswith(("language_model", "text_model", "lm_head")) for name in names)
 
 
-def test_facts(folder: Path, worker: Worker) -> None:
+def test_facts(folder: Path, encoder: BatchEncoder) -> None:
     facts = vision_facts(folder)
     assert has_vision(folder)
-    assert facts.image_token_id == worker.info.image_token_id == TOKENS[worker.info.placeholder]
-    assert facts.mrope == (worker.info.placeholder == "<|image_pad|>")
-    assert worker.info.hidden_size == 64 and worker.info.dtype == "float32" and len(worker.info.fingerprint) == 32
+    assert facts.image_token_id == encoder.info.image_token_id == TOKENS[encoder.info.placeholder]
+    assert facts.mrope == (encoder.info.placeholder == "<|image_pad|>")
+    assert encoder.info.hidden_size == 64 and encoder.info.dtype == "float32" and len(encoder.info.fingerprint) == 32
 
 
-def test_fingerprints_tell_weights_options_and_types_apart(tmp_path: Path, llava: Worker) -> None:
+def test_fingerprints_tell_weights_options_and_types_apart(tmp_path: Path, llava: BatchEncoder) -> None:
     folder = build_llava(tmp_path)
-    assert new_worker(folder).info.fingerprint == llava.info.fingerprint
-    changed = new_worker(folder, processor_options={"do_normalize": False})
-    rounded = Worker(Options(EncoderConfig(model=str(folder), dtype="bfloat16"), "info"))
-    other = new_worker(build_llava(tmp_path / "other", "siglip"))
+    assert new_encoder(folder).info.fingerprint == llava.info.fingerprint
+    changed = new_encoder(folder, processor_options={"do_normalize": False})
+    rounded = new_encoder(folder, dtype="bfloat16")
+    other = new_encoder(build_llava(tmp_path / "other", "siglip"))
     assert len({llava.info.fingerprint, *(one.info.fingerprint for one in (changed, rounded, other))}) == 4
     assert rounded.info.dtype == "bfloat16"
 
 
 def test_options_of_the_processor(tmp_path: Path) -> None:
     folder = BUILDERS["qwen2_vl"](tmp_path)
-    ((few, _),) = encode(new_worker(folder, processor_options={"max_pixels": 256}), image_bytes(64, 64))
-    ((many, _),) = encode(new_worker(folder), image_bytes(64, 64))
+    ((few, _),) = encode(new_encoder(folder, processor_options={"max_pixels": 256}), image_bytes(64, 64))
+    ((many, _),) = encode(new_encoder(folder), image_bytes(64, 64))
     assert (few.rows, many.rows) == (4, 64)
     with pytest.raises(EngineFailure, match="has no option sharpness"):
-        new_worker(folder, processor_options={"sharpness": 1})
+        new_encoder(folder, processor_options={"sharpness": 1})
 
 
 @pytest.mark.parametrize(
@@ -154,12 +153,17 @@ def test_other_models_are_refused_with_the_reason(tmp_path: Path, config: str, r
         vision_facts(tmp_path)
 
 
-def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+def test_names_of_weights_in_older_folders(tmp_path: Path, llava: BatchEncoder) -> None:
+    weights = load_file(build_llava(tmp_path) / "model.safetensors")
+    older = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
+    save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert new_encoder(tmp_path).info.fingerprint == llava.info.fingerprint
 
+
+def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
     folder = build_llava(tmp_path)
     weights = load_file(folder / "model.safetensors")
     lost = next(name for name in weights if "vision" in name)
     save_file({name: value for name, value in weights.items() if name != lost}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineFailure, match="lack 1 weights of the vision tower"):
-        new_worker(folder)
+        new_encoder(folder)

@@ -43,8 +43,8 @@ class Tower:
         return digest.hexdigest(16)
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[Prepared]) -> list[torch.Tensor]:
-        """Embeddings of images of equal shapes, [rows, hidden size] each, contiguous and on the host. Raises EngineFailure."""
+    def encode(self, images: Sequence[Prepared]) -> list[bytes]:
+        """The embeddings of images of equal shapes, [rows, hidden size] each, row by row. Raises EngineFailure."""
         names = images[0].tensors
         inputs = {name: torch.cat([image.tensors[name] for image in images]).to(self.device) for name in names}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
@@ -52,15 +52,9 @@ class Tower:
             features = self._model.get_image_features(**inputs, return_dict=True).pooler_output
         except torch.OutOfMemoryError as error:
             raise EngineFailure("the device has too little memory to encode these images") from error
-        results = [feature.to("cpu", self.dtype).contiguous() for feature in features]
-        if [result.shape for result in results] != [(image.rows, self.hidden_size) for image in images]:
+        if [feature.shape for feature in features] != [(image.rows, self.hidden_size) for image in images]:
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return results
-
-
-def as_bytes(embeddings: torch.Tensor) -> bytes:
-    """Row by row, in the tensor's own type."""
-    return embeddings.view(torch.uint8).numpy().tobytes()
+        return [feature.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes() for feature in features]
 
 
 def _load(folder: str, dtype: torch.dtype) -> Any:

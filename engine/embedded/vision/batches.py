@@ -1,0 +1,94 @@
+"""A batch of images through the processor, in a few threads, and the tower, as many of equal shape at a time as it takes."""
+
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from PIL import Image
+
+from engine.config import EncoderConfig
+from engine.embedded.vision.facts import VisionFacts
+from engine.embedded.vision.processing import ImageProcessing, Prepared
+from engine.embedded.vision.tower import Tower
+from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.errors import EngineError, EngineFailure
+
+_THREADS = 4
+_CALL_VALUES = 32 << 20
+"""Pixel values, three to a pixel, that one call of the tower takes, unless a single image has more."""
+
+log = logging.getLogger(__name__)
+
+
+class BatchEncoder:
+    """The processor and the tower of one model, tried out. Raises EngineFailure."""
+
+    def __init__(self, config: EncoderConfig, facts: VisionFacts) -> None:
+        self._processing = ImageProcessing(config, facts)
+        self._tower = Tower(config)
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self.info = EncoderInfo(
+            fingerprint=self._tower.fingerprint(self._processing.description),
+            placeholder=self._processing.placeholder,
+            image_token_id=facts.image_token_id,
+            hidden_size=self._tower.hidden_size,
+            dtype=self._tower.dtype_name,
+        )
+        self._try_out()
+
+    def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage | EngineError]:
+        """The outcome for each image. Raises torch.AcceleratorError when the device works no more for this process."""
+        outcomes: dict[int, EncodedImage | EngineError] = {}
+        ready: dict[int, Prepared] = {}
+        for index, image in enumerate(self._pool.map(self._prepare, images)):
+            if isinstance(image, EngineError):
+                outcomes[index] = image
+            else:
+                ready[index] = image
+        for call in _calls(ready):
+            outcomes.update(zip(call, self._embed([ready[index] for index in call]), strict=True))
+        return [outcomes[index] for index in range(len(images))]
+
+    def _prepare(self, image: ImageInput) -> Prepared | EngineError:
+        try:
+            return self._processing.prepare(image)
+        except EngineError as error:
+            return error
+        except Exception:  # a bug, which must not take the other images with it
+            log.exception("an image could not be prepared")
+            return EngineFailure("internal error of the encoder")
+
+    def _embed(self, images: list[Prepared]) -> Sequence[EncodedImage | EngineError]:
+        try:
+            data = self._tower.encode(images)
+        except EngineError as error:
+            return [error] * len(images)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # likewise
+            log.exception("images could not be encoded")
+            return [EngineFailure("internal error of the encoder")] * len(images)
+        return [
+            EncodedImage(text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid)
+            for image, rows in zip(images, data, strict=True)
+        ]
+
+    def _try_out(self) -> None:
+        """What cannot work shall fail now; and the first image shall not be slower than others."""
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64), "red").save(file, "PNG")
+        (outcome,) = self.encode([ImageInput(file.getvalue())])
+        if isinstance(outcome, EngineError):
+            raise EngineFailure(f"the model cannot encode images: {outcome}")
+
+
+def _calls(images: dict[int, Prepared]) -> Iterator[list[int]]:
+    """Those of equal shapes, as many at a time as fit the tower's calls."""
+    groups: dict[object, list[int]] = {}
+    for index, image in images.items():
+        groups.setdefault(tuple((name, tensor.shape) for name, tensor in image.tensors.items()), []).append(index)
+    for group in groups.values():
+        size = max(1, _CALL_VALUES // images[group[0]].tensors["pixel_values"].numel())
+        yield from (group[start : start + size] for start in range(0, len(group), size))
