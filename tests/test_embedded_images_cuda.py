@@ -1,6 +1,5 @@
 """Images in the GPU's model without a GPU: eager steps take embeddings, and graphs go on from there."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ if torch.cuda.is_available():
 
 from cuda_support import cuda_model, interpreter  # noqa: F401 - fixtures
 from handover_support import tokens
-from image_support import Family, answers, request_for, text
+from image_support import Family, Prompt, answers, request_for, text
 from test_embedded_images_native import make_folder
 
 from engine.config import EmbeddedConfig
@@ -25,11 +24,23 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_greedy_equals_generate(tmp_path: Path) -> None:
-    family = Family(make_folder("llava", tmp_path, intermediate_size=64))
-    prompts = [family.prompt(text(5, 0), 0, text(2, 1)), family.prompt(text(5, 0), 1, text(2, 1)), family.prompt(2, text(1, 2), 3)]
-    expected = [family.generate(prompt, 4) for prompt in prompts]
-    assert expected[0] != expected[1]
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(make_folder("llava", tmp_path_factory.mktemp("llava"), intermediate_size=64))
+
+
+@pytest.fixture(scope="module")
+def prompts(family: Family) -> list[Prompt]:
+    return [family.prompt(text(5, 0), 0, text(2, 1)), family.prompt(text(5, 0), 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def expected(family: Family, prompts: list[Prompt]) -> list[list[int]]:
+    return [family.generate(prompt, 4) for prompt in prompts]
+
+
+def test_greedy_equals_generate(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
     deltas = answers(core, [request_for(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)])
     assert [tokens(deltas[str(index)]) for index in range(len(prompts))] == expected
+    assert expected[0] != expected[1]

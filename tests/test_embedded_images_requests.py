@@ -11,7 +11,7 @@ from blake3 import blake3
 from handover_support import Pair, pair_of, sequence_of, step, tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from image_support import OUTPUT, Family, Prompt, request_for, text, without_data
+from image_support import Family, Prompt, request_for, text, without_data
 from msgspec.structs import replace
 from vision_models import BUILDERS
 
@@ -98,17 +98,18 @@ def test_what_another_request_has_computed_is_not_lost(family: Family, prompts: 
 
 def test_a_preempted_decode_ends(family: Family, prompts: list[Prompt]) -> None:
     """Its blocks are gone, and nobody can compute them again here."""
-    pressed = {**SMALL, "enable_block_reuse": False, "num_blocks": -(-(len(prompts[2].tokens) + OUTPUT) // 8) + 3}
-    outputs: dict[str, list[Any]] = {}
-    with pair_of(family.folder, SMALL, pressed) as pair:
-        hand_over(pair, [request_for(str(index), prompts[2], max_tokens=40) for index in range(2)])
+    small = {**SMALL, "kv_block_size": 2}
+    pressed = {**small, "enable_block_reuse": False, "num_blocks": sum(-(-len(prompt.tokens) // 2) for prompt in prompts[:2]) + 4}
+    last: dict[str, Any] = {}
+    with pair_of(family.folder, small, pressed) as pair:
+        hand_over(pair, [request_for(str(index), prompts[index], max_tokens=36) for index in range(2)])
         while pair.decode.busy:
-            for name, output in pair.decode.step():
-                outputs.setdefault(name, []).append(output)
-        assert pair.decode.stats().num_preemptions == 0 or isinstance(outputs["1"][-1], EngineUnavailable)
-        assert isinstance(outputs["0"][-1], Delta)
+            last |= dict(pair.decode.step())
+            pair.decode.scheduler.audit()
+        assert pair.decode.stats().num_preemptions == 1
+        assert isinstance(last["0"], Delta) and last["0"].finish_reason == "length"
+        assert type(last["1"]) is EngineUnavailable and str(last["1"]) == NO_IMAGES
         pair.finish()
-        pair.check_clean()
 
 
 @pytest.fixture
