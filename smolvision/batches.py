@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from smolvision.conversations import FIRST_TRAINING_SEED, IMAGE_TOKEN_ID, IMAGE_TOKENS, Encoder, make_chat
-from smolvision.images import LABELS, SIZE, patch_labels, render
+from smolvision.images import GRID, LABELS, SIZE, patch_labels, render
 
 
 class Batch(NamedTuple):
@@ -44,7 +44,9 @@ class Chats(IterableDataset[Batch]):
         seed = FIRST_TRAINING_SEED + self._seed * 10**10 + worker
         while True:
             seeds = range(seed, seed + self._size * workers, workers)
-            yield self._batch(encoder, seeds)
+            batch = self._batch(encoder, seeds)
+            if len(batch.images):  # the tower takes no less than one
+                yield batch
             seed = seeds.stop
 
     def _batch(self, encoder: Encoder, seeds: range) -> Batch:
@@ -59,7 +61,7 @@ class Chats(IterableDataset[Batch]):
                 pictures.append(render(scene, Random(seed + len(pictures))))
                 patches.append(patch_labels(scene))
         images = np.array(pictures, np.uint8).reshape(-1, SIZE, SIZE, 3)
-        labels = np.array(patches, np.uint8).reshape(len(pictures), len(LABELS), -1)
+        labels = np.array(patches, np.uint8).reshape(-1, len(LABELS), GRID * GRID)
         return Batch(*(torch.from_numpy(array) for array in (ids, said, images, labels)))
 
 

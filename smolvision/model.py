@@ -58,12 +58,12 @@ class Student(nn.Module):
     def patch_loss(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the losses of all kinds of labels, and how often each kind is right, where there is something to be seen."""
         parts = self.heads(features).float().split(list(LABELS.values()), dim=-1)
-        targets = labels.long().unbind(1)
-        losses = [functional.cross_entropy(part.flatten(0, 1), target.flatten()) for part, target in zip(parts, targets, strict=True)]
-        right = [
-            ((part.argmax(-1) == target) & (target > 0)).sum() / (target > 0).sum() for part, target in zip(parts, targets, strict=True)
-        ]
-        return torch.stack(losses).sum(), torch.stack(right).detach()
+        loss, shares = features.new_zeros(()), []
+        for part, target in zip(parts, labels.long().unbind(1), strict=True):
+            loss = loss + _mean_loss(part.flatten(0, 1), target.flatten())
+            seen = target > 0
+            shares.append(((part.argmax(-1) == target) & seen).sum() / seen.sum().clamp(min=1))
+        return loss, torch.stack(shares).detach()
 
     def answer_loss(self, batch: Batch, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss of the answers' tokens, and how many of these are likeliest."""
@@ -75,4 +75,9 @@ class Student(nn.Module):
         said = batch.said[:, 1:]
         logits = functional.linear(hidden[:, :-1][said], table)
         targets = batch.ids[:, 1:][said]
-        return functional.cross_entropy(logits.float(), targets), (logits.argmax(-1) == targets).float().mean().detach()
+        return _mean_loss(logits.float(), targets), (logits.argmax(-1) == targets).float().mean().detach()
+
+
+def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """0 where there is no target at all."""
+    return functional.cross_entropy(logits, targets, reduction="sum") / max(1, targets.numel())

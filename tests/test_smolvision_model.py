@@ -1,6 +1,7 @@
 """smolvision's file of weights and SmolLM2 make a model folder, which transformers loads, and which answers rightly."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -134,11 +135,12 @@ def test_another_vocabulary_is_refused(trained: Path, base: Path, tmp_path: Path
 
 def test_training_ends_in_time_with_weights_and_results(base: Path, tmp_path: Path) -> None:
     """From the beginning, and from where another run ended."""
-    again = ("--start", str(tmp_path / "smolvision.safetensors"))
-    for more in ((), again):
-        flags = "--minutes 0.25 --evaluation-seconds 8 --batch 2 --turns 2 --length 128 --workers 1 --per-kind 1 --device cpu".split()
+    small = {"minutes": 0.2, "evaluation-seconds": 6, "batch": 2, "turns": 2, "length": 128, "workers": 1, "per-kind": 1, "device": "cpu"}
+    flags = [f"--{name}={value}" for name, value in small.items()]
+    for more in ((), ("--start", str(tmp_path / "smolvision.safetensors"))):
         command = [sys.executable, "-W", "error", "-m", "smolvision", "--base", str(base), "--out", str(tmp_path), *flags, *more]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
         assert done.returncode == 0, done.stderr
         assert "look 100%" in done.stdout and "answer 100%" in done.stdout
         results = json.loads((tmp_path / "results.json").read_text())
