@@ -21,6 +21,8 @@ SILENCE_SECONDS = 3.0
 """Silence after which a client takes the server for stuck."""
 MOST_IMAGES, MOST_IMAGE_BYTES = 8, 32 << 20
 """Of one request to /encode; a single image may have more bytes. More images go to several replicas at once."""
+MOST_EMBEDDING_BYTES = 16 << 20
+"""Of one image in a prompt for /prefill, on average."""
 
 _LENGTH = struct.Struct(">I")
 _FAILED = 1 << 31

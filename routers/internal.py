@@ -11,7 +11,7 @@ from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
-from protocol.internal import MEDIA_TYPE, PrefillRequest
+from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import Replica, ReplicaDep, State, StateDep
 
@@ -35,7 +35,9 @@ async def describe(replica: ReplicaDep) -> Response:
 @router.post("/prefill")
 async def prefill(request: Request, state: StateDep) -> Response:
     """Compute a prompt and its first token, and hold the KV blocks for as long as the answer is open, within the lease."""
-    wanted = _read(await read_message(request, state["http"]), state["replica"])
+    options = state["http"]
+    images = options.max_images * max(MOST_EMBEDDING_BYTES, options.max_image_bytes)
+    wanted = _read(await read_message(request, options, options.max_body_bytes + images), state["replica"])
     return LeasedAnswer(_Prefill(wanted, state), state)
 
 

@@ -44,11 +44,11 @@ class Work(Protocol):
         """Give everything back. Nothing else runs any more."""
 
 
-async def read_message(request: Request, options: HttpOptions, max_bytes: int = 0) -> bytes:
-    """The body, of `max_bytes` or, if that is 0, of as many as any. Raises HTTPException."""
+async def read_message(request: Request, options: HttpOptions, max_bytes: int) -> bytes:
+    """The body. Raises HTTPException."""
     if request.headers.get("content-type") != MEDIA_TYPE:
         raise HTTPException(415, f"The body must be {MEDIA_TYPE}.", {"accept": MEDIA_TYPE})
-    return await read_body(request, replace(options, max_body_bytes=max_bytes) if max_bytes else options)
+    return await read_body(request, replace(options, max_body_bytes=max_bytes))
 
 
 def check_fits(version: int, model: str, replica: Replica) -> None:

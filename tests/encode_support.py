@@ -60,13 +60,18 @@ async def arena(method: Any = "auto", size: int = ARENA_BYTES) -> AsyncIterator[
 
 @asynccontextmanager
 async def encoder_of(
-    urls: Sequence[str], *, local: Encoder | None = None, attempts: int = 3, method: str = "auto", start: bool = True, secret: str = SECRET
+    urls: Sequence[str],
+    *,
+    local: Encoder | None = None,
+    method: str = "auto",
+    start: bool = True,
+    model: tuple[str, str] = ("fake", "fake"),
 ) -> AsyncIterator[tuple[EncoderPool, EncodePeers, Seen]]:
-    """An encoder that has images encoded by replicas. `method`: how it reads, empty for not at all."""
+    """An encoder that has images encoded by replicas. `method`: how it reads, empty for not at all; `model`: name and backend."""
     seen = Seen()
     into = Arena(ARENA_BYTES, method) if method else None  # type: ignore[arg-type]
-    peers = EncodePeers(urls, secret, attempts, seen, into, 5.0)
-    pool = EncoderPool(peers, "fake", "fake", local)
+    peers = EncodePeers(urls, SECRET, 3, seen, into, 5.0)
+    pool = EncoderPool(peers, *model, local)
     try:
         if start:
             await pool.start()

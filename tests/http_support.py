@@ -64,8 +64,8 @@ class ServerProcess:
                     self._ready.set()
         self._ready.set()
 
-    def wait_ready(self) -> None:
-        assert self._ready.wait(30), self.log
+    def wait_ready(self, seconds: float = 30) -> None:
+        assert self._ready.wait(seconds), self.log
         assert self.url, self.log
 
     def wait(self, timeout: float = 20) -> int:

@@ -90,7 +90,7 @@ async def test_embeddings_of_many_megabytes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_more_than_prefill_takes_is_computed_here() -> None:
-    async with pair({"max_body_mb": 1.0}) as (_, engine, seen):
+    async with pair({"max_body_mb": 1.0, "max_images": 0}) as (_, engine, seen):
         wanted = showing("a", size=SIZE)
         assert tokens_of(await all_of(engine, wanted)) == tokens_of(await aggregated(wanted))
         assert seen.outcomes == {"invalid": 1} and seen.local == {"no_peer": 1} and all(seen.peers.values())

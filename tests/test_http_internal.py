@@ -72,7 +72,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
     ],
 )
 async def test_what_cannot_be_prefilled_is_refused_by_name(body: bytes, status: int, message: str) -> None:
-    async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1) as (client, state):
+    async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1, max_images=0) as (client, state):
         refused = await post(client, body)
         assert refused.status_code == status and message in refused.json()["error"]["message"]
         assert state["replica"].running == 0
