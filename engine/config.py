@@ -87,7 +87,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     processor_options: dict[str, Any] = {}
     """Over the configuration of the model's image processor, by its own names."""
     timeout_seconds: float = 60.0
-    """How long the images of a batch, a few, may take before the process that encodes them is replaced."""
+    """How long an image, or on a GPU a few together, may take before the process that encodes them is replaced."""
 
 
 EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
@@ -105,6 +105,10 @@ def create_engine(config: EngineConfig) -> Engine:
 
         return FakeEngine(config)
     register_all(config.processors)
+    if isinstance(config, TrtllmConfig) and config.role == "encode":
+        from engine.trtllm.encoding_engine import EncodingEngine  # noqa: PLC0415
+
+        return EncodingEngine(config)
     if isinstance(config, TrtllmConfig):
         from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
 

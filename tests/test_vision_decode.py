@@ -14,7 +14,7 @@ from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.facts import vision_facts
 from engine.encoder import EncodedImage, ImageInput
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from engine.image_file import LOW_DETAIL, decode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,10 +27,15 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
     return BatchEncoder(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), vision_facts(folder))
 
 
+def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
+    found = dict(pair for pairs in encoder.encode([ImageInput(file) for file in files]) for pair in pairs)
+    return [found[index] for index in range(len(files))]
+
+
 def refusal(encoder: BatchEncoder, file: bytes) -> str:
     """The message of the refusal, after which the next image is encoded."""
     good = image_bytes()
-    before, outcome, after = encoder.encode([ImageInput(good), ImageInput(file), ImageInput(good)])
+    before, outcome, after = outcomes(encoder, good, file, good)
     assert isinstance(before, EncodedImage) and before == after
     assert isinstance(outcome, InvalidRequest) and outcome.param == "image"
     return str(outcome)
@@ -96,8 +101,7 @@ def test_bombs_are_refused_before_they_are_decoded(encoder: BatchEncoder, kind: 
 
 def test_an_image_all_too_long_is_refused(encoder: BatchEncoder) -> None:
     assert "more than 200 times" in refusal(encoder, image_bytes(2010, 10))
-    results = encoder.encode([ImageInput(image_bytes(2000, 10)), ImageInput(image_bytes(1, 200))])
-    assert all(isinstance(result, EncodedImage) for result in results)
+    assert all(isinstance(outcome, EncodedImage) for outcome in outcomes(encoder, image_bytes(2000, 10), image_bytes(1, 200)))
 
 
 PIXELS = [*(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")), *(("JPEG", mode) for mode in ("L", "RGB", "CMYK", "YCbCr")),

@@ -16,7 +16,7 @@ from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.facts import has_vision, vision_facts
 from engine.encoder import EncodedImage, ImageInput
-from engine.errors import EngineFailure
+from engine.errors import EngineError, EngineFailure
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(40, 30), (64, 20), (17, 60), (8, 8), (40, 30), (300, 200)]
@@ -58,9 +58,14 @@ def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) 
     return WithoutVideos(ours.image_processor, ours.tokenizer, None, image_seq_len=ours.image_seq_len)
 
 
+def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
+    found = dict(pair for pairs in encoder.encode([ImageInput(file) for file in files]) for pair in pairs)
+    return [found[index] for index in range(len(files))]
+
+
 def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedImage, torch.Tensor]]:
     pairs = []
-    for outcome in encoder.encode([ImageInput(file) for file in files]):
+    for outcome in outcomes(encoder, *files):
         assert isinstance(outcome, EncodedImage), outcome
         rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(outcome.rows, encoder.info.hidden_size)
         pairs.append((outcome, rows))
@@ -85,7 +90,11 @@ def test_the_expanded_prompt_is_the_processors_own(folder: Path, encoder: BatchE
         assert {result.grid for result in encoded} == {(0, 0, 0)}
 
 
-def test_embeddings_are_those_of_the_whole_model(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_embeddings_are_those_of_the_whole_model(
+    folder: Path, encoder: BatchEncoder, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "_at_once", at_once)
     inputs = reference_processor(encoder, monkeypatch)(
         images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[encoder.info.placeholder * len(SIZES)], return_tensors="pt"
     )

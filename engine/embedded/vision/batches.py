@@ -4,6 +4,7 @@ import io
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import torch
 from PIL import Image
@@ -16,6 +17,8 @@ from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 
 _THREADS = 4
+_GPU_IMAGES = 8
+"""Images that the tower waits for to compute them together. A CPU gains nothing by that, and begins with the first."""
 _CALL_VALUES = 32 << 20
 """Pixel values, three to a pixel, that one call of the tower takes, unless a single image has more."""
 
@@ -28,6 +31,7 @@ class BatchEncoder:
     def __init__(self, config: EncoderConfig, facts: VisionFacts) -> None:
         self._processing = ImageProcessing(config, facts)
         self._tower = Tower(config)
+        self._at_once = 1 if self._tower.device.type == "cpu" else _GPU_IMAGES
         self._pool = ThreadPoolExecutor(_THREADS)
         self.info = EncoderInfo(
             fingerprint=self._tower.fingerprint(self._processing.description),
@@ -38,18 +42,17 @@ class BatchEncoder:
         )
         self._try_out()
 
-    def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage | EngineError]:
-        """The outcome for each image. Raises torch.AcceleratorError when the device works no more for this process."""
-        outcomes: dict[int, EncodedImage | EngineError] = {}
-        ready: dict[int, Prepared] = {}
-        for index, image in enumerate(self._pool.map(self._prepare, images)):
-            if isinstance(image, EngineError):
-                outcomes[index] = image
-            else:
-                ready[index] = image
-        for call in _calls(ready):
-            outcomes.update(zip(call, self._embed([ready[index] for index in call]), strict=True))
-        return [outcomes[index] for index in range(len(images))]
+    def encode(self, images: Sequence[ImageInput]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
+        """The outcome for each image, by its index, as soon as it is known.
+
+        Raises torch.AcceleratorError when the device works no more for this process.
+        """
+        prepared = enumerate(self._pool.map(self._prepare, images))
+        while some := list(islice(prepared, self._at_once)):
+            if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
+                yield [*refused]
+            for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
+                yield self._embed(call)
 
     def _prepare(self, image: ImageInput) -> Prepared | EngineError:
         try:
@@ -60,35 +63,36 @@ class BatchEncoder:
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
-    def _embed(self, images: list[Prepared]) -> Sequence[EncodedImage | EngineError]:
+    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedImage | EngineError]]:
         try:
-            data = self._tower.encode(images)
+            data = self._tower.encode([*images.values()])
         except EngineError as error:
-            return [error] * len(images)
+            return [(index, error) for index in images]
         except torch.AcceleratorError:
             raise
         except Exception:  # likewise
             log.exception("images could not be encoded")
-            return [EngineFailure("internal error of the encoder")] * len(images)
+            return [(index, EngineFailure("internal error of the encoder")) for index in images]
         return [
-            EncodedImage(text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid)
-            for image, rows in zip(images, data, strict=True)
+            (index, EncodedImage(text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid))
+            for (index, image), rows in zip(images.items(), data, strict=True)
         ]
 
     def _try_out(self) -> None:
         """What cannot work shall fail now; and the first image shall not be slower than others."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
-        (outcome,) = self.encode([ImageInput(file.getvalue())])
+        (((_, outcome),),) = self.encode([ImageInput(file.getvalue())])
         if isinstance(outcome, EngineError):
             raise EngineFailure(f"the model cannot encode images: {outcome}")
 
 
-def _calls(images: dict[int, Prepared]) -> Iterator[list[int]]:
+def _calls(images: dict[int, Prepared]) -> Iterator[dict[int, Prepared]]:
     """Those of equal shapes, as many at a time as fit the tower's calls."""
     groups: dict[object, list[int]] = {}
     for index, image in images.items():
         groups.setdefault(tuple((name, tensor.shape) for name, tensor in image.tensors.items()), []).append(index)
     for group in groups.values():
         size = max(1, _CALL_VALUES // images[group[0]].tensors["pixel_values"].numel())
-        yield from (group[start : start + size] for start in range(0, len(group), size))
+        for start in range(0, len(group), size):
+            yield {index: images[index] for index in group[start : start + size]}

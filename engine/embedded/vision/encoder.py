@@ -37,8 +37,8 @@ class _Job:
 
 class EmbeddedEncoder:
     """An `Encoder`. When its process dies, all images that it has and all that wait raise EngineDied, and it is restarted, after pauses
-    that grow from 0.5 to 30 seconds. A batch that takes longer than `timeout_seconds` has the process killed: its images are tried again
-    one by one, and one that takes too long by itself raises EngineFailure.
+    that grow from 0.5 to 30 seconds. If it is busy but answers nothing for `timeout_seconds` it is killed: the images of its batch are
+    tried again one by one, and one that takes too long by itself raises EngineFailure.
     """
 
     def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
@@ -48,7 +48,7 @@ class EmbeddedEncoder:
         self._process: EncoderProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._waiting: deque[_Job] = deque()
-        self._sent: deque[list[_Job]] = deque()
+        self._sent: deque[dict[int, _Job]] = deque()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._hung = False
@@ -134,7 +134,7 @@ class EmbeddedEncoder:
         while True:
             self._wake.clear()
             while len(self._sent) < _BATCHES and (batch := self._next_batch()):
-                self._sent.append(batch)
+                self._sent.append(dict(enumerate(batch)))
                 if len(self._sent) == 1:
                     self._arm(process)
                 if not await process.send([job.image for job in batch]):
@@ -143,13 +143,17 @@ class EmbeddedEncoder:
 
     async def _receive(self, process: EncoderProcess) -> None:
         while (outcomes := await process.receive()) is not None:
-            for job, outcome in zip(self._sent.popleft(), outcomes, strict=True):
-                if job.done.done():
+            batch = self._sent[0]
+            for index, outcome in outcomes.items():
+                done = batch.pop(index).done
+                if done.done():
                     continue
                 if isinstance(outcome, EngineError):
-                    job.done.set_exception(outcome)
+                    done.set_exception(outcome)
                 else:
-                    job.done.set_result(outcome)
+                    done.set_result(outcome)
+            if not batch:
+                self._sent.popleft()
             self._arm(process)
             self._wake.set()
 
@@ -168,7 +172,7 @@ class EmbeddedEncoder:
         return batch
 
     def _arm(self, process: EncoderProcess) -> None:
-        """From now on the time of the oldest batch runs, if there is one."""
+        """From now on the time for the next answer runs, if one is due."""
         self._disarm()
         if self._sent:
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, process)
@@ -189,7 +193,7 @@ class EmbeddedEncoder:
         if not hung:
             self._fail_all(EngineDied("the encoder process was lost while it had the image"))
             return
-        first, *others = [[job for job in batch if not job.done.done()] for batch in self._sent] or [[]]
+        first, *others = [[job for job in batch.values() if not job.done.done()] for batch in self._sent] or [[]]
         self._sent.clear()
         if len(first) == 1:
             first.pop().done.set_exception(EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds"))
@@ -198,7 +202,7 @@ class EmbeddedEncoder:
         self._waiting.extendleft(reversed([*first, *(job for batch in others for job in batch)]))
 
     def _fail_all(self, error: EngineError) -> None:
-        for job in [*(job for batch in self._sent for job in batch), *self._waiting]:
+        for job in [*(job for batch in self._sent for job in batch.values()), *self._waiting]:
             if not job.done.done():
                 job.done.set_exception(error)
         self._sent.clear()

@@ -22,7 +22,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Images to encode, answered by an Answer. Their files follow, one behind the other."""
+    """Images to encode, each named in one of the Answers that come, before those to the next batch. Their files follow, in order."""
 
     images: list[tuple[Detail, int]]
     """The detail and the size in bytes of each."""
@@ -46,9 +46,9 @@ Result = Encoded | Failed
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of a batch, image by image."""
+    """Of images of a batch, by their indices in it. Their embeddings follow, in this order."""
 
-    results: list[Result]
+    results: dict[int, Result]
 
 
 def packed(message: msgspec.Struct) -> bytes:

@@ -66,11 +66,11 @@ class EncoderProcess:
             return False
         return True
 
-    async def receive(self) -> list[EncodedImage | EngineError] | None:
-        """The outcomes of the oldest batch not yet answered; None if the process has gone."""
+    async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
+        """Outcomes of the oldest batch that still lacks some, by index; None if the process has gone."""
         try:
             answer = msgspec.msgpack.decode(await self._message(), type=Answer)
-            return [await self._outcome(result) for result in answer.results]
+            return {index: await self._outcome(result) for index, result in answer.results.items()}
         except (EOFError, ConnectionError):
             return None
 

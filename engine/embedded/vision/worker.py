@@ -52,11 +52,11 @@ def _serve(options: Options, channel: socket.socket, batches: queue.SimpleQueue[
         encoder = BatchEncoder(options.config, facts)
         channel.sendall(packed(Welcome(encoder.info)))
         while True:
-            outcomes = encoder.encode(batches.get())
-            channel.sendall(packed(Answer([_result(outcome) for outcome in outcomes])))
-            for outcome in outcomes:
-                if isinstance(outcome, EncodedImage):
-                    channel.sendall(outcome.data)
+            for outcomes in encoder.encode(batches.get()):
+                channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes})))
+                for _, outcome in outcomes:
+                    if isinstance(outcome, EncodedImage):
+                        channel.sendall(outcome.data)
     except EngineFailure as error:
         channel.sendall(packed(wire.failed(0, error)))
     except ConnectionError:
