@@ -14,7 +14,7 @@ from disaggregated_support import SECRET, SOON, answer_of, replica, servers
 from encode_support import SIZE, encoder_of, expected, image, pages, until
 from http_support import ROOT, application
 
-from engine.disaggregated import encoders
+from engine.disaggregated import client, encoders
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake_encoder import FakeEncoder
@@ -67,22 +67,29 @@ async def test_the_least_busy_replica_is_asked() -> None:
 
 
 @asynccontextmanager
-async def dying_peer(probe: bytes) -> AsyncIterator[str]:
-    """URL of a peer that answers probes with `probe`, and images by hanging up."""
+async def dying_peer(probe: bytes, after: float = 0.0) -> AsyncIterator[str]:
+    """URL of a peer that answers probes with `probe`, and images by hanging up, `after` so many seconds."""
+    tasks: list[Any] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
         try:
             while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
                 writer.write(probe)
+            await asyncio.sleep(after)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        writer.transport.abort()
+        finally:
+            writer.transport.abort()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> None:
@@ -91,6 +98,15 @@ async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> Non
             assert await encoder.encode([image(index)]) == await expected([image(index)])
         assert seen.retries == 1 and seen.outcomes == {"unreachable": 1, "ok": 4}
         assert seen.peers == {bad: False, good: True}
+
+
+async def test_a_replica_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
+    async with replica("encode") as (good, _), dying_peer(await probed(good), after=60.0) as hung, encoder_of([hung, good]) as parts:
+        encoder, _, seen = parts
+        for index in range(2):
+            assert await encoder.encode([image(index)]) == await expected([image(index)])
+        assert seen.outcomes == {"silent": 1, "ok": 2} and seen.peers == {hung: False, good: True}
 
 
 async def probed(url: str) -> bytes:
