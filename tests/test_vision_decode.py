@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps, ImageSequence
 from vision_models import build_llava, image, image_bytes
 
@@ -166,3 +168,22 @@ def test_refusals_name_the_image() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode(ImageInput(b""), MAX_PIXELS)
     assert caught.value.param == "image"
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(deadline=None, max_examples=200)
+@given(
+    form=st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    changes=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=12),
+    length=st.integers(0, 4000),
+)
+def test_any_damage_is_a_refusal_or_an_image(form: str, changes: list[tuple[int, int]], length: int) -> None:
+    file = bytearray(image_bytes(60, 40, form=form))
+    for at, value in changes:
+        file[at % len(file)] = value
+    try:
+        picture = decode(ImageInput(bytes(file[: len(file) - length // 40])), MAX_PIXELS)
+    except InvalidRequest as error:
+        assert "image" in str(error) and error.param == "image"
+    else:
+        assert picture.mode == "RGB" and picture.width * picture.height <= MAX_PIXELS
