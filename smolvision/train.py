@@ -9,6 +9,7 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ WEIGHTS = "smolvision.safetensors"
 RESULTS = "results.json"
 
 
-def parse() -> argparse.Namespace:
+def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m smolvision", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
-    parser.add_argument("--start", type=Path, help="weights to go on from, instead of random ones")
+    parser.add_argument("--start", type=Path, help="weights to go on from, instead of random ones; goes with --look-share 0")
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything, from the start to the results")
     parser.add_argument("--look-share", type=float, default=0.25, help="of the training time, for the tower alone")
     parser.add_argument("--evaluation-seconds", type=float, default=75.0, help="of the minutes, kept for evaluation")
@@ -45,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank changes")
     parser.add_argument("--compile", action="store_true", help="compile the language model's layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    return parser.parse_args(flags)
 
 
 @dataclass
@@ -87,9 +88,11 @@ class Trainer:
     def run(self, phase: Phase) -> None:
         """Steps until the phase ends, with a line every ten seconds and a file every ninety."""
         answers = phase.name == "answer"
+        first = self.steps
         while phase.done < 1:
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["highest"] * self._rate(phase)
+            warm = min(1.0, (self.steps - first + 1) / 100)
+            for group, share in zip(self.optimizer.param_groups, self._shares(phase), strict=True):
+                group["lr"] = group["highest"] * warm * share
             said = self._step(next(self.batches).to(self.device), answers)
             self.steps += 1
             self.chats += self.args.batch
@@ -102,11 +105,10 @@ class Trainer:
                 self.save()
                 self._saved = now
 
-    def _rate(self, phase: Phase) -> float:
-        """Of the highest: warm, then a cosine; to four tenths while the tower learns alone, and from there to nothing."""
-        warm = min(1.0, (self.steps + 1) / 100)
+    def _shares(self, phase: Phase) -> tuple[float, float]:
+        """Of the highest rates, for what sees and what speaks: a cosine, that of the tower over both phases in two parts."""
         cosine = (1 + math.cos(math.pi * phase.done)) / 2
-        return warm * (0.4 + 0.6 * cosine if phase.name == "look" else cosine)
+        return (0.4 + 0.6 * cosine, 0.0) if phase.name == "look" else (0.4 * cosine, cosine)
 
     def _step(self, batch: Batch, answers: bool) -> "Report":
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
@@ -160,9 +162,12 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     next(trainer.batches)  # the workers are there
     begin = time.monotonic()
     end = started + args.minutes * 60 - args.evaluation_seconds
+    if end < begin + 1:
+        raise SystemExit(f"starting took {begin - started:.0f} s, which leaves no time to train: give more --minutes")
     print(f"ready after {begin - started:.0f} s on {args.device}, {(end - begin):.0f} s to train", flush=True)
     middle = begin + (end - begin) * args.look_share
-    for phase in (Phase("look", begin, middle), Phase("answer", middle, end)):
+    phases = [Phase("look", begin, middle), Phase("answer", middle, end)]
+    for phase in phases[0 if args.look_share else 1 :]:
         trainer.chats = 0
         trainer.run(phase)
     trainer.save()
@@ -170,9 +175,10 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     return {"device": device, "steps": trainer.steps, "answered_chats": trainer.chats, "training_seconds": round(time.monotonic() - begin)}
 
 
-def main() -> None:
+def main(flags: Sequence[str] | None = None) -> None:
+    """Train as the command line, or `flags`, say."""
     started = time.monotonic()
-    args = parse()
+    args = parse(flags)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as scratch:
