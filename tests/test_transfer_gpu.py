@@ -1,6 +1,7 @@
 """Transfers between the GPU memory of two processes: on one GPU, and from one to another."""
 
 import importlib.util
+import os
 
 import msgspec
 import pytest
@@ -18,6 +19,8 @@ LARGE = 8192 * MIB
 TWO = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 PROGRAM = "transfer_gpu_owner.py"
+
+os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # as engines have it, before UCX is loaded
 
 pytestmark = [
     pytest.mark.gpu,
