@@ -72,8 +72,8 @@ class EngineClient:
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if not self._ready.is_set():
             return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
-        if 5 * len(request.prompt_token_ids) > wire.MAX_MESSAGE_BYTES:
-            return DeltaStream.failed(InvalidRequest("the prompt is too large", "prompt"))
+        if wire.largest(request) > wire.MAX_MESSAGE_BYTES:
+            return DeltaStream.failed(InvalidRequest("the prompt, images included, is too large", "prompt"))
         key = next(self._keys)
         stream = self._streams[key] = DeltaStream(lambda: self._abort(key))
         self._send(wire.Generate(key, request))

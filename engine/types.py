@@ -190,6 +190,8 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt as the chat template makes it, with a placeholder for each image."""
     images: tuple[bytes, ...]
     """Files as they came, checked."""
+    details: tuple[Literal["auto", "low", "high"], ...] = ()
+    """Of each image, as `engine/encoder.py: ImageInput` has it; empty for `auto`."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -129,6 +129,12 @@ _ERRORS = {
 }
 
 
+def largest(request: GenerateRequest) -> int:
+    """No fewer bytes than the prompt of a request takes in a message."""
+    images = [image.data for image in request.images] + list(request.media.images if request.media is not None else ())
+    return 5 * len(request.prompt_token_ids) + sum(len(data) + 256 for data in images)
+
+
 def failed(key: int, error: engine.errors.EngineError) -> Failed:
     param = error.param if isinstance(error, engine.errors.InvalidRequest) else None
     return Failed(key, type(error).__name__, str(error), param)

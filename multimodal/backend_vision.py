@@ -27,7 +27,9 @@ class BackendVision:
         ids = await tokenise(text)
         images = await all_of(self._load(attachment) for attachment in attachments)
         if self._encoder is None:
-            return Prompt(ids, media=Media(text=text, images=tuple(image.data for image in images)))
+            return Prompt(
+                ids, media=Media(text=text, images=tuple(image.data for image in images), details=tuple(image.detail for image in images))
+            )
         try:
             return Prompt(ids, encoding=await self._encoder.encode(text, images))
         except InvalidRequest as error:

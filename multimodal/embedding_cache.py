@@ -1,11 +1,10 @@
 """Encoded images in host memory, least recently used first out: an image that was seen before is not encoded again."""
 
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from engine.encoder import EncodedImage
-
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+from engine.prompt import ITEM_BYTES
 
 
 class CacheStats(NamedTuple):

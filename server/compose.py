@@ -69,6 +69,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             model=str(folder),
             backend=arguments.pop("backend", settings.backend),
             role=settings.disaggregation_mode,
+            max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
             processors=_processors(settings, folder),
         )

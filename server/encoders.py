@@ -50,9 +50,12 @@ def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorR
     if settings.disaggregation_mode == "encode":
         from engine.config import TrtllmConfig  # noqa: PLC0415
         from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415
+        from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
 
         config = engine_config(settings, folder)
         assert isinstance(config, TrtllmConfig)
+        if settings.engine_process:
+            return HostedEncoder(config, settings.engine_address, settings.log_level)
         return TrtllmEncoder(config)
     if settings.disaggregation_mode == "prefill" or not settings.encode_urls:
         return None

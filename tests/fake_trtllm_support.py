@@ -86,10 +86,10 @@ def model_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def picture(colour: str = "red", mode: str = "RGB", form: str = "PNG") -> ImageInput:
+def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> ImageInput:
     """A small file."""
     buffer = io.BytesIO()
-    Image.new("RGB", (8, 6), colour).convert(mode).save(buffer, form)
+    Image.new("RGB", size, colour).save(buffer, form)
     return ImageInput(buffer.getvalue())
 
 

@@ -13,7 +13,6 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.config import TrtllmConfig
-from engine.encoder import ImageInput
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
@@ -21,7 +20,7 @@ from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventBuffer, Latest
 from engine.trtllm import library
 from engine.trtllm.events import iteration_stats, kv_capacity
-from engine.trtllm.media import Deferred
+from engine.trtllm.media import Deferred, inputs_of
 from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
@@ -125,7 +124,7 @@ class TrtllmEngine:
             self._check(request)  # again: the engine may have died meanwhile
             return self._begin(request, images)
 
-        deferred = Deferred([ImageInput(data) for data in media.images], self._config.max_image_pixels, begin)
+        deferred = Deferred(inputs_of(media), self._config.max_image_pixels, begin)
         self._keep(deferred.stream)
         self._spawn(deferred.run())
         return deferred.stream

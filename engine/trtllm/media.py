@@ -10,7 +10,7 @@ from engine.encoder import ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.image_file import decode
 from engine.stream import DeltaStream
-from engine.types import Delta
+from engine.types import Delta, Media
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,13 @@ log = logging.getLogger(__name__)
 async def decoded(images: Sequence[ImageInput], max_pixels: int) -> list[Image]:
     """In RGB and upright, one after the other. Raises InvalidRequest (param `image`)."""
     return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
+
+
+def inputs_of(media: Media) -> list[ImageInput]:
+    """A prompt's images, one by one."""
+    if not media.details:
+        return [ImageInput(data) for data in media.images]
+    return [ImageInput(data, detail) for data, detail in zip(media.images, media.details, strict=True)]
 
 
 class Deferred:

@@ -21,7 +21,7 @@ from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
 from tensorrt_llm._tokenizer import load_tokenizer, set_up
 from tensorrt_llm._translate import checked_processors, engine_sampling
-from tensorrt_llm._vision import embed, encode, expand, has_mrope, position, take
+from tensorrt_llm._vision import embed, encode, expand, has_mrope, load, position, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -46,6 +46,7 @@ class BaseLLM:
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
         self._stats_result: IterationResult | None = None
         self._events_result: IterationResult | None = None
+        load(self.args.model)
         time.sleep(faults.construction_seconds)
         if (message := faults.take("construction_error")) is not None:
             raise RuntimeError(message)

@@ -1,6 +1,7 @@
 """The vision part of a model: media in, deterministic embeddings out, as handles or in a prompt. Equal media give equal embeddings."""
 
 import hashlib
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,25 @@ def position(params: Any) -> None:
     params.mrope_position_deltas_handle = _shared(torch.zeros(1))
 
 
+def load(model: Any) -> None:
+    """Have at hand, before the first request, what a model with images needs."""
+    if image_token_of(model) is not None:
+        importlib.import_module("tensorrt_llm._torch.shared_tensor")
+
+
+def image_token_of(model: Any) -> int | None:
+    config = read_json(Path(model) / "config.json")
+    token: int | None = config.get("image_token_id", config.get("image_token_index"))
+    return token
+
+
 def has_mrope(model: Any) -> bool:
     return "mrope_section" in (read_json(Path(model) / "config.json").get("rope_scaling") or {})
 
 
 def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple[list[int], tuple[Image, ...]]:
     """The prompt with each image's placeholder repeated for every token of its embedding, and where the images are."""
-    image_token = read_json(Path(model) / "config.json").get("image_token_id")
+    image_token = image_token_of(model)
     if image_token is None or token_ids.count(image_token) != len(embeddings):
         raise ValueError(f"the prompt has {token_ids.count(image_token or -1)} placeholders for {len(embeddings)} embeddings")
     left = iter(embeddings)
