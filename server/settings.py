@@ -37,7 +37,7 @@ class _ReplicaSettings(BaseSettings):
         DEFAULT_MODEL,
         min_length=1,
         validation_alias=AliasChoices("model", "model_path"),
-        description="Hugging Face folder or id, or the packaged smollm2-135m-instruct or gemma-3-270m",
+        description="Hugging Face folder or id, or the packaged smollm2-135m-instruct, smolvision or gemma-3-270m",
     )
     served_model_name: str = Field("", description="Name in /v1/models and in requests; empty takes the model's own")
     chat_template: Path | None = Field(None, description="Jinja file used instead of the model's chat template")

@@ -3,16 +3,19 @@
 import json
 import re
 from itertools import islice
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from smolvision.conversations import held_out_chats, make_chat
 from smolvision.images import COLOURS, GRID, HELD_OUT, LABELS, PATCH, SHAPES, SIZE, Item, Scene, make_scene, patch_labels, render
 from smolvision.questions import COUNTS, KINDS, ask
 
+EXAMPLE = Path(__file__).parent.parent / "smolvision/example.png"
 SCENES = 300
 
 
@@ -53,6 +56,12 @@ def test_pictures_show_what_their_scenes_say() -> None:
 
 def at(picture: np.ndarray, x: float, y: float) -> np.ndarray:
     return picture[round(y) - 2 : round(y) + 3, round(x) - 2 : round(x) + 3]
+
+
+def test_the_example_is_of_its_seed() -> None:
+    """But for what another version of the font's renderer does to the edges of its word."""
+    shown = np.asarray(Image.open(EXAMPLE).convert("RGB"), int)
+    assert np.abs(shown - render(make_scene(Random(18699), held_out=True), Random(18699))).mean() < 1
 
 
 def test_writing_is_where_the_scene_has_it_and_the_rest_is_background() -> None:
