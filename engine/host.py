@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import msgspec
 import zmq
 
-from engine import wire
+from engine import stdio, wire
 from engine.base import Engine
 from engine.config import create_engine, more_stop_seconds
 from engine.errors import EngineError, EngineFailure
@@ -248,9 +248,9 @@ async def _completed(task: asyncio.Task[None], stop: asyncio.Event) -> bool:
     return False
 
 
-def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions) -> None:
+def _stop_at_end_of_input(channel: stdio.Channel, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions) -> None:
     """Wait for the parent to go, and exit; by force if the loop does not obey. Runs in a thread, so that a stuck step cannot hinder it."""
-    while os.read(0, 4096):
+    while os.read(channel.input, 4096):
         pass
     loop.call_soon_threadsafe(stop.set)
     _exit_by_force(options)
@@ -263,33 +263,26 @@ def _exit_by_force(options: wire.HostOptions) -> None:
     os._exit(1)
 
 
-async def _main(options: wire.HostOptions, control: TextIO) -> None:
+async def _main(options: wire.HostOptions, channel: stdio.Channel) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    threading.Thread(target=_stop_at_end_of_input, args=(loop, stop, options), daemon=True).start()
-    await run(options, stop, control)
-
-
-def _take_stdout() -> TextIO:
-    """Keep standard output for the parent; what libraries print goes to standard error."""
-    control = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return control
+    threading.Thread(target=_stop_at_end_of_input, args=(channel, loop, stop, options), daemon=True).start()
+    await run(options, stop, channel.output)
 
 
 def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # the grammar worker inherits that
     sys.setswitchinterval(_SWITCH_SECONDS)
-    control = _take_stdout()
+    channel = stdio.take()
     line = b""
     while not line.endswith(b"\n"):
-        if not (chunk := os.read(0, 65536)):
+        if not (chunk := os.read(channel.input, 65536)):
             return 1
         line += chunk
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_main(options, control))
+        asyncio.run(_main(options, channel))
     except EngineFailure as error:
         log.error("%s", error, exc_info=error.__cause__)
         return 1
