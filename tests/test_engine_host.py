@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from engine import wire
 from engine.client import EngineClient
@@ -22,7 +23,7 @@ from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequ
 from engine.fake import FakeEngine
 from engine.host import EngineHost, bind
 from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, SamplingParams
+from engine.types import Delta, GenerateRequest, Image, Media, SamplingParams
 
 _ids = itertools.count()
 FOREVER = 30_000
@@ -250,21 +251,19 @@ async def test_garbage_harms_nobody(fake: FakeEngine, address: str, client: Engi
 
 async def test_messages_too_large_fail_alone(fake: FakeEngine, address: str, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20_000)
-    huge = GenerateRequest(
-        request_id="huge", prompt_token_ids=tuple([5] * 3_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=20)
-    )
-    wide = [
-        GenerateRequest(request_id=f"wide-{i}", prompt_token_ids=tuple([500] * 3_000), sampling=SamplingParams(max_tokens=1))
-        for i in range(5)
-    ]
-    too_wide = GenerateRequest(request_id="too wide", prompt_token_ids=tuple([500] * 5_000), sampling=SamplingParams(max_tokens=1))
+    huge = replace(request_for(1, (5,) * 3_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=20))
+    wide = [request_for(1, (500,) * 3_000) for _ in range(5)]
+    too_wide = request_for(1, (500,) * 5_000)
+    image = Image(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(20_000))
+    too_seen = replace(request_for(5), images=(image,))
+    too_raw = replace(request_for(5), media=Media(text="", images=(bytes(15_000),) * 2))
     async with host_at(address, fake):
         await client.start()
-        running = [asyncio.create_task(collect(client.generate(request))) for request in (huge, *wide, request_for(100), too_wide)]
-        failed, *fine, refused = await asyncio.gather(*running, return_exceptions=True)
+        wanted = (huge, too_wide, too_seen, too_raw, *wide, request_for(100))
+        failed, *others = await asyncio.gather(*(collect(client.generate(request)) for request in wanted), return_exceptions=True)
         assert isinstance(failed, EngineFailure)
-        assert all(isinstance(deltas, list) and deltas[-1].finish_reason == "length" for deltas in fine)
-        assert isinstance(refused, InvalidRequest)
+        assert all(isinstance(refused, InvalidRequest) for refused in others[:3])
+        assert all(isinstance(deltas, list) and deltas[-1].finish_reason == "length" for deltas in others[3:])
 
 
 async def test_a_bug_in_the_engine_is_a_failure_of_the_request(
