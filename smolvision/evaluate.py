@@ -56,18 +56,19 @@ def normal(answer: str) -> str:
 
 
 def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: int = 256) -> dict[str, Any]:
-    """Questions, right answers and a few wrong ones of each kind."""
-    found: dict[str, Any] = {}
-    for kind in ALL_KINDS:
-        asked = list(itertools.islice(held_out_chats(kind), per_kind))
-        said = [answer for first in range(0, per_kind, batch) for answer in answers([chat for chat, _ in asked[first : first + batch]])]
-        pairs = [(chat, expected, answer) for (chat, expected), answer in zip(asked, said, strict=True)]
-        wrong = [(expected, answer) for _, expected, answer in pairs if normal(expected) != normal(answer)]
-        found[kind] = {"asked": len(asked), "right": len(asked) - len(wrong), "wrong": wrong[:4]}
-        print(f"  {kind:12} {found[kind]['right']:4} of {len(asked):4}  {1 - len(wrong) / len(asked):6.1%}", flush=True)
-    asked_all, right = (sum(kind[name] for kind in found.values()) for name in ("asked", "right"))
-    print(f"  {'all':12} {right:4} of {asked_all:4}  {right / asked_all:6.1%}", flush=True)
-    return {"asked": asked_all, "right": right, "accuracy": right / asked_all, "kinds": found}
+    """Questions, right answers and the wrong ones, of all kinds together and of each."""
+    asked = [(kind, *question) for kind in ALL_KINDS for question in itertools.islice(held_out_chats(kind), per_kind)]
+    chats = [chat for _, chat, _ in asked]
+    said = [answer for first in range(0, len(chats), batch) for answer in answers(chats[first : first + batch])]
+    found: dict[str, Any] = {kind: {"asked": per_kind, "right": per_kind, "wrong": []} for kind in ALL_KINDS}
+    for (kind, _, expected), answer in zip(asked, said, strict=True):
+        if normal(answer) != normal(expected):
+            found[kind]["right"] -= 1
+            found[kind]["wrong"].append((expected, answer))
+    for kind, result in found.items():
+        print(f"  {kind:12} {result['right']:4} of {per_kind:4}  {result['right'] / per_kind:6.1%}", flush=True)
+    right = sum(result["right"] for result in found.values())
+    return {"asked": len(asked), "right": right, "accuracy": right / len(asked), "kinds": found}
 
 
 def main() -> None:
