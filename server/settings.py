@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, Settings
 
 from protocol.common import MAX_MESSAGES
 from server.media_settings import MediaSettings
+from server.observability_settings import ObservabilitySettings
 from server.setting_types import Names, Secrets, Urls
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -212,7 +213,7 @@ class _ReplicaSettings(BaseSettings):
         return value.expanduser() if value is not None else None
 
 
-class Settings(MediaSettings, _ReplicaSettings):
+class Settings(ObservabilitySettings, MediaSettings, _ReplicaSettings):
     """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
 
     model_config = SettingsConfigDict(

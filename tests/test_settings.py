@@ -82,6 +82,13 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--image-processor-options", "[1]"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
         (["--image-processor-options", "{"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
         (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): Value error, names nothing"),
+        (["--kv-events-endpoint", "5557"], "(KV_EVENTS_ENDPOINT): Value error, must be tcp://*:port"),
+        (["--kv-events-endpoint", ""], "--kv-events-endpoint (KV_EVENTS_ENDPOINT)"),
+        (["--kv-events-replay-endpoint", "tcp://*:70000"], "(KV_EVENTS_REPLAY_ENDPOINT): Value error, must be tcp://*:port"),
+        (["--nats-url", "localhost:4222"], "(NATS_URL): Value error, must be nats://host:port"),
+        (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
+        (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): Value error, must be http://host:port"),
+        (["--watchdog-seconds", "0"], "--watchdog-seconds (WATCHDOG_SECONDS)"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
         (
