@@ -106,7 +106,7 @@ class Lease(Generic[T]):
 async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
     """Have the peer at `url` do it. Raises PeerError, or the error of `engine/errors` that it answers with."""
     request = http.build_request("POST", url + service.path, content=body, headers={**headers, "content-type": MEDIA_TYPE})
-    response = await _answered(http, service, request)
+    response = await _answered(http, service, request, SILENCE_SECONDS + len(body) / _SLOWEST_UPLOAD)
     try:
         if response.status_code != httpx.codes.OK:
             raise _refusal(service, response.status_code, await _bounded(response))
@@ -122,7 +122,7 @@ async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: b
 
 async def describe(http: httpx.AsyncClient, service: Service[I, T], url: str) -> I:
     """What the peer at `url` does it with, if it would take a request now. Raises as `ask` does."""
-    response = await _answered(http, service, http.build_request("GET", url + service.path))
+    response = await _answered(http, service, http.build_request("GET", url + service.path), SILENCE_SECONDS)
     try:
         content = await _bounded(response)
     except (httpx.HTTPError, TimeoutError, ValueError) as error:
@@ -137,10 +137,10 @@ async def describe(http: httpx.AsyncClient, service: Service[I, T], url: str) ->
         raise PeerError(f"{service.one} does not say what it {service.name}s with", "refused") from error
 
 
-async def _answered(http: httpx.AsyncClient, service: Service[I, T], request: httpx.Request) -> httpx.Response:
-    """The head of the answer. Raises PeerError."""
+async def _answered(http: httpx.AsyncClient, service: Service[I, T], request: httpx.Request, seconds: float) -> httpx.Response:
+    """The head of the answer, in `seconds` from here. Raises PeerError."""
     try:
-        async with asyncio.timeout(SILENCE_SECONDS):
+        async with asyncio.timeout(seconds):
             return await http.send(request, stream=True)
     except (httpx.HTTPError, TimeoutError) as error:
         raise _peer_error(service, error) from error

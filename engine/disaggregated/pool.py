@@ -53,7 +53,7 @@ class Pool(Generic[P]):
         self._resolving: asyncio.Task[None] | None = None
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {secret}", "accept-encoding": "identity"},
-            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=None, pool=None),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `client` knows how long the rest may take
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,
             verify=ssl.create_default_context(),
