@@ -29,7 +29,7 @@ from engine.base import DeltaIterator, Engine
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.images import without_data
 from engine.kv_events import Stored
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, Image, Media
+from engine.types import Delta, Encoding, GenerateRequest, Handoff, Media
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -193,8 +193,3 @@ async def test_a_handoff_of_other_images_is_refused_or_of_no_use(engine: Engine)
     with pytest.raises(InvalidRequest, match="another prompt"):
         await generate(engine, replace(showing(text, 2), handoff=handed))
     await stream.aclose()
-
-
-def test_an_image_has_the_shape_that_the_model_takes() -> None:
-    image: Image = showing(1).images[0]
-    assert len(image.data) == ROWS * 64 * 4

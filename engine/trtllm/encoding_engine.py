@@ -25,7 +25,7 @@ class EncodingEngine:
 
     def __init__(self, config: TrtllmConfig) -> None:
         self._config = config
-        self._encoder = TrtllmEncoder(config)
+        self._inner = TrtllmEncoder(config)
         self._info: EngineInfo | None = None
         self._tasks: dict[DeltaStream, asyncio.Task[None]] = {}
         self._stats: Latest[IterationStats] = Latest()
@@ -39,10 +39,10 @@ class EncodingEngine:
 
     @property
     def healthy(self) -> bool:
-        return self._encoder.healthy
+        return self._inner.healthy
 
     async def start(self) -> None:
-        await self._encoder.start()
+        await self._inner.start()
         self._info = EngineInfo(
             backend=BACKEND,
             model=self._config.model,
@@ -55,7 +55,7 @@ class EncodingEngine:
             num_blocks=0,
             max_num_seqs=0,
             max_num_tokens=0,
-            load_seconds=self._encoder.load_seconds,
+            load_seconds=self._inner.load_seconds,
         )
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -78,13 +78,13 @@ class EncodingEngine:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
-        await self._encoder.close()
+        await self._inner.close()
         self._stats.close()
         self._events.close()
 
     async def _encode(self, media: Media, stream: DeltaStream) -> None:
         try:
-            encoding = await self._encoder.encode(media.text, inputs_of(media))
+            encoding = await self._inner.encode(media.text, inputs_of(media))
             stream.put(Delta((), finish_reason="stop", held=Held(handoff.encode(encoding))))
         except EngineError as error:
             stream.fail(error)
