@@ -70,6 +70,6 @@ class FakeEncoder:
             work.cancel()
 
     def _encode(self, image: ImageInput) -> EncodedImage:
-        seed = blake3(image.detail.encode() + image.data)
+        seed = blake3(image.detail.encode()).update(image.data)
         data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
         return EncodedImage(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Wire
+from protocol.cut import LongUrl
 from protocol.usage import Usage
 
 
 class ImageUrl(Wire):
     """Where an image is: http(s), a data URL, or a file of the server's folder of media."""
 
-    url: str
+    url: LongUrl
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -21,7 +22,7 @@ class ContentPart(Wire):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: ImageUrl | str | None = None
+    image_url: ImageUrl | LongUrl | None = None
 
     # Refused by name (`multimodal/messages.py`).
     video_url: Any = None

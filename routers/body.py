@@ -1,4 +1,4 @@
-"""Reading a body, mostly a JSON one: its type, size and time limited, validated from the raw bytes."""
+"""Reading a body, mostly a JSON one: its type, size and time are limited."""
 
 import asyncio
 import contextlib
@@ -6,20 +6,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
+from routers.parsing import parsed
 from routers.state import HttpOptions, state_of
 
 M = TypeVar("M", bound=BaseModel)
 
-_MAX_VALUES = 5 << 18
-"""Room for a prompt of a million token ids. Parsing more would hold up every other request for seconds."""
 _HEAR_OUT_SECONDS, _HEAR_OUT_BYTES = 0.5, 64 << 20
-_MAX_ERRORS = 1000
-"""Beyond so many, errors are counted and not listed."""
+_LARGE = 1 << 20
+"""Bytes from which on a body is put together in a thread, without the interpreter's lock."""
 
 
 def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
@@ -27,13 +24,7 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
     async def parse(request: Request) -> M:
         _check_headers(request)
-        raw = await read_body(request, state_of(request)["http"])
-        _refuse_many_values(raw)
-        _refuse_non_finite(raw)
-        try:
-            return model.model_validate_json(raw)
-        except ValidationError as error:
-            raise _invalid(error, raw) from None
+        return await parsed(model, await read_body(request, state_of(request)["http"]))
 
     return parse
 
@@ -69,7 +60,7 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
                 chunks.append(chunk)
     except TimeoutError:
         raise HTTPException(408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}) from None
-    return b"".join(chunks)
+    return b"".join(chunks) if size < _LARGE else await asyncio.to_thread(b"".join, chunks)
 
 
 async def _hear_out(request: Request) -> None:
@@ -89,30 +80,3 @@ async def _hear_out(request: Request) -> None:
 async def _too_large(request: Request, limit: int) -> HTTPException:
     await _hear_out(request)
     return HTTPException(413, f"The body exceeds {limit} bytes.", {"connection": "close"})
-
-
-def _refuse_many_values(raw: bytes) -> None:
-    """By punctuation, which is quick to count: a text that has so much of it is longer than any context, too."""
-    if len(raw) > _MAX_VALUES and sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
-        raise _one_error("too_many", f"The body has more than {_MAX_VALUES} values")
-
-
-def _refuse_non_finite(raw: bytes) -> None:
-    """Pydantic takes the JavaScript numbers, which are no JSON, where a field may be anything."""
-    if b"NaN" in raw or b"Infinity" in raw:
-        try:
-            from_json(raw, allow_inf_nan=False)
-        except ValueError as error:
-            raise _one_error("json_invalid", f"Invalid JSON: {error}") from None
-
-
-def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
-    if error.error_count() > _MAX_ERRORS:
-        return _one_error("too_many", f"The body has {error.error_count()} invalid values")
-    errors = error.errors(include_url=False, include_input=False)
-    invalid_json = errors[0]["type"] == "json_invalid"
-    return RequestValidationError(errors, body=None if invalid_json else from_json(raw))
-
-
-def _one_error(kind: str, message: str) -> RequestValidationError:
-    return RequestValidationError([{"type": kind, "loc": (), "msg": message}])
