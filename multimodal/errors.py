@@ -73,3 +73,6 @@ class UnsupportedMedia(MediaError):
 
 class DeadlineExceeded(Exception):
     """The whole request took longer than the server allows."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request took longer than the {seconds:g} seconds that it may.")

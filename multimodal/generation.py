@@ -86,7 +86,7 @@ class Generation:
                     return
                 yield piece
             if self._expired:
-                raise DeadlineExceeded(f"The request took longer than the {self._timeout:g} seconds that it may.")
+                raise DeadlineExceeded(self._timeout)
             raise EngineFailure("the engine ended the request without a reason")
         except Exception as error:
             timer.fail()

@@ -1,5 +1,6 @@
 """Requests to generations: fields checked, templates rendered, text tokenised, sampling parameters made."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from uuid import uuid4
@@ -8,7 +9,7 @@ from engine.base import Engine
 from engine.types import EngineInfo, GenerateRequest
 from multimodal.choices import Choice, TextOptions
 from multimodal.chunks import ChunkBuilder, Header
-from multimodal.errors import ModelNotFound, RequestError
+from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.fields import check_fields
 from multimodal.generation import Generation
 from multimodal.guides import guide_field
@@ -45,9 +46,10 @@ class Processor:
         self._fingerprint = f"fp_{uuid4().hex[:10]}"
 
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Generation:
-        """Prepare a chat; raises RequestError and EngineNotReady, and has started nothing."""
+        """Prepare a chat; raises RequestError, DeadlineExceeded and what encoding images raises, and has started nothing in the engine."""
         info = self._check(body)
-        prompt = await self._prompts.of_chat(body, info, self._limits)
+        self._count(body, 1)  # before images are fetched
+        prompt = await self._chat_prompt(body, info)
         shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
         return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages")
 
@@ -75,7 +77,7 @@ class Processor:
             ids = await self._prompts.encoded(body.prompt, body.add_special_tokens is not False)
         else:
             chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
-            ids = (await self._prompts.of_chat(chat, self._engine.info, self._limits)).ids
+            ids = (await self._chat_prompt(chat, self._engine.info)).ids
         strings = await off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
 
@@ -85,6 +87,15 @@ class Processor:
         if any(token >= self._tokenizer.vocab_size for token in body.tokens):
             raise RequestError(f"'tokens' must be ids from 0 to {self._tokenizer.vocab_size - 1}.", "tokens")
         return DetokenizeResponse(prompt=await off_loop(len(body.tokens), lambda: self._tokenizer.decode(body.tokens)))
+
+    async def _chat_prompt(self, body: ChatCompletionRequest, info: EngineInfo) -> Prompt:
+        """Images may take long, to come or to be encoded: no longer than the request may."""
+        seconds = self._limits.request_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._prompts.of_chat(body, info, self._limits)
+        except TimeoutError as error:
+            raise DeadlineExceeded(seconds) from error
 
     def _check(self, body: GenerationFields) -> EngineInfo:
         self._check_model(body.model)

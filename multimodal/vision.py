@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.encoder import EncodedImage, Encoder, ImageInput
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, QueueFull
 from engine.types import Image
 from multimodal.embedding_cache import EmbeddingCache
 from multimodal.errors import RequestError
@@ -17,6 +17,9 @@ from multimodal.media_keys import image_key
 from multimodal.messages import Attachment, check_count
 from multimodal.prompt import Prompt, Tokenise
 from multimodal.tokenizer import Tokenizer
+
+MOST_WAITING = 1 << 30
+"""Bytes of image files that may wait to be encoded; one more is refused, as requests are when too many wait for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Vision:
         self._tokenizer = tokenizer
         self._max_images = max_images
         self._encoding: InFlight[str, EncodedImage] = InFlight()
+        self._waiting = 0
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -70,7 +74,14 @@ class Vision:
             raise RequestError(str(error), attachment.param, "invalid_image") from error
 
     async def _encode(self, key: str, image: ImageInput) -> EncodedImage:
-        (encoded,) = await self._encoder.encode([image])
+        size = len(image.data)
+        if self._waiting and self._waiting + size > MOST_WAITING:
+            raise QueueFull("too many images wait to be encoded already")
+        self._waiting += size
+        try:
+            (encoded,) = await self._encoder.encode([image])
+        finally:
+            self._waiting -= size
         self._cache.put(key, encoded)
         return encoded
 

@@ -13,7 +13,7 @@ class MediaLimits:
     timeout_seconds: float = 30.0
     """For a fetch in all: name, connection, redirects and body. Waiting for others (`concurrency`) does not count."""
     concurrency: int = 16
-    """Most files that are loaded at once."""
+    """Most files that are fetched or read at once."""
     allowed_hosts: tuple[str, ...] = ()
     """Names (`images.example.org`) and suffixes (`.example.org`: all below it); empty allows any."""
     allow_private: bool = False
