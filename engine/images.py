@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from engine.types import GenerateRequest, Image
 
 MmKeys = tuple[dict[str, int | str], ...]
@@ -37,8 +35,3 @@ def mm_keys_of(overlaps: Iterable[Overlap]) -> MmKeys:
 def expands(request: GenerateRequest) -> bool:
     """Whether the backend replaces placeholders by images, so that the prompt becomes longer than the request's."""
     return request.handoff is None and (request.media is not None or request.encoding is not None)
-
-
-def without_data(images: Sequence[Image]) -> tuple[Image, ...]:
-    """The images for a replica that reads the keys and values of their tokens, and needs no embeddings."""
-    return tuple(replace(image, data=b"") for image in images)

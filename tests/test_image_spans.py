@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.images import mm_keys_of, overlaps_of, without_data
+from engine.images import mm_keys_of, overlaps_of
 from engine.types import Image
 
 
@@ -28,8 +28,3 @@ def test_overlaps(images: tuple[Image, ...], start: int, size: int) -> None:
             expected.append((image.key, shared[0] - image.start, shared[0] - start))
     assert list(overlaps_of(images, start, size)) == expected
     assert [(key["hash"], key["start_offset"]) for key in mm_keys_of(overlaps_of(images, start, size))] == [entry[:2] for entry in expected]
-
-
-def test_without_data_they_have_names_and_places() -> None:
-    image = Image(key="a" * 64, start=3, length=2, rows=1, dtype="float32", data=b"data", grid=(1, 2, 3))
-    assert without_data([image]) == (Image(key="a" * 64, start=3, length=2, rows=1, dtype="float32", grid=(1, 2, 3)),)

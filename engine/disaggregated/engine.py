@@ -20,7 +20,7 @@ from engine.disaggregated.peers import Observer
 from engine.disaggregated.pool import PeerPool, is_final
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
-from engine.images import expands, without_data
+from engine.images import expands
 from engine.kv_events import KvEvent
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
@@ -160,8 +160,8 @@ class _Run:
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
         """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
-        images = without_data(self._request.images)  # their tokens' keys and values are to be read, too
-        local = self._generate(replace(self._request, handoff=handoff, images=images, media=None, encoding=None))
+        # The embeddings stay: who is preempted computes its prompt again.
+        local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._verdict.done():
