@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Processes that run tests side by side, a file in one of them: many tests wait most of the time.
+WORKERS ?= 2
 # Where torch's CPU build is looked for on Linux without an NVIDIA driver; empty looks nowhere else than pip does.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -35,7 +37,7 @@ config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; 
 	@exec $(BIN)/python -m server config $(ARGS)
 
 test: $(DEV)  ## Run the tests; ARGS go to pytest
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(DEV)  ## Lint, formatting and types
 	$(BIN)/ruff check .
