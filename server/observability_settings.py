@@ -55,6 +55,9 @@ class ObservabilitySettings(BaseSettings):
         description="OTLP (HTTP) collector of traces, http://collector:4318 for example; empty traces nothing",
     )
     otel_service_name: str = Field("trellis", min_length=1, description="Name of this service in traces")
+    otel_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Part of the requests that are traced, of those whose client has not decided it with a traceparent"
+    )
 
     # Health
     canary_seconds: float = Field(
