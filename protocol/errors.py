@@ -12,6 +12,25 @@ class ErrorBody(BaseModel):
     code: str | None = None
 
 
+class MissingPart(BaseModel):
+    """`name` is for programs: engine, prefill_peers, encode_peers, kv_events, canary, event_loop or draining; `reason` for people."""
+
+    name: str
+    reason: str
+
+
+class NotReadyBody(ErrorBody):
+    """The error of a replica that is not ready."""
+
+    missing: list[MissingPart]
+
+
+class NotReadyEnvelope(BaseModel):
+    """What readiness answers with 503."""
+
+    error: NotReadyBody
+
+
 class ErrorEnvelope(BaseModel):
     """The body of every answer that is not a success."""
 

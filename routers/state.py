@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypedDict, cast
+from typing import Annotated, NamedTuple, TypedDict, cast
 
 from fastapi import Depends, Request
 
@@ -12,6 +12,23 @@ from engine.encoder import Encoder, PromptEncoder
 from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
 from multimodal.processor import Processor
+
+
+class Missing(NamedTuple):
+    """Something that a replica lacks to be ready."""
+
+    name: str
+    """For programs: engine, prefill_peers, encode_peers, kv_events, canary, event_loop or draining."""
+    reason: str
+    """For people."""
+
+
+class NotReady(EngineNotReady):
+    """A replica takes no requests for now; it says all that it lacks."""
+
+    def __init__(self, missing: list[Missing]) -> None:
+        super().__init__(" ".join(dict.fromkeys(reason for _, reason in missing)))
+        self.missing = missing
 
 
 @dataclass(eq=False)
@@ -37,6 +54,8 @@ class Replica:
     """Why it is not there yet."""
     failure: str | None = None
     """Why the server has to end, if it does."""
+    checks: dict[str, Callable[[], str]] = field(default_factory=dict)
+    """Parts that readiness depends on besides the engine, by their names in `Missing`: a call says why one is not there, empty if it is."""
     draining: bool = False
     running: int = 0
     """Requests that a shutdown waits for."""
@@ -48,7 +67,18 @@ class Replica:
 
     @property
     def ready(self) -> bool:
-        return self.core is not None and self.core.healthy and not self.draining
+        return not self.missing
+
+    @property
+    def missing(self) -> list[Missing]:
+        """What it lacks to be ready; empty if a request made now would be taken."""
+        if self.core is None:
+            lacks = [Missing("engine", self.loading)]
+        else:
+            lacks = [Missing(name, reason) for name, check in self.checks.items() if (reason := check())]
+            if not self.core.healthy and not any(name in ("engine", "prefill_peers") for name, _ in lacks):
+                lacks.insert(0, Missing("engine", "The engine is restarting, or closing."))
+        return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
     def enter(self) -> None:
         """Begin a request, which may use engine and processor; `leave` ends it. Raises EngineNotReady while starting and draining."""

@@ -24,7 +24,8 @@ from engine.errors import (
     QueueTimeout,
 )
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, RequestError, UnsupportedMedia
-from protocol.errors import ErrorBody, ErrorEnvelope
+from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
+from routers.state import NotReady
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def render(error: Exception) -> Answer:
     message, param = _describe(error)
     code = getattr(error, "code", None) if isinstance(error, RequestError) else None
     body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code or rule.code)
-    return Answer(rule.status, ErrorEnvelope(error=body).model_dump_json().encode(), _headers(rule, error))
+    envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
+    return Answer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 
 
 def render_event(error: Exception) -> bytes:
@@ -120,6 +122,11 @@ def install(app: FastAPI) -> None:
 
 async def _handle(_: Request, error: Exception) -> Response:
     return render(error).response()
+
+
+def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
+    missing = [MissingPart(name=name, reason=printable(reason)) for name, reason in error.missing]
+    return NotReadyEnvelope(error=NotReadyBody(**body.model_dump(), missing=missing))
 
 
 def _http_rule(error: HTTPException) -> Rule:
