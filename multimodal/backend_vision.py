@@ -22,11 +22,13 @@ class BackendVision:
         self._max_images = max_images
         self._encoder = encoder
 
-    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> Prompt:
+    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
         check_count(attachments, self._max_images)
         ids = await tokenise(text)
+        if not choices:
+            return Prompt(ids)
         images = await all_of(self._load(attachment) for attachment in attachments)
-        if self._encoder is None:
+        if self._encoder is None or choices > 1:  # what was encoded elsewhere can be read once
             return Prompt(
                 ids, media=Media(text=text, images=tuple(image.data for image in images), details=tuple(image.detail for image in images))
             )

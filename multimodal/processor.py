@@ -48,8 +48,8 @@ class Processor:
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Generation:
         """Prepare a chat; raises RequestError, DeadlineExceeded and what encoding images raises, and has started nothing in the engine."""
         info = self._check(body)
-        self._count(body, 1)  # before images are fetched
-        prompt = await self._chat_prompt(body, info)
+        choices = self._count(body, 1)  # before images are fetched
+        prompt = await self._chat_prompt(body, info, choices)
         shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
         return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages")
 
@@ -77,7 +77,7 @@ class Processor:
             ids = await self._prompts.encoded(body.prompt, body.add_special_tokens is not False)
         else:
             chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
-            ids = (await self._chat_prompt(chat, self._engine.info)).ids
+            ids = (await self._chat_prompt(chat, self._engine.info, 0)).ids
         strings = await off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
 
@@ -88,12 +88,12 @@ class Processor:
             raise RequestError(f"'tokens' must be ids from 0 to {self._tokenizer.vocab_size - 1}.", "tokens")
         return DetokenizeResponse(prompt=await off_loop(len(body.tokens), lambda: self._tokenizer.decode(body.tokens)))
 
-    async def _chat_prompt(self, body: ChatCompletionRequest, info: EngineInfo) -> Prompt:
+    async def _chat_prompt(self, body: ChatCompletionRequest, info: EngineInfo, choices: int) -> Prompt:
         """Images may take long, to come or to be encoded: no longer than the request may."""
         seconds = self._limits.request_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._prompts.of_chat(body, info, self._limits)
+                return await self._prompts.of_chat(body, info, self._limits, choices)
         except TimeoutError as error:
             raise DeadlineExceeded(seconds) from error
 

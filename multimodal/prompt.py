@@ -29,8 +29,10 @@ class ImagePrompts(Protocol):
         """Texts that stand for images, which messages must not have in texts of their own."""
         ...
 
-    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> Prompt:
-        """The prompt of a chat that the template has rendered as `text`. Raises RequestError and what encoding raises."""
+    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
+        """The prompt of a chat that the template has rendered as `text`, for so many requests to the engine; none if its tokens are wanted
+        alone. Raises RequestError and what encoding raises.
+        """
         ...
 
     async def aclose(self) -> None: ...

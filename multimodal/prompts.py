@@ -31,8 +31,10 @@ class Prompts:
         self._template = template
         self._images = images
 
-    async def of_chat(self, body: ChatCompletionRequest, info: EngineInfo, limits: Limits) -> Prompt:
-        """Render messages, fetch and encode their images, and tokenise. Raises RequestError, and the encoder's errors."""
+    async def of_chat(self, body: ChatCompletionRequest, info: EngineInfo, limits: Limits, choices: int) -> Prompt:
+        """Render messages, fetch and encode their images, and tokenise, for so many requests to the engine (`ImagePrompts`). Raises
+        RequestError, and the encoder's errors.
+        """
         template, images = self._template, self._images
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -50,7 +52,7 @@ class Prompts:
             return _truncated(await self.encoded(text, body.add_special_tokens is True), body, info)
 
         if images is not None and (attached := attachments(body.messages)):
-            return await images.prompt(text, attached, tokenised)
+            return await images.prompt(text, attached, tokenised, choices)
         return Prompt(await tokenised(text))
 
     async def of_completion(self, prompt: str | list[int], body: CompletionRequest, info: EngineInfo) -> Prompt:

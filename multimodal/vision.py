@@ -46,7 +46,7 @@ class Vision:
     def marks(self) -> frozenset[str]:
         return frozenset({self._encoder.info.placeholder, self._image_token})
 
-    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> Prompt:
+    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
         check_count(attachments, self._max_images)
         images = await all_of(self._load(attachment) for attachment in attachments)
         ids = await tokenise(self._expanded(text, images))

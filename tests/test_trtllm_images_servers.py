@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from disaggregated_support import SECRET
@@ -88,4 +89,11 @@ def test_prefill_and_encode_replicas_say_the_same(alone: ServerProcess, flags: t
         )
         for seeds in ((1,), (2, 1), (1, 2)):
             assert answer(front, *seeds) == answer(alone, *seeds)
-        front.wait_metric("trtllm_prefill_requests_total", 3)
+        with client_of(front) as client:
+            said = client.chat.completions.create(model="seeing", messages=messages(1), n=2, max_tokens=24, temperature=0)
+            tokens = client.post("/tokenize", cast_to=httpx.Response, body={"messages": messages(1)}).json()
+        assert [choice.message.content for choice in said.choices] == [answer(alone, 1)[0]] * 2
+        assert tokens["count"] < answer(alone, 1)[1], "how long a prompt gets the engine says, when it has it"
+        front.wait_metric("trtllm_prefill_requests_total", 5)
+        if encode:
+            front.wait_metric("trtllm_encode_requests_total", 3)
