@@ -24,9 +24,9 @@ from engine.errors import EngineFailure
 from engine.process import EngineProcess
 from server import compose
 from server.errors import printable
-from server.lifespan import background, in_thread, one_line
 from server.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings, child_environment
+from server.tasks import background, in_thread, one_line
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0

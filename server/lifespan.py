@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -27,9 +26,9 @@ from server import __version__, compose, encoders
 from server.errors import render_event
 from server.metrics import ServerMetrics
 from server.settings import Settings
+from server.tasks import background, in_thread, one_line, together
 from server.vision import image_prompts
 
-T = TypeVar("T")
 _HEALTH_PAUSE = 1.0
 
 log = logging.getLogger(__name__)
@@ -126,12 +125,6 @@ async def _add_encoders(settings: Settings, metrics: ServerMetrics, replica: Rep
         replica.encoder, replica.prompt_encoder = encoder, prompt_encoder
 
 
-def one_line(error: Exception) -> str:
-    """What went wrong: the first line and the last, which of a process' last words is the error itself."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
-
-
 async def _open_engine(settings: Settings, folder: Path | None, stack: AsyncExitStack) -> tuple[Engine, Callable[[], Awaitable[str]]]:
     """The engine, not yet started, and a call that returns a reason once it has failed for good."""
     if settings.engine_address:
@@ -156,49 +149,3 @@ async def _illness(engine: Engine) -> str:
     while engine.healthy:  # noqa: ASYNC110 - an engine has no event for it
         await asyncio.sleep(_HEALTH_PAUSE)
     return "the engine has stopped working"
-
-
-async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Their results. The first error ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-@asynccontextmanager
-async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Run `work` meanwhile; at the end it is cancelled, and what it raised before is raised."""
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread that nobody waits for at exit: a download does not hold up a shutdown."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
-        if not future.cancelled():
-            settle_future(value)
-
-    def run() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
-        try:
-            outcome = (future.set_result, work())
-        except Exception as error:  # raised where the future is awaited
-            outcome = (future.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
