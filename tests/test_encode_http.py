@@ -108,6 +108,12 @@ async def test_what_cannot_be_encoded_is_refused_by_name(body: bytes, status: in
         assert state["replica"].running == 0
 
 
+async def test_a_prompts_images_come_together_whatever_they_come_to() -> None:
+    images = [image(index, size=(15 << 20) - 100) for index in range(3)]
+    async with application(max_image_mb=15, max_images=3, max_body_mb=1, **ALONE) as (client, _):
+        assert await answer_to(client, images) == await expected(images)
+
+
 async def test_other_media_types_are_refused() -> None:
     async with application(**ALONE) as (client, _):
         assert (await post(client, body_of(pages(1)), **{"content-type": "application/json"})).status_code == 415
