@@ -72,8 +72,8 @@ class FakeBlocks:
                 del self._users[key]
                 self._idle[key] = None
 
-    def stored(self, parent: int | None, blocks: list[StoredBlock]) -> None:
-        self._publish(Stored(parent, tuple(blocks)))
+    def stored(self, parent: int | None, blocks: list[StoredBlock], salt: str) -> None:
+        self._publish(Stored(parent, tuple(blocks), salt))
 
     def stats(self) -> KvCacheStats:
         looked_up = self._reused + self._missed
@@ -107,7 +107,7 @@ class FakeSequenceBlocks:
         self.keys: list[int] = []
         self._pool = pool
         self._block_size = block_size
-        self._salt = salt.encode()
+        self._salt = salt
         self._images = images
         self._partial = 0
 
@@ -118,7 +118,7 @@ class FakeSequenceBlocks:
 
     def key(self, tokens: tuple[int, ...]) -> int:
         """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
-        parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt
+        parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt.encode()
         overlaps = self._next_overlaps()
         return int.from_bytes(blake2b(parent + repr((tokens, overlaps) if overlaps else tokens).encode(), digest_size=8).digest(), "little")
 
@@ -135,12 +135,12 @@ class FakeSequenceBlocks:
             if self._pool.hold(key):
                 new.append(StoredBlock(key, tuple(map(UniqueToken, block)), mm_keys=mm_keys_of(self._next_overlaps())))
             elif new:
-                self._pool.stored(parent, new)
+                self._pool.stored(parent, new, self._salt)
                 new = []
             self.keys.append(key)
             parent = parent if new else key
         if new:
-            self._pool.stored(parent, new)
+            self._pool.stored(parent, new, self._salt)
         partial = int(len(tokens) % self._block_size > 0)
         if partial != self._partial:
             self._pool.hold_partial(partial - self._partial)

@@ -32,6 +32,8 @@ class Stored(msgspec.Struct, frozen=True, tag="stored", tag_field="type"):
 
     parent_hash: int | None
     blocks: tuple[StoredBlock, ...]
+    cache_salt: str = ""
+    """Of the request that computed them; ours, TensorRT-LLM 1.2 does not say it."""
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", tag_field="type"):

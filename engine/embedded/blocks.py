@@ -141,9 +141,10 @@ class BlockPool:
         parent: BlockKey | None,
         chain: Sequence[tuple[int, BlockKey, Sequence[int]]],
         mm_keys: Mapping[BlockKey, MmKeys] = MappingProxyType({}),
+        cache_salt: str = "",
     ) -> None:
         """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence, and `mm_keys` tells
-        of those with images.
+        of those with images. Events repeat the salt of their root.
 
         A block whose key another one already has stays private to its sequence.
         """
@@ -152,7 +153,7 @@ class BlockPool:
         run: list[StoredBlock] = []
         for block, key, tokens in chain:
             if key in self._block_of:
-                self._publish_run(parent, run)
+                self._publish_run(parent, run, cache_salt)
                 run = []
             else:
                 self._block_of[key] = block
@@ -160,11 +161,11 @@ class BlockPool:
                 run.append(StoredBlock(event_hash(key), tuple(map(UniqueToken, tokens)), mm_keys=mm_keys.get(key, ())))
             if not run:
                 parent = key
-        self._publish_run(parent, run)
+        self._publish_run(parent, run, cache_salt)
 
-    def _publish_run(self, parent: BlockKey | None, run: list[StoredBlock]) -> None:
+    def _publish_run(self, parent: BlockKey | None, run: list[StoredBlock], cache_salt: str) -> None:
         if run:
-            self._publish(Stored(None if parent is None else event_hash(parent), tuple(run)))
+            self._publish(Stored(None if parent is None else event_hash(parent), tuple(run), cache_salt))
 
     def _forget(self, block: int) -> BlockKey:
         key = self._key_of.pop(block)

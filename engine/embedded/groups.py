@@ -131,17 +131,23 @@ class BlockGroups:
         return True
 
     def store(
-        self, tables: Sequence[Table], keys: Sequence[BlockKey], tokens: Sequence[int], first: int, mm_keys: Mapping[BlockKey, MmKeys]
+        self,
+        tables: Sequence[Table],
+        keys: Sequence[BlockKey],
+        tokens: Sequence[int],
+        first: int,
+        mm_keys: Mapping[BlockKey, MmKeys],
+        cache_salt: str,
     ) -> None:
         """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then; `mm_keys`
-        tells of those with images."""
+        tells of those with images, and events repeat the salt."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first
             while start < len(keys) and table[start] == GONE:
                 start += 1
             chain = [(table[i], keys[i], tokens[i * size : (i + 1) * size]) for i in range(start, len(keys))]
-            pool.store(keys[start - 1] if start else None, chain, mm_keys)
+            pool.store(keys[start - 1] if start else None, chain, mm_keys, cache_salt)
 
     def leave_behind(self, tables: Sequence[Table], position: int) -> None:
         """Give back what no token from `position` on attends to."""

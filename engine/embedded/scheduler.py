@@ -100,7 +100,7 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_rank)
         sequence.computed = sequence.num_prompt
         keys = sequence.extend_keys(self.blocks.block_size)[: sequence.num_prompt // self.blocks.block_size]
-        self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys)
+        self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
         sequence.stored = len(keys)
 
     def abandon(self, sequence: Sequence) -> list[Table]:
@@ -146,7 +146,7 @@ class Scheduler:
             return
         if full > sequence.stored:
             keys = sequence.extend_keys(self.blocks.block_size)[:full]
-            self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys)
+            self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, sequence.request.cache_salt)
             sequence.stored = full
         self.blocks.leave_behind(sequence.tables, end)
 

@@ -1,0 +1,67 @@
+"""The wire format of KV-cache events, which vLLM and Dynamo speak: msgpack of `[seconds since the epoch, [event, …], rank]`.
+
+Each event is a map with its `type`. Hashes are signed 64-bit; a consumer takes them for names and hashes the tokens itself.
+"""
+
+import msgspec
+
+
+class MmObject(msgspec.Struct, frozen=True):
+    """A part of an image in a block."""
+
+    mm_hash: int
+    """Unsigned 64-bit: the first 16 hex digits of the image's key."""
+    offsets: tuple[tuple[int, int], ...] = ()
+    """Where it is in the block, first token and the one after the last, for consumers that insist on it; empty if that is not known."""
+
+
+class MmInfo(msgspec.Struct, frozen=True):
+    """The images in a block."""
+
+    mm_objects: tuple[MmObject, ...]
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", omit_defaults=True):
+    """Consecutive full blocks of a sequence became reusable. What only some blocks have is left out of those that have not."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Of the block before the first; None at the start of a sequence."""
+    token_ids: list[int]
+    """Of all blocks, one after the other."""
+    block_size: int
+    cache_salt: str | None = None
+    """Only requests with the same salt share these blocks."""
+    block_mm_infos: list[MmInfo | None] | None = None
+    """One for each block, where one of them has images."""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    """Blocks can no longer be reused."""
+
+    block_hashes: list[int]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    """No block can be reused any more: the cache was cleared, or it is a new engine's."""
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A message's payload."""
+
+    timestamp: float
+    events: list[WireEvent]
+    data_parallel_rank: int = 0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(EventBatch).decode
+"""Raises msgspec.MsgspecError for what is no batch."""
+
+
+def signed(block_hash: int) -> int:
+    """An unsigned 64-bit hash in two's complement."""
+    return block_hash - (1 << 64) if block_hash >= 1 << 63 else block_hash
