@@ -1,0 +1,50 @@
+"""How busy the replicas are, as far as the router that gave them their work knows."""
+
+from dataclasses import dataclass
+
+DECODING_SHARE = 1 / 8
+"""What a token that a running request has in the KV cache weighs beside one that is still to be computed: each step reads it."""
+UNKNOWN_TOKENS = 256
+"""Taken for a prompt that the router has not tokenised."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Of one replica."""
+
+    requests: int = 0
+    prefilling: int = 0
+    """Prompt tokens that it was asked to compute, of requests of which nothing has come yet."""
+    held: int = 0
+    """Prompt tokens of all its requests."""
+
+    @property
+    def tokens(self) -> float:
+        """Its work, in tokens to compute."""
+        return self.prefilling + self.held * DECODING_SHARE
+
+
+class Work:
+    """One request at a replica, from `begin` to `end`; `answered` in between, once its first byte has come."""
+
+    __slots__ = ("_ended", "_load", "_prefilling", "_prompt")
+
+    def __init__(self, load: Load, prompt: int, overlap: int) -> None:
+        """`overlap`: how many of the `prompt` tokens need not be computed."""
+        self._load, self._prompt, self._prefilling = load, prompt, prompt - overlap
+        self._ended = False
+        load.requests += 1
+        load.prefilling += self._prefilling
+        load.held += prompt
+
+    def answered(self) -> None:
+        self._load.prefilling -= self._prefilling
+        self._prefilling = 0
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self._ended:
+            self._ended = True
+            self.answered()
+            self._load.requests -= 1
+            self._load.held -= self._prompt

@@ -1,0 +1,160 @@
+"""One replica as the router sees it: whether it can be asked, how busy it is, and what its events say."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.routing.events import Event
+from engine.routing.index import PrefixIndex
+from engine.routing.load import Load
+from engine.routing.upstream import Header, Upstream, UpstreamError
+
+PROBE_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""How long a probe may take; after two such silences all requests there are given up."""
+LONGEST_PAUSE = 30.0
+"""Of the breaker."""
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who counts what the router does. Replicas are numbers."""
+
+    def answered(self, replica: int, outcome: str) -> None:
+        """An attempt has ended: ok, error, refused, unreachable, lost (in the middle of its answer) or cancelled."""
+
+    def chosen(self, replica: int, prompt: int, overlap: int, seconds: float) -> None:
+        """A request goes there; of the `prompt` tokens known of it `overlap` are in the replica's cache."""
+
+    def tokenised(self, seconds: float) -> None: ...
+
+    def retried(self) -> None: ...
+
+    def affine(self) -> None:
+        """A session's request goes where the session is."""
+
+    def state(self, replica: int, available: bool, blocks: int, load: Load) -> None: ...
+
+    def gap(self, replica: int, missed: int) -> None: ...
+
+    def replayed(self, replica: int, messages: int) -> None: ...
+
+    def malformed(self, replica: int) -> None: ...
+
+    def unattached(self, replica: int, blocks: int) -> None: ...
+
+    def gone(self, replica: int) -> None: ...
+
+
+class Learner:
+    """The `Sink` of a replica's events."""
+
+    def __init__(self, number: int, index: PrefixIndex, observer: Observer) -> None:
+        self._number, self._index, self._observer = number, index, observer
+
+    def apply(self, event: Event) -> None:
+        if unattached := self._index.apply(self._number, event):
+            self._observer.unattached(self._number, unattached)
+
+    def restarted(self) -> None:
+        self._index.remove(self._number)
+
+    def gap(self, missed: int) -> None:
+        self._observer.gap(self._number, missed)
+
+    def replayed(self, messages: int) -> None:
+        self._observer.replayed(self._number, messages)
+
+    def malformed(self) -> None:
+        self._observer.malformed(self._number)
+
+
+class Replica:
+    """The replica `number` at `url`. `watch` runs for as long as it is one; only then can it be `available`."""
+
+    def __init__(self, number: int, url: str, index: PrefixIndex, observer: Observer, headers: Sequence[Header]) -> None:
+        """`headers` go with the probes."""
+        self.number, self.url = number, url
+        self.upstream = Upstream(url)
+        self.load = Load()
+        self.last_asked = 0
+        self.available = False
+        self.probed = asyncio.Event()
+        self._index, self._observer = index, observer
+        self._probe_head = self.upstream.head("GET", b"/health/ready", headers, 0)
+        self._again = asyncio.Event()
+        self._failures = 0
+        """Requests that failed one after the other."""
+        self._closed_from = 0.0
+        self._silences = 0
+
+    async def watch(self) -> None:
+        """Probe again and again, until cancelled."""
+        while True:
+            await self._probe()
+            self.probed.set()
+            self._observer.state(self.number, self.available, self._index.blocks(self.number), self.load)
+            self._again.clear()
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._again.wait()
+                await asyncio.sleep(PROBE_SECONDS / 10)  # a replica that refuses is not asked in a rush
+            except TimeoutError:
+                continue
+
+    def succeeded(self) -> None:
+        """It has begun to answer a request."""
+        self._failures = 0
+
+    def refused(self) -> None:
+        """It does not take requests at present: the next probe decides."""
+        self._set(False, "it refuses requests")
+        self._again.set()
+
+    def failed(self, reason: str) -> None:
+        """A request came to nothing. Nobody asks for a while, longer after each failure, and then a probe decides."""
+        pause = min(PROBE_SECONDS / 2 * 2**self._failures, LONGEST_PAUSE)
+        self._failures = min(self._failures + 1, 8)
+        self._closed_from = time.monotonic() + pause
+        self._set(False, reason)
+        self._again.set()
+
+    def broke_off(self) -> None:
+        """An answer was not finished: is it still there?"""
+        self._again.set()
+
+    def close(self) -> None:
+        self.available = False
+        self.upstream.cut("the router closes, or the replica is one no more")
+
+    async def _probe(self) -> None:
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                connection = await self.upstream.request(self._probe_head)
+                try:
+                    while await connection.chunk():
+                        pass
+                finally:
+                    self.upstream.release(connection)
+        except TimeoutError:
+            self._silences += 1
+            self._set(False, f"it has been silent for {SILENCE_SECONDS:g} s")
+            if self._silences >= 2:
+                self.upstream.cut("the replica has been silent for too long")
+            return
+        except UpstreamError as error:
+            self._set(False, str(error))
+            return
+        self._silences = 0
+        ready = connection.status == 200
+        if ready and time.monotonic() < self._closed_from:
+            return
+        self._set(ready, "" if ready else f"it says {connection.status} of its readiness")
+
+    def _set(self, available: bool, reason: str) -> None:
+        if available != self.available:
+            log.log(logging.INFO if available else logging.WARNING, "replica %d at %s: %s", self.number, self.url, reason or "ready")
+        self.available = available
