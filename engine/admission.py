@@ -1,6 +1,7 @@
 """The queue in front of an engine: no more sequences inside than it runs at once, the others in order, within bounds of number and time."""
 
 import asyncio
+import contextvars
 import heapq
 import itertools
 import time
@@ -107,6 +108,7 @@ class _AdmittedStream:
         self._admission = admission
         self._engine = engine
         self._request = request
+        self._context = contextvars.copy_context()  # whoever lets it in does so from another request's
         self._arrived = time.monotonic()
         self._queue_seconds = 0.0
         self._inner: DeltaIterator | None = None
@@ -121,7 +123,7 @@ class _AdmittedStream:
     def admit(self) -> DeltaIterator:
         """Enter the engine."""
         self._queue_seconds = time.monotonic() - self._arrived
-        return self._go_on(self._engine.generate(self._request))
+        return self._go_on(self._context.run(self._engine.generate, self._request))
 
     def refuse(self, error: Exception) -> None:
         """End with `error`; the stream has left the queue."""

@@ -218,3 +218,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     KV blocks are held until it is closed."""
     prefill_locally: bool = False
     """On a decode replica, compute the prompt there: without this it refuses a request that has no handoff."""
+    trace: dict[str, str] = {}
+    """W3C trace context (`traceparent`, `tracestate`) of what the request is a part of, for a backend that traces by itself."""

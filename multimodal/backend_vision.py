@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from engine import trace
 from engine.encoder import ImageInput, PromptEncoder
 from engine.errors import InvalidRequest
 from engine.types import Media
@@ -33,7 +34,8 @@ class BackendVision:
                 ids, media=Media(text=text, images=tuple(image.data for image in images), details=tuple(image.detail for image in images))
             )
         try:
-            return Prompt(ids, encoding=await self._encoder.encode(text, images))
+            with trace.span("encode"):
+                return Prompt(ids, encoding=await self._encoder.encode(text, images))
         except InvalidRequest as error:
             raise RequestError(str(error), "messages", "invalid_image") from error
 
@@ -41,5 +43,6 @@ class BackendVision:
         await self._loader.aclose()
 
     async def _load(self, attachment: Attachment) -> ImageInput:
-        loaded = await self._loader.load(attachment.url, attachment.param)
+        with trace.span("fetch"):
+            loaded = await self._loader.load(attachment.url, attachment.param)
         return ImageInput(loaded.data, attachment.detail)

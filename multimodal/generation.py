@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
+from engine import trace
 from engine.base import DeltaIterator, Engine
 from engine.errors import EngineFailure, InvalidRequest
 from multimodal.choices import Choice, Piece
 from multimodal.chunks import ChunkBuilder
 from multimodal.errors import DeadlineExceeded
+from multimodal.genai import describe_answer
 from multimodal.metrics import GenerationMetrics
 
 
@@ -34,6 +36,8 @@ class Generation:
         self._metrics = metrics
         self._timeout = timeout
         self._fields = fields
+        self._span = trace.current.get()
+        self._reasons: list[str] = []
         self._expired = False
         self._closing: list[asyncio.Future[None]] = []
 
@@ -69,19 +73,24 @@ class Generation:
             timer.cancel()
             for stream in streams:
                 await stream.aclose()
+            if self._span is not None:
+                describe_answer(self._span, self._builder.usage(), self._reasons)
 
     async def _follow(self, choice: Choice, stream: DeltaIterator) -> AsyncGenerator[Piece]:
         """One choice to its end, with its measurements."""
-        timer = self._metrics.track()
+        timer, stages = self._metrics.track(), trace.Stages(choice.index)
         try:
             async for delta in stream:
                 piece = choice.feed(delta)
                 if delta.prompt is not None:
                     timer.prompt(choice.prompt_tokens, delta.prompt.cached_tokens, delta.prompt.queue_seconds)
+                    stages.begun(delta.prompt, choice.prompt_tokens)
                 timer.tokens(len(delta.token_ids))
                 if piece.finish_reason is not None:
                     await stream.aclose()
                     timer.finish(piece.finish_reason)
+                    stages.end(choice.completion_tokens)
+                    self._reasons.append(piece.finish_reason)
                     yield piece
                     return
                 yield piece
@@ -90,11 +99,13 @@ class Generation:
             raise EngineFailure("the engine ended the request without a reason")
         except Exception as error:
             timer.fail()
+            stages.end(choice.completion_tokens, error)
             if isinstance(error, InvalidRequest) and error.param is not None:
                 error.param = self._fields.get(error.param, error.param)
             raise
         finally:
             timer.stop()
+            stages.stop(choice.completion_tokens)
 
     async def _merge(self, streams: Sequence[DeltaIterator]) -> AsyncGenerator[Piece]:
         """Several choices, their pieces in order of arrival; the first error ends them all."""

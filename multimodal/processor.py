@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 from uuid import uuid4
 
+from engine import trace
 from engine.base import Engine
 from engine.types import EngineInfo, GenerateRequest
 from multimodal.choices import Choice, TextOptions
 from multimodal.chunks import ChunkBuilder, Header
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.fields import check_fields
+from multimodal.genai import describe_request
 from multimodal.generation import Generation
 from multimodal.guides import guide_field
 from multimodal.metrics import GenerationMetrics
@@ -58,7 +60,8 @@ class Processor:
         info = self._check(body)
         parts = _prompts(body.prompt)
         self._count(body, len(parts))
-        prompts = [await self._prompts.of_completion(part, body, info) for part in parts]
+        with trace.span("prompt"):
+            prompts = [await self._prompts.of_completion(part, body, info) for part in parts]
         shape = CompletionShape(
             self._tokenizer,
             return_token_ids=bool(body.return_token_ids),
@@ -93,7 +96,8 @@ class Processor:
         seconds = self._limits.request_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._prompts.of_chat(body, info, self._limits, choices)
+                with trace.span("prompt"):
+                    return await self._prompts.of_chat(body, info, self._limits, choices)
         except TimeoutError as error:
             raise DeadlineExceeded(seconds) from error
 
@@ -128,6 +132,7 @@ class Processor:
         lengths = [len(prompt.ids) for prompt in prompts]
         params = await off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
         text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+        describe_request("chat" if param == "messages" else "text_completion", self.model_name, answer_id, params)
         unique, choices = uuid4().hex, list[Choice]()
         for index, sampled in enumerate(params):
             prompt = prompts[index // count]
@@ -140,6 +145,7 @@ class Processor:
                 sampling=sampled,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                trace=trace.headers(),
             )
             choices.append(Choice(index, request, index // count, self._tokenizer, text))
         options = body.stream_options

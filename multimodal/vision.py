@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine import trace
 from engine.encoder import EncodedImage, Encoder, ImageInput
 from engine.errors import InvalidRequest, QueueFull
 from engine.types import Image
@@ -61,7 +62,8 @@ class Vision:
 
     async def _load(self, attachment: Attachment) -> KeyedImage:
         """Fetched, then from the cache or encoded."""
-        loaded = await self._loader.load(attachment.url, attachment.param)
+        with trace.span("fetch"):
+            loaded = await self._loader.load(attachment.url, attachment.param)
         key = await asyncio.to_thread(image_key, loaded.data, self._encoder.info.fingerprint, attachment.detail)
         if (known := self._cache.get(key)) is not None:
             return KeyedImage(key, known)
@@ -69,7 +71,8 @@ class Vision:
             return KeyedImage(key, self._given(loaded.embeddings))
         image = ImageInput(loaded.data, attachment.detail)
         try:
-            return KeyedImage(key, await self._encoding.do(key, lambda: self._encode(key, image)))
+            with trace.span("encode"):
+                return KeyedImage(key, await self._encoding.do(key, lambda: self._encode(key, image)))
         except InvalidRequest as error:
             raise RequestError(str(error), attachment.param, "invalid_image") from error
 

@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
+from engine import trace
 from engine.encoder import ImageInput
 from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
@@ -75,7 +76,8 @@ class _Encode:
         return self._service.healthy
 
     async def compute(self) -> tuple[bytes, bool]:
-        payload, self._place = await self._service.encode(self._request, self._images)
+        with trace.span("encode", {"trellis.images": len(self._images)}):
+            payload, self._place = await self._service.encode(self._request, self._images)
         self._images = []
         return payload, self._place is not None
 

@@ -6,7 +6,7 @@ Nothing here is in the OpenAPI document, and the middleware lets nobody in but w
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from engine import handoff
+from engine import handoff, trace
 from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.types import GenerateRequest
@@ -60,7 +60,7 @@ def _read(raw: bytes, replica: Replica) -> GenerateRequest:
         request = _requests.decode(envelope.request)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"The body is no prefill request: {error}", code="malformed_request") from None
-    return msgspec.structs.replace(request, prefill_only=True, handoff=None)
+    return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())
 
 
 class _Prefill:
@@ -79,8 +79,15 @@ class _Prefill:
         return self._engine.healthy
 
     async def compute(self) -> tuple[bytes, bool]:
+        stages = trace.Stages()
         self._stream = self._engine.generate(self._request)
-        delta = await anext(self._stream)
+        try:
+            delta = await anext(self._stream)
+        except BaseException as error:  # cancellation included
+            stages.end(0, error)
+            raise
+        if delta.prompt is not None:
+            stages.begun(delta.prompt, delta.prompt.prompt_tokens or len(self._request.prompt_token_ids))
         payload = handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))
         if len(payload) > handoff.MAX_BYTES:
             raise EngineFailure(f"what is to be handed over has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")

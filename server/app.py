@@ -1,6 +1,7 @@
 """The application: what it has, in order."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -14,6 +15,9 @@ from server.lifespan import make_lifespan
 from server.metrics import ServerMetrics
 from server.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
 from server.settings import Settings
+
+if TYPE_CHECKING:
+    from server.tracing import Tracing
 
 OPERATIONS = (health.router, metrics.router, version.router)
 PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
@@ -29,10 +33,11 @@ ROUTERS = {
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
     """The application of one API process; several share their metrics in `metrics_folder`."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder)
+    tracing = _tracing(settings, server_metrics)
     app = FastAPI(
         title="Trellis",
         version=__version__,
-        lifespan=make_lifespan(settings, server_metrics),
+        lifespan=make_lifespan(settings, server_metrics, tracing.close if tracing is not None else None),
         openapi_url="/openapi.json" if settings.docs else None,
         docs_url=None,
         redoc_url=None,
@@ -44,7 +49,17 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         openapi.install(app)
     errors.install(app)
     _add_middleware(app, settings, server_metrics)
+    if tracing is not None:
+        app.add_middleware(tracing.middleware)
     return app
+
+
+def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | None":
+    if not settings.otel_endpoint:
+        return None
+    from server.tracing import Tracing  # noqa: PLC0415 - an extra, and most replicas do without
+
+    return Tracing(settings, server_metrics.registry)
 
 
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from engine import trace
 from engine.errors import (
     ContextOverflow,
     EngineDied,
@@ -97,8 +98,10 @@ def render(error: Exception) -> Answer:
     if rule.status == 500:
         log.error("a request failed", exc_info=error)
     message, param = _describe(error)
-    code = getattr(error, "code", None) if isinstance(error, RequestError) else None
-    body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code or rule.code)
+    code = (getattr(error, "code", None) if isinstance(error, RequestError) else None) or rule.code
+    if (span := trace.current.get()) is not None:
+        span.fail(code or rule.type, ours=rule.status >= 500)
+    body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code)
     envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
     return Answer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 

@@ -25,6 +25,7 @@ from routers.state import HttpOptions, Replica, State
 from server import __version__, compose, encoders
 from server.errors import render_event
 from server.metrics import ServerMetrics
+from server.publishing import publish_events
 from server.settings import Settings
 from server.tasks import background, in_thread, one_line, together
 from server.vision import image_prompts
@@ -34,8 +35,12 @@ _HEALTH_PAUSE = 1.0
 log = logging.getLogger(__name__)
 
 
-def make_lifespan(settings: Settings, metrics: ServerMetrics) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
-    """The lifespan of an application with these settings. The model loads in a task of its own, so that the port answers at once."""
+def make_lifespan(
+    settings: Settings, metrics: ServerMetrics, at_end: Callable[[], None] | None = None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
+    """The lifespan of an application with these settings. The model loads in a task of its own, so that the port answers at once. `at_end`
+    is called, off the event loop, when all else is over.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
@@ -50,6 +55,8 @@ def make_lifespan(settings: Settings, metrics: ServerMetrics) -> Callable[[FastA
         )
         async with background(metrics.watch_loop(replica), "event-loop-lag"), background(live(settings, metrics, replica), "replica"):
             yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
+        if at_end is not None:
+            await in_thread(at_end)
 
     return lifespan
 
@@ -87,7 +94,7 @@ async def _serve(
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
     if text is not None:
-        images = image_prompts(settings, folder, replica, text[0], metrics)
+        images = replica.images = image_prompts(settings, folder, replica, text[0], metrics)
         if images is not None:
             stack.push_async_callback(images.aclose)
         replica.processor = Processor(
@@ -98,6 +105,7 @@ async def _serve(
             GenerationMetrics(metrics.registry, replica.model_name),
             compose.default_processors(settings),
         )
+    publish_events(settings, metrics, replica, engine, stack)
     replica.engine = engine
     return failed
 

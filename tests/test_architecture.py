@@ -34,6 +34,7 @@ HOMES = {
     "zmq": ("engine",),
     "httpx": ("engine/disaggregated", "multimodal/media"),
     "tensorrt_llm": ("engine/trtllm",),
+    "opentelemetry": ("server/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
     "xgrammar": ("engine/embedded",),
     "triton": ("engine/embedded/cuda",),

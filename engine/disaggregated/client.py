@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
-from engine import errors
+from engine import errors, trace
 from engine.embeddings import decode_embeddings
 from engine.handoff import MAX_BYTES, decode_encoding, decode_handoff
 from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, FrameReader, PrefillInfo
@@ -105,6 +106,13 @@ class Lease(Generic[T]):
 
 async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
     """Have the peer at `url` do it. Raises PeerError, or the error of `engine/errors` that it answers with."""
+    at = urlsplit(url)
+    to: trace.Attributes = {"server.address": at.hostname or "", "server.port": at.port or (443 if at.scheme == "https" else 80)}
+    with trace.span(f"POST {service.path}", to, client=True):
+        return await _asked(http, service, url, body, {**headers, **trace.headers()})
+
+
+async def _asked(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
     request = http.build_request("POST", url + service.path, content=body, headers={**headers, "content-type": MEDIA_TYPE})
     response = await _answered(http, service, request, SILENCE_SECONDS + len(body) / _SLOWEST_UPLOAD)
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engine import trace
 from engine.base import Engine
 from engine.disaggregated.client import Lease
 from engine.disaggregated.peers import Observer
@@ -163,7 +164,8 @@ class _Run:
         # The embeddings stay: who is preempted computes its prompt again.
         local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        with trace.span("transfer"):
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._verdict.done():
             return self._verdict.result()
         local.close()  # at once: what it says from now on would be said again
@@ -176,7 +178,9 @@ class _Run:
         self._engine.observer.computed_locally("lost")
         again = f"{self._request.request_id}-again"  # the engine may still be busy with what was aborted
         self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
-        if refusal := await self._verdict:
+        with trace.span("recompute"):
+            refusal = await self._verdict
+        if refusal:
             raise EngineUnavailable(f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}")
 
     def _compute(self, reason: str) -> None:

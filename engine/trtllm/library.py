@@ -76,6 +76,7 @@ def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequen
             sampling_params=sampling_params(sampling, facts, templated=expands(request)),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
+            trace_headers=request.trace or None,
             cache_salt=_cache_salt(request),
         )
     except EngineError:

@@ -1,0 +1,120 @@
+"""What is traced of a request, told to whoever traces it: the seam between the stages and `server/tracing.py`, free of any library.
+
+The span of whatever is being done is in a context variable, as the request's id is: tasks inherit it. There is none, and then all of this
+does next to nothing, unless the server was told to trace. Spans carry names, numbers and codes; never what a user has written.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from engine.errors import QueueFull, QueueTimeout
+from engine.types import PromptReport
+
+Value = str | bool | int | float | Sequence[str]
+Attributes = Mapping[str, Value]
+
+
+class Span(Protocol):
+    """Something that takes a while, and has begun."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """W3C trace context (`traceparent`, perhaps `tracestate`) for those who are asked on its behalf."""
+        ...
+
+    def child(self, name: str, attributes: Attributes | None = None, *, client: bool = False, start: int | None = None) -> "Span":
+        """A part of it. `client`: another process does it. `start`: nanoseconds of the epoch, if not now."""
+        ...
+
+    def set(self, attributes: Attributes) -> None: ...
+
+    def fail(self, code: str, *, ours: bool = True) -> None:
+        """It went wrong; `code` is for programs. `ours`: nothing was wrong with what was asked for."""
+        ...
+
+    def end(self, at: int | None = None) -> None:
+        """`at`: nanoseconds of the epoch, if not now."""
+        ...
+
+
+current: ContextVar[Span | None] = ContextVar("span", default=None)
+"""Of what this task works for."""
+
+
+def headers() -> dict[str, str]:
+    """W3C trace context of what this task works for; empty without tracing."""
+    span = current.get()
+    return span.headers if span is not None else {}
+
+
+@contextmanager
+def span(name: str, attributes: Attributes | None = None, *, client: bool = False) -> Iterator[None]:
+    """A part of what this task works for, from here to the end of the block."""
+    parent = current.get()
+    if parent is None:
+        yield
+        return
+    made = parent.child(name, attributes, client=client)
+    token = current.set(made)
+    try:
+        yield
+    except BaseException as error:
+        _fail(made, error)
+        raise
+    finally:
+        current.reset(token)
+        made.end()
+
+
+class Stages:
+    """What one sequence goes through: `queue` and `prefill`, known once its first token is here, and `decode`."""
+
+    __slots__ = ("_attributes", "_first", "_parent", "_start")
+
+    def __init__(self, index: int = 0) -> None:
+        """`index`: which of a request's sequences it is."""
+        self._parent = current.get()
+        self._attributes = {"trellis.choice": index}
+        self._start = time.time_ns()
+        self._first = 0
+
+    def begun(self, report: PromptReport, prompt_tokens: int) -> None:
+        """Its first token is here."""
+        if self._parent is None:
+            return
+        self._first = time.time_ns()
+        prefilling = min(self._start + int(report.queue_seconds * 1e9), self._first)
+        self._parent.child("queue", self._attributes, start=self._start).end(prefilling)
+        tokens = {"gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.cache_read.input_tokens": report.cached_tokens}
+        self._parent.child("prefill", {**self._attributes, **tokens}, start=prefilling).end(self._first)
+        if not self._attributes["trellis.choice"]:
+            waited, first = (prefilling - self._start) / 1e9, (self._first - self._start) / 1e9
+            self._parent.set({"gen_ai.latency.time_in_queue": waited, "gen_ai.latency.time_to_first_token": first})
+
+    def end(self, tokens: int, error: BaseException | None = None) -> None:
+        """Nothing more comes. What ends before its first token has no `prefill` or no `queue`: until when it waited is not known."""
+        if self._parent is None:
+            return
+        waiting = "queue" if isinstance(error, QueueFull | QueueTimeout) else "prefill"
+        name, start = ("decode", self._first) if self._first else (waiting, self._start)
+        last = self._parent.child(name, {**self._attributes, "gen_ai.usage.output_tokens": tokens}, start=start)
+        if error is not None:
+            _fail(last, error)
+        last.end()
+        self._parent = None
+
+    def stop(self, tokens: int) -> None:
+        """Nobody wants it any more, if it has not ended."""
+        self.end(tokens, asyncio.CancelledError())
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    """By the error's kind: messages may repeat what a user has written."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        span.set({"trellis.cancelled": True})
+    else:
+        span.fail(type(error).__name__)
