@@ -12,6 +12,7 @@ from engine.encoder import Encoder, PromptEncoder
 from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
 from multimodal.processor import Processor
+from multimodal.prompt import ImagePrompts
 
 
 class Missing(NamedTuple):
@@ -44,6 +45,8 @@ class Replica:
     engine: AdmissionEngine | None = None
     """Set once it has started, together with the processor."""
     processor: Processor | None = None
+    images: ImagePrompts | None = None
+    """What puts images into chats; set, if the model takes any, with the processor."""
     encoder: Encoder | None = None
     """What makes embeddings of the images in chats, here or elsewhere; set, if there is one, before the engine is."""
     prompt_encoder: PromptEncoder | None = None

@@ -142,11 +142,13 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what still runs, by closing the engine and the encoders under it, and then everything else."""
+        """End what still runs, by closing the engine, and the encoders and fetches under it, and then everything else."""
         replica = self._replica
         replica.draining = True
         if replica.running:
             log.warning("%d requests are cut off", replica.running)
+        if replica.images is not None:
+            await replica.images.aclose()
         for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding):
             if part is not None:
                 await part.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from media_support import data_url, image_file, ok, png, status, world
 
+from engine.errors import EngineNotReady
 from multimodal.errors import InvalidMedia, MediaError
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import Loaded, MediaLoader
@@ -127,8 +128,10 @@ async def test_closing_gives_up_what_is_under_way() -> None:
         load = asyncio.create_task(w.loader.load(URL))
         await gate.asked.wait()
         await w.loader.aclose()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(EngineNotReady):
             await load
+        with pytest.raises(EngineNotReady):
+            await w.loader.load(data_url(PNG))
 
 
 async def test_pixels_are_limited_whatever_the_way() -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -109,6 +110,21 @@ def test_end_of_the_grace_period_is_an_error_event() -> None:
             thread.join()
             assert isinstance(thread, StreamThread)
             assert json.loads(thread.last[1])["error"]["code"] == "not_ready"
+        assert 0.4 < time.monotonic() - began < 1.5
+        assert server.wait() == 0
+
+
+def test_an_image_that_does_not_come_cannot_stop_the_end() -> None:
+    flags = ("--media-allow-private", "true", "--shutdown-grace-seconds", "0.5")
+    with serving(*flags) as server, socket.create_server(("127.0.0.1", 0)) as images:
+        image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/"}}
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": [image]}]})
+            with images.accept()[0]:
+                began = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
         assert 0.4 < time.monotonic() - began < 1.5
         assert server.wait() == 0
 

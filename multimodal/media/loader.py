@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.errors import EngineNotReady
 from multimodal.errors import MediaError, UnsupportedMedia
 from multimodal.inflight import InFlight
 from multimodal.media.embeddings import Embeddings, read_embeddings
@@ -52,9 +53,15 @@ class MediaLoader:
         # One thread: what it does needs the interpreter's lock, and with several the event loop would wait for each in turn.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
         self._fetches: InFlight[str, Loaded] = InFlight()
+        self._closed = False
 
     async def load(self, url: str, param: str = "messages") -> Loaded:
-        """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`."""
+        """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`, and EngineNotReady when it is
+        closed, or has been meanwhile.
+        """
+        closing = EngineNotReady("the server is closing")
+        if self._closed:
+            raise closing
         try:
             scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
             if scheme == "data":  # without a turn: those may all be with servers that are slow
@@ -66,9 +73,14 @@ class MediaLoader:
             return await self._local(url, scheme)
         except MediaError as error:
             raise error.at(param) from error
+        except asyncio.CancelledError:
+            if self._closed:  # what this waits for has been cancelled
+                raise closing from None
+            raise
 
     async def aclose(self) -> None:
         """Give up what is under way."""
+        self._closed = True
         await self._fetches.aclose()
         await self._fetcher.aclose()
         self._thread.shutdown(wait=False, cancel_futures=True)
