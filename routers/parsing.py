@@ -52,7 +52,9 @@ async def _without_images(raw: bytes) -> tuple[bytes, CutUrls]:
         end = raw.find(b'"', start + 1)
         if end - start > _LONG and _IMAGE.search(raw, max(0, start - _KEY_BYTES), start):
             with contextlib.suppress(UnicodeDecodeError):
-                url = str(memoryview(raw)[start + 1 : end], "ascii").replace("\\/", "/")
+                url = str(memoryview(raw)[start + 1 : end], "ascii")
+                if "\\" in url:
+                    url = url.replace("\\/", "/")
                 if "\\" not in url:
                     kept += [raw[done : start + 1], urls.cut(url).encode()]
                     done = end
