@@ -84,11 +84,15 @@ class Replica:
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
     def enter(self) -> None:
-        """Begin a request, which may use engine and processor; `leave` ends it. Raises EngineNotReady while starting and draining."""
+        """Begin a request, which may use engine and processor; `leave` ends it. Raises EngineNotReady while starting and draining, and when
+        routers can no longer know what is here.
+        """
         if self.draining:
             raise EngineNotReady("The server is shutting down.")
         if self.core is None:
             raise EngineNotReady(self.loading)
+        if (publishing := self.checks.get("kv_events")) is not None and (reason := publishing()):
+            raise EngineNotReady(reason)
         self.running += 1
 
     def leave(self) -> None:

@@ -6,7 +6,7 @@ them can show the sum. What the engine says of itself is not summed: each proces
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -30,11 +30,11 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, folder: Path | None) -> None:
         self.registry = CollectorRegistry()
-        self._folder = folder
+        self.folder = folder
         self._model_name = model_name
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
-        self._cache: CacheMetrics | None = None
+        self._updates: list[Callable[[], None]] = []
         self._queued = Gauge(
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for their turn in the engine",
@@ -51,12 +51,12 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
-        if self._cache is not None:
-            self._cache.update()
+        for update in self._updates:
+            update()
         page = self.registry
-        if self._folder is not None:
+        if self.folder is not None:
             page = CollectorRegistry()
-            MultiProcessCollector(page, str(self._folder))  # type: ignore[no-untyped-call]
+            MultiProcessCollector(page, str(self.folder))  # type: ignore[no-untyped-call]
         engine = CollectorRegistry()
         if self._info is not None:
             engine.register(_InfoCollector(self._info, self._model_name))
@@ -65,9 +65,13 @@ class ServerMetrics:
             engine.register(_EngineCollector(self._stats, self._model_name, queued))
         return generate_latest(page) + generate_latest(engine)
 
+    def watch(self, update: Callable[[], None]) -> None:
+        """Have metrics of this process brought up to date by `update`, cheap, when a page is rendered and often in between."""
+        self._updates.append(update)
+
     def watch_cache(self, cache: EmbeddingCache) -> None:
         """Report on this process' embedding cache, at most one in its life."""
-        self._cache = CacheMetrics(self.registry, self._model_name, cache)
+        self.watch(CacheMetrics(self.registry, self._model_name, cache).update)
 
     async def watch_engine(self, engine: AdmissionEngine) -> None:
         """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
@@ -79,7 +83,7 @@ class ServerMetrics:
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self, replica: Replica) -> None:
-        """Measure the event loop's lag, and note the length of the queue and the state of the cache, until cancelled."""
+        """Measure the event loop's lag, and note the length of the queue and what else is watched, until cancelled."""
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
@@ -87,8 +91,8 @@ class ServerMetrics:
             self._lag.observe(lag)
             self._last_lag.set(lag)
             self._queued.set(replica.engine.waiting if replica.engine is not None else 0)
-            if self._cache is not None:  # for the pages that other processes render
-                self._cache.update()
+            for update in self._updates:  # for the pages that other processes render
+                update()
 
 
 class _Collector:
