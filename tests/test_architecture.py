@@ -32,6 +32,7 @@ HOMES = {
         "server/cli.py",
     ),
     "zmq": ("engine",),
+    "nats": ("engine/publisher",),
     "httpx": ("engine/disaggregated", "multimodal/media"),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/tracing.py",),
