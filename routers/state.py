@@ -11,15 +11,17 @@ from engine.admission import AdmissionEngine
 from engine.encoder import Encoder, PromptEncoder
 from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
+from engine.routing.fleet import Fleet
 from multimodal.processor import Processor
 from multimodal.prompt import ImagePrompts
+from multimodal.routed_prompts import RoutedPrompts
 
 
 class Missing(NamedTuple):
     """Something that a replica lacks to be ready."""
 
     name: str
-    """For programs: engine, prefill_peers, encode_peers, kv_events, canary, event_loop or draining."""
+    """For programs: engine, prefill_peers, encode_peers, replicas, kv_events, canary, event_loop or draining."""
     reason: str
     """For people."""
 
@@ -32,6 +34,23 @@ class NotReady(EngineNotReady):
         self.missing = missing
 
 
+@dataclass(frozen=True)
+class RequestRouter:
+    """What a router has in the place of an engine."""
+
+    fleet: Fleet
+    prompts: RoutedPrompts
+    session_header: str
+    """Empty for no sessions."""
+
+    @property
+    def healthy(self) -> bool:
+        return self.fleet.healthy
+
+    async def close(self) -> None:
+        await self.fleet.close()
+
+
 @dataclass(eq=False)
 class Replica:
     """The one model behind the routes, from the moment the port is open until it closes."""
@@ -40,7 +59,7 @@ class Replica:
     entrance: str = "/v1"
     """Where its requests come in."""
     has_engine: bool = True
-    """False for an encode replica."""
+    """False for an encode replica and for a router."""
     created: int = field(default_factory=lambda: int(time.time()))
     engine: AdmissionEngine | None = None
     """Set once it has started, together with the processor."""
@@ -53,20 +72,24 @@ class Replica:
     """The same for a backend that encodes by itself (TensorRT-LLM) and has encode replicas."""
     encoding: EncodeService | None = None
     """What encodes images for other replicas. Set before the engine is, if there is to be one."""
+    router: RequestRouter | None = None
+    """What chooses replicas, if this is a router."""
     loading: str = "The model is loading."
     """Why it is not there yet."""
     failure: str | None = None
     """Why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
     """Parts that readiness depends on besides the engine, by their names in `Missing`: a call says why one is not there, empty if it is."""
+    peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
+    """Replicas that this one asks, by what for: a call says how many it knows, and how many of them answer."""
     draining: bool = False
     running: int = 0
     """Requests that a shutdown waits for."""
 
     @property
-    def core(self) -> AdmissionEngine | EncodeService | None:
-        """What its requests need: the engine, or on an encode replica what is there instead; None before it has started."""
-        return self.engine if self.engine is not None or self.has_engine else self.encoding
+    def core(self) -> AdmissionEngine | EncodeService | RequestRouter | None:
+        """What its requests need: the engine, or what an encode replica or a router has instead; None before it has started."""
+        return self.engine if self.engine is not None or self.has_engine else self.encoding or self.router
 
     @property
     def ready(self) -> bool:
@@ -79,7 +102,7 @@ class Replica:
             lacks = [Missing("engine", self.loading)]
         else:
             lacks = [Missing(name, reason) for name, check in self.checks.items() if (reason := check())]
-            if not self.core.healthy and not any(name in ("engine", "prefill_peers") for name, _ in lacks):
+            if not self.core.healthy and not any(name in ("engine", "prefill_peers", "replicas") for name, _ in lacks):
                 lacks.insert(0, Missing("engine", "The engine is restarting, or closing."))
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 

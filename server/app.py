@@ -8,7 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_fastapi_instrumentator import Instrumentator
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, encode, health, internal, metrics, models, tokenize, version
+from routers import chat, completions, encode, health, internal, metrics, models, proxy, tokenize, version
 from server import __version__, errors, openapi
 from server.compose import served_name
 from server.lifespan import make_lifespan
@@ -26,6 +26,7 @@ ROUTERS = {
     "decode": PUBLIC,
     "prefill": (internal.router, encode.router, internal.no_public_routes("a prefill replica")),
     "encode": (encode.router, internal.no_public_routes("an encode replica")),
+    "router": (proxy.router,),
 }
 """What a role serves besides the operations."""
 

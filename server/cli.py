@@ -56,7 +56,12 @@ def _check_servable(settings: Settings) -> None:
     """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
     if (lacking_of_role := role_shortage(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
-    if settings.engine == "trtllm" and not settings.engine_address:
+    if settings.otel_endpoint:
+        try:
+            from server import tracing  # noqa: F401, PLC0415 - most replicas do without
+        except ImportError as error:
+            raise SettingsError(f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}") from error
+    if settings.engine == "trtllm" and not settings.engine_address and settings.disaggregation_mode != "router":
         from server import engine_args, gpus  # noqa: PLC0415 - most engines do without
 
         answer = gpus.nvidia_smi()

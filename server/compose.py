@@ -38,7 +38,7 @@ def model_folder(settings: Settings) -> Path | None:
         return folder if folder.is_dir() else None
     from engine.embedded.model_store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
-    return resolve_model(settings.model, settings.cache_dir, weights=settings.load_format != "dummy")
+    return resolve_model(settings.model, settings.cache_dir, weights=has_model(settings) and settings.load_format != "dummy")
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -64,11 +64,13 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         found = engine_args.effective(settings)
         for name, reason in found.ignored.items():
             log.warning("the argument %s is ignored: %s", name, reason)
+        role = settings.disaggregation_mode
+        assert role != "router", "a router has no engine"
         arguments = dict(found.arguments)
         return TrtllmConfig(
             model=str(folder),
             backend=arguments.pop("backend", settings.backend),
-            role=settings.disaggregation_mode,
+            role=role,
             max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
             processors=_processors(settings, folder),
@@ -105,8 +107,13 @@ def has_text(settings: Settings) -> bool:
 
 
 def has_engine(settings: Settings) -> bool:
-    """Whether tokens are computed here: encode replicas make none."""
-    return settings.disaggregation_mode != "encode"
+    """Whether tokens are computed here: encode replicas and routers make none."""
+    return settings.disaggregation_mode not in ("encode", "router")
+
+
+def has_model(settings: Settings) -> bool:
+    """Whether a model runs here: a router needs no more of it than its tokenizer."""
+    return settings.disaggregation_mode != "router"
 
 
 def entrance(settings: Settings) -> str:

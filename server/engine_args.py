@@ -45,8 +45,8 @@ class Parallelism:
 
 
 def effective(settings: Settings) -> Effective:
-    """All layers merged and checked, less what the role does not take. Raises EngineArgsError."""
-    role = settings.disaggregation_mode
+    """All layers merged and checked, less what the role does not take; a router's are those of its replicas. Raises EngineArgsError."""
+    role = "aggregated" if settings.disaggregation_mode == "router" else settings.disaggregation_mode
     layers = [
         Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
         Layer("setting", _from_settings(settings)),

@@ -149,13 +149,16 @@ class Server(uvicorn.Server):
             log.warning("%d requests are cut off", replica.running)
         if replica.images is not None:
             await replica.images.aclose()
-        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding):
+        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding, replica.router):
             if part is not None:
                 await part.close()
         await super().shutdown(sockets)
 
     def _announce(self, replica: Replica) -> None:
         at, name, seconds = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}", replica.model_name, time.monotonic() - self._started
+        if replica.router is not None:
+            log.info("ready: %s serves %s, by %d replicas; after %.1f s", at, name, len(replica.router.fleet.replicas), seconds)
+            return
         if replica.engine is None:
             log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)
             return

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, Settings
 from protocol.common import MAX_MESSAGES
 from server.media_settings import MediaSettings
 from server.observability_settings import ObservabilitySettings
+from server.routing_settings import RoutingSettings
 from server.setting_types import Names, Secrets, Urls
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -48,9 +49,10 @@ class _ReplicaSettings(BaseSettings):
     engine: Literal["embedded", "trtllm", "fake"] = Field(
         "embedded", description="Backend: embedded (PyTorch), trtllm (TensorRT-LLM) or fake (deterministic, no model)"
     )
-    disaggregation_mode: Literal["aggregated", "prefill", "decode", "encode"] = Field(
+    disaggregation_mode: Literal["aggregated", "prefill", "decode", "encode", "router"] = Field(
         "aggregated",
-        description="Role of this replica: aggregated does all, decode has prompts computed by prefill replicas, encode does images alone",
+        description="Role of this replica: aggregated does all, decode has prompts computed by prefill replicas, encode does images alone, "
+        "router has no model and chooses among replicas",
     )
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
@@ -213,7 +215,7 @@ class _ReplicaSettings(BaseSettings):
         return value.expanduser() if value is not None else None
 
 
-class Settings(ObservabilitySettings, MediaSettings, _ReplicaSettings):
+class Settings(RoutingSettings, ObservabilitySettings, MediaSettings, _ReplicaSettings):
     """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
 
     model_config = SettingsConfigDict(
@@ -237,10 +239,14 @@ def read_settings(arguments: Sequence[str]) -> Settings:
 def role_shortage(settings: Settings) -> tuple[str, str] | None:
     """The setting that the role lacks, and why; None if it lacks nothing."""
     role = settings.disaggregation_mode
-    if role != "aggregated" and settings.internal_secret is None:
+    if role not in ("aggregated", "router") and settings.internal_secret is None:
         return "--internal-secret (INTERNAL_SECRET)", f"the role {role} needs it: replicas know each other by it"
     if role == "decode" and not settings.prefill_urls:
         return "--prefill-urls (PREFILL_URLS)", "the role decode needs it: it says which replicas prefill"
+    if role == "router" and not settings.route_urls:
+        return "--route-urls (ROUTE_URLS)", "the role router needs it: it says among which replicas to choose"
+    if role == "router" and settings.api_processes > 1:
+        return "--api-processes (API_PROCESSES)", "the role router has one: it knows what all replicas have to do"
     if role == "encode" and settings.api_processes > 1:
         return "--api-processes (API_PROCESSES)", "the role encode has one: each would load the model's vision tower"
     if settings.encode_urls and settings.internal_secret is None:

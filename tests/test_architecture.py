@@ -28,6 +28,7 @@ HOMES = {
         "server/settings.py",
         "server/media_settings.py",
         "server/observability_settings.py",
+        "server/routing_settings.py",
         "server/setting_types.py",
         "server/cli.py",
     ),
