@@ -21,6 +21,11 @@ class EncodeService(Protocol):
     @property
     def healthy(self) -> bool: ...
 
+    @property
+    def served(self) -> int:
+        """Requests that were answered."""
+        ...
+
     async def encode(self, request: EncodeRequest, images: Sequence[ImageInput]) -> tuple[bytes, Place | None]:
         """The answer, as bytes, and what is to be freed once it is read. Raises as `Encoder` does."""
         ...
@@ -38,6 +43,7 @@ class ImageService:
         self._encoder = encoder
         self._store = store
         self._observer = observer
+        self.served = 0
 
     @property
     def healthy(self) -> bool:
@@ -46,6 +52,7 @@ class ImageService:
     async def encode(self, request: EncodeRequest, images: Sequence[ImageInput]) -> tuple[bytes, Place | None]:
         started = time.perf_counter()
         encoded = await self._encoder.encode(images)
+        self.served += 1
         self._observer.encoded(len(images), time.perf_counter() - started)
         return await self._store.put(encoded, request.inline)
 
@@ -64,6 +71,7 @@ class PromptService:
         self.info = EncodeInfo(VERSION, model_name, backend)
         self._encoder = encoder
         self._observer = observer
+        self.served = 0
 
     @property
     def healthy(self) -> bool:
@@ -74,6 +82,7 @@ class PromptService:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
         started = time.perf_counter()
         encoding = await self._encoder.encode(request.prompt, images)
+        self.served += 1
         self._observer.encoded(len(images), time.perf_counter() - started)
         return handoff.encode(encoding), None
 

@@ -24,6 +24,7 @@ from multimodal.tokenizer import Tokenizer
 from routers.state import HttpOptions, Replica, State
 from server import __version__, compose, encoders
 from server.errors import render_event
+from server.health import Health
 from server.metrics import ServerMetrics
 from server.publishing import publish_events
 from server.settings import Settings
@@ -53,7 +54,9 @@ def make_lifespan(
             max_images=settings.max_images,
             max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         )
-        async with background(metrics.watch_loop(replica), "event-loop-lag"), background(live(settings, metrics, replica), "replica"):
+        health = Health(settings, metrics, replica)
+        living = live(settings, metrics, replica, health)
+        async with health.watching(), background(metrics.watch_loop(replica), "event-loop-lag"), background(living, "replica"):
             yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
         if at_end is not None:
             await in_thread(at_end)
@@ -61,16 +64,16 @@ def make_lifespan(
     return lifespan
 
 
-async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> None:
+async def live(settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health) -> None:
     """The replica's life, from loading the model until cancelled. If that ends early, `replica.failure` says why."""
     try:
         async with AsyncExitStack() as stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
             if replica.has_engine:
-                failed = await _serve(settings, metrics, replica, folder, stack)
+                failed = await _serve(settings, metrics, replica, health, folder, stack)
             else:
-                await _add_encoders(settings, metrics, replica, folder, stack)
+                await _add_encoders(settings, metrics, replica, health, folder, stack)
                 failed = _never
             raise EngineFailure(await failed())
     except Exception as error:  # whatever it was: the server cannot go on, and says why
@@ -79,7 +82,7 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica) -> 
 
 
 async def _serve(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack
+    settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health, folder: Path | None, stack: AsyncExitStack
 ) -> Callable[[], Awaitable[str]]:
     """Start what answers requests for tokens. Returns a call that returns a reason once it has failed for good."""
     local, failed = await _open_engine(settings, folder, stack)
@@ -90,9 +93,10 @@ async def _serve(
     if settings.engine_address:
         await together(*starting)
         folder, starting = await in_thread(partial(compose.model_folder, settings)), []
-    found = await together(_text(settings, folder), _add_encoders(settings, metrics, replica, folder, stack), *starting)
+    found = await together(_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting)
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
+    await health.add_engine(local, inner, stack)
     if text is not None:
         images = replica.images = image_prompts(settings, folder, replica, text[0], metrics)
         if images is not None:
@@ -115,7 +119,9 @@ async def _text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, Cha
     return await in_thread(partial(compose.load_text, settings, folder)) if compose.has_text(settings) else None
 
 
-async def _add_encoders(settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack) -> None:
+async def _add_encoders(
+    settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health, folder: Path | None, stack: AsyncExitStack
+) -> None:
     """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other replicas."""
     encoder = encoders.encoder(settings, folder, metrics.registry)
     prompt_encoder = encoders.prompt_encoder(settings, folder, metrics.registry)
@@ -131,6 +137,7 @@ async def _add_encoders(settings: Settings, metrics: ServerMetrics, replica: Rep
         replica.encoding = service
     else:
         replica.encoder, replica.prompt_encoder = encoder, prompt_encoder
+    await health.add_encoders(encoder, prompt_encoder, folder, stack)
 
 
 async def _open_engine(settings: Settings, folder: Path | None, stack: AsyncExitStack) -> tuple[Engine, Callable[[], Awaitable[str]]]:

@@ -69,6 +69,11 @@ class ServerMetrics:
         """Have metrics of this process brought up to date by `update`, cheap, when a page is rendered and often in between."""
         self._updates.append(update)
 
+    @property
+    def iteration(self) -> int:
+        """Steps that the engine has made, as far as it has said."""
+        return self._stats.iteration if self._stats is not None else 0
+
     def watch_cache(self, cache: EmbeddingCache) -> None:
         """Report on this process' embedding cache, at most one in its life."""
         self.watch(CacheMetrics(self.registry, self._model_name, cache).update)

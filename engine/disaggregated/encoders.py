@@ -132,6 +132,11 @@ class EncoderPool:
             return False
         return self._peers.healthy(self._mine) or (self._local is not None and self._local.healthy)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Peers that are known, and those of them that answer."""
+        return self._peers.counts
+
     async def start(self) -> None:
         """Without an encoder here, wait until a peer has said what it encodes with; later ones have to do it alike."""
         finding = asyncio.create_task(self._peers.start())
@@ -229,6 +234,11 @@ class PromptEncoderPool:
     @property
     def healthy(self) -> bool:
         return self._peers.healthy(self._mine)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Peers that are known, and those of them that answer."""
+        return self._peers.counts
 
     async def start(self) -> None:
         await self._peers.start()

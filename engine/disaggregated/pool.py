@@ -83,6 +83,11 @@ class Pool(Generic[P]):
             await asyncio.wait(watchers)
         await self._http.aclose()
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Peers that are known, and those of them that answer."""
+        return len(self._peers), sum(peer.available for peer in self._peers.values())
+
     def healthy(self, mine: msgspec.Struct) -> bool:
         """Whether some peer would be asked now."""
         return any(not self._obstacle(peer, mine) for peer in self._peers.values())

@@ -1,0 +1,124 @@
+"""A replica's own check of itself: when nothing has happened for a while, a real request of one token, or a tiny image to encode."""
+
+import asyncio
+import logging
+import struct
+import uuid
+import zlib
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from engine.base import Engine
+from engine.encoder import Encoder, ImageInput, PromptEncoder
+from engine.errors import EngineError
+from engine.types import GenerateRequest, SamplingParams
+
+CACHE_SALT = "trellis-health-check"
+"""Of the KV blocks of these requests, which no other request can then reuse."""
+_SIDE = 32
+_LONGEST_LOOK = 1.0
+
+log = logging.getLogger(__name__)
+
+Probe = Callable[[], Awaitable[object]]
+
+
+class Canary:
+    """Runs `probe` once `activity` has been the same for `idle_seconds`, and until it succeeds every `idle_seconds` from then on.
+
+    `activity` is a number that changes with all that is done, the probe itself included. `up` says whether trying makes sense. `observe`
+    is told each outcome: ok, failed or timeout.
+    """
+
+    def __init__(self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], observe: Callable[[str], None]) -> None:
+        self._probe = probe
+        self._activity = activity
+        self._up = up
+        self._observe = observe
+        self._reason = ""
+
+    def reason(self) -> str:
+        """Why the last probe failed; empty if it did not."""
+        return self._reason
+
+    async def run(self, idle_seconds: float, timeout_seconds: float) -> None:
+        """Until cancelled."""
+        while True:
+            await self._idle(idle_seconds)
+            if self._up():
+                self._note(await self._outcome(timeout_seconds))
+
+    async def _idle(self, seconds: float) -> None:
+        """Return after `seconds` in which nothing was done; after a failure, whatever is done."""
+        loop = asyncio.get_running_loop()
+        since, seen = loop.time(), self._activity()
+        while (left := since + seconds - loop.time()) > 0:
+            await asyncio.sleep(min(left, _LONGEST_LOOK))
+            if (now := self._activity()) != seen and not self._reason:
+                since, seen = loop.time(), now
+
+    async def _outcome(self, seconds: float) -> str:
+        """Why the replica is not well; empty if it is."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._probe()
+        except TimeoutError:
+            self._observe("timeout")
+            return f"A request of its own took longer than {seconds:g} s."
+        except EngineError as error:
+            log.error("the replica's request of its own failed: %s", error)
+            self._observe("failed")
+            return "A request of its own failed."
+        self._observe("ok")
+        return ""
+
+    def _note(self, reason: str) -> None:
+        if reason != self._reason:
+            log.warning("%s", reason or "A request of the replica's own has succeeded.")
+        self._reason = reason
+
+
+def engine_probe(engine: Engine, role: str) -> Probe:
+    """One token from `engine`, the way that a replica of this role computes."""
+
+    async def probe() -> None:
+        request = GenerateRequest(
+            request_id=f"canary-{uuid.uuid4().hex}",
+            prompt_token_ids=(1 % engine.info.vocab_size,),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            cache_salt=CACHE_SALT,
+            prefill_only=role == "prefill",
+            prefill_locally=role == "decode",
+        )
+        async with aclosing(engine.generate(request)) as stream:
+            await anext(stream)
+
+    return probe
+
+
+def encoder_probe(encoder: Encoder) -> Probe:
+    """One tiny image."""
+
+    async def probe() -> None:
+        await encoder.encode([ImageInput(tiny_image())])
+
+    return probe
+
+
+def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
+    """One tiny image of `prompt`, which has a placeholder for it."""
+
+    async def probe() -> None:
+        await encoder.encode(prompt, [ImageInput(tiny_image())])
+
+    return probe
+
+
+def tiny_image() -> bytes:
+    """A white PNG of 32 by 32 pixels."""
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    rows = (b"\0" + b"\xff" * 3 * _SIDE) * _SIDE
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )

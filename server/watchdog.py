@@ -1,0 +1,78 @@
+"""A thread that sees that the event loop stands still, which nothing on the loop can, and says where."""
+
+import asyncio
+import faulthandler
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+_PARTS = 10
+"""Beats and looks in the time that is allowed."""
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Says within `seconds` that the event loop stands still: in the log, with the stacks of all threads, once each time, and to `report`.
+
+    `report` is called in the thread, with True and, once the loop turns again, with False.
+    """
+
+    def __init__(self, seconds: float, report: Callable[[bool], None]) -> None:
+        self._pause = seconds / _PARTS
+        self._allowed = seconds - 2 * self._pause
+        self._report = report
+        self._beat = 0.0
+        self._stopped = threading.Event()
+        self.blocked = False
+
+    def reason(self) -> str:
+        """Why the replica is not ready; empty if it turns. Seen by others only just after."""
+        return "The event loop stood still." if self.blocked else ""
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch the loop that runs this, meanwhile."""
+        self._beat = time.monotonic()
+        beating = asyncio.create_task(self._beats(), name="watchdog")
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            beating.cancel()
+            await asyncio.wait([beating])
+            thread.join()
+
+    async def _beats(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(self._pause)
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._stopped.wait(self._pause):
+            now = time.monotonic()
+            stopped, looked = now - looked > 3 * self._pause, now
+            if stopped:  # the whole process was: the loop has had no chance either
+                self._beat = max(self._beat, now)
+            late = now - self._beat > self._allowed
+            if late and not self.blocked:
+                log.error("the event loop has stood still for %.1f s:\n%s", now - self._beat, stacks())
+            if late != self.blocked:
+                self.blocked = late
+                self._report(late)
+                if not late:
+                    log.warning("the event loop turns again")
+
+
+def stacks() -> str:
+    """Where every thread of this process is."""
+    with tempfile.TemporaryFile("w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
