@@ -82,8 +82,6 @@ class Replica:
     """Parts that readiness depends on besides the engine, by their names in `Missing`: a call says why one is not there, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call says how many it knows, and how many of them answer."""
-    peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
-    """Replicas that this one asks, by what for: a call says how many it knows, and how many of them answer."""
     draining: bool = False
     running: int = 0
     """Requests that a shutdown waits for."""

@@ -27,6 +27,7 @@ from server.errors import render_event
 from server.health import Health
 from server.metrics import ServerMetrics
 from server.publishing import publish_events
+from server.routing import add_router
 from server.settings import Settings
 from server.tasks import background, in_thread, one_line, together
 from server.vision import image_prompts
@@ -70,11 +71,13 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica, hea
         async with AsyncExitStack() as stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
+            failed: Callable[[], Awaitable[str]] = _never
             if replica.has_engine:
                 failed = await _serve(settings, metrics, replica, health, folder, stack)
-            else:
+            elif compose.has_model(settings):
                 await _add_encoders(settings, metrics, replica, health, folder, stack)
-                failed = _never
+            else:
+                await add_router(settings, metrics, replica, folder, stack)
             raise EngineFailure(await failed())
     except Exception as error:  # whatever it was: the server cannot go on, and says why
         replica.failure = one_line(error)
