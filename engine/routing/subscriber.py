@@ -71,6 +71,7 @@ class Subscriber:
                 await self._follow(context, socket, monitor)
             finally:
                 socket.disable_monitor()
+                monitor.close()
 
     async def _follow(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         poller = zmq.asyncio.Poller()

@@ -1,0 +1,150 @@
+"""What tests of routing share: a publisher under the test's control, an observer that remembers, and a router before real sockets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from disaggregated_support import replica
+
+from engine.routing.events import SEQUENCE, Event
+from engine.routing.load import Load
+from routers.state import Replica
+
+
+class Sender:
+    """Publishes like a replica. Without `replays` nobody can ask again; `kept` is what is sent then."""
+
+    def __init__(self, replays: bool = True, four_frames: bool = False, port: int = 0, replay_port: int = 0) -> None:
+        self._context = zmq.asyncio.Context.instance()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.port = _bound(self._socket, port)
+        self.number = 0
+        self.kept: list[tuple[int, bytes]] = []
+        self.asked: list[int] = []
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self.replay_port = _bound(self._router, replay_port)
+        self._four_frames = four_frames
+        self._task = asyncio.create_task(self._answer()) if replays else None
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def replay(self) -> str:
+        return f"tcp://127.0.0.1:{self.replay_port}"
+
+    async def subscribed(self) -> None:
+        """Return when somebody has subscribed."""
+        async with asyncio.timeout(5):
+            await self._socket.recv()
+
+    async def send(self, *events: Any, lost: bool = False) -> None:
+        """Publish a message, or with `lost` have it lost on the way."""
+        payload = msgspec.msgpack.encode([0.0, list(events), 0])
+        self.kept.append((self.number, payload))
+        if not lost:
+            await self._socket.send_multipart([b"", SEQUENCE.pack(self.number), payload])
+        self.number += 1
+
+    async def send_raw(self, *frames: bytes) -> None:
+        await self._socket.send_multipart(list(frames))
+
+    async def _answer(self) -> None:
+        more = [b""] if self._four_frames else []
+        while True:
+            identity, _, start = await self._router.recv_multipart()
+            (first,) = SEQUENCE.unpack(start)
+            self.asked.append(first)
+            for number, payload in self.kept:
+                if number >= first:
+                    await self._router.send_multipart([identity, b"", *more, SEQUENCE.pack(number), payload])
+            await self._router.send_multipart([identity, b"", *more, SEQUENCE.pack(-1), b""])
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._socket.close()
+        self._router.close()
+
+
+def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
+    if port:
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        return port
+    return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+
+
+def stored(hashes: Sequence[int], parent: int | None = None, tokens: Sequence[int] = (), size: int = 2) -> dict[str, Any]:
+    """A stored event as our publisher sends it; without `tokens` they are those of `tokens_of`."""
+    ids = list(tokens) or [token for block_hash in hashes for token in tokens_of(block_hash, size)]
+    return {"type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": ids, "block_size": size}
+
+
+def tokens_of(block_hash: int, size: int = 2) -> list[int]:
+    return [block_hash * 10 + place for place in range(size)]
+
+
+class Seen:
+    """An `Observer` of a fleet, and a `Sink` of one replica's events, that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.counts: Counter[str] = Counter()
+        self.outcomes: Counter[tuple[int, str]] = Counter()
+        self.overlaps: list[tuple[int, int, int]] = []
+
+    def apply(self, event: Event) -> None:
+        self.events.append(event)
+
+    def restarted(self) -> None:
+        self.counts["restarted"] += 1
+        self.events.clear()
+
+    def gap(self, *missed: int) -> None:
+        self.counts["gap"] += missed[-1]
+
+    def replayed(self, *messages: int) -> None:
+        self.counts["replayed"] += messages[-1]
+
+    def malformed(self, *_: int) -> None:
+        self.counts["malformed"] += 1
+
+    def unattached(self, replica: int, blocks: int) -> None:
+        self.counts["unattached"] += blocks
+
+    def answered(self, replica: int, outcome: str) -> None:
+        self.outcomes[replica, outcome] += 1
+
+    def chosen(self, replica: int, prompt: int, overlap: int, seconds: float) -> None:
+        self.overlaps.append((replica, prompt, overlap))
+
+    def tokenised(self, seconds: float) -> None:
+        self.counts["tokenised"] += 1
+
+    def retried(self) -> None:
+        self.counts["retried"] += 1
+
+    def affine(self) -> None:
+        self.counts["affine"] += 1
+
+    def state(self, replica: int, available: bool, blocks: int, load: Load) -> None:
+        pass
+
+    def gone(self, replica: int) -> None:
+        self.counts["gone"] += 1
+
+
+@asynccontextmanager
+async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[str, Replica]]:
+    """URL and inner life of a router before the replicas at `urls`."""
+    async with replica("router", route_urls=tuple(urls), **{"route_events_port": 0, **settings}) as found:
+        yield found
