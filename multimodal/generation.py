@@ -58,6 +58,7 @@ class Generation:
         return self._builder.whole()
 
     async def _pieces(self) -> AsyncGenerator[Piece]:
+        self._metrics.requested(self._choices[0].request)
         streams = [self._engine.generate(choice.request) for choice in self._choices]
         timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, streams)
         try:

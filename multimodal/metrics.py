@@ -1,21 +1,25 @@
 """What the server measures of generations, under TensorRT-LLM's names where it has one."""
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from engine.types import GenerateRequest
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
+_TOKENS = (1, 2, 5, *(base * 10**power for power in range(1, 6) for base in (1, 2, 5)))
 
 
 class GenerationMetrics:
     """Prometheus metrics of one model; `track` follows one choice."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=_SECONDS).labels(model_name)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"trtllm_{name}", text, ["model_name"], registry=registry).labels(model_name)
@@ -25,6 +29,10 @@ class GenerationMetrics:
         self.per_token = histogram("time_per_output_token_seconds", "Mean time between the tokens of a choice")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
         self.queue = histogram("request_queue_time_seconds", "From the request's arrival until the engine began with it")
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens in the prompt of a choice", _TOKENS)
+        self.output_length = histogram("request_generation_tokens", "Tokens generated for a choice that finished", _TOKENS)
+        self.image_requests = counter("request_type_image", "Requests with images")
+        self.structured_requests = counter("request_type_structured_output", "Requests whose output has to follow a grammar")
         self.prompt_tokens = counter("prompt_tokens", "Tokens in prompts")
         self.cached_tokens = counter("prompt_cached_tokens", "Prompt tokens whose KV blocks were reused")
         self.generation_tokens = counter("generation_tokens", "Tokens generated")
@@ -32,6 +40,13 @@ class GenerationMetrics:
         self.aborted = counter("num_aborted_requests", "Choices whose client went away")
         success = Counter("trtllm_request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry)
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
+
+    def requested(self, request: GenerateRequest) -> None:
+        """A request has come, all of whose choices are like `request`."""
+        if request.images or request.media is not None or request.encoding is not None:
+            self.image_requests.inc()
+        if request.sampling.guide is not None:
+            self.structured_requests.inc()
 
     def track(self) -> "ChoiceTimer":
         """Start the clock of one choice."""
@@ -54,6 +69,7 @@ class ChoiceTimer:
         """The engine has reported on the prompt, with the first token."""
         self._metrics.queue.observe(queue_seconds)
         self._metrics.prompt_tokens.inc(tokens)
+        self._metrics.prompt_length.observe(tokens)
         self._metrics.cached_tokens.inc(cached)
 
     def tokens(self, count: int) -> None:
@@ -73,6 +89,7 @@ class ChoiceTimer:
         self._metrics.end_to_end.observe(time.perf_counter() - self._start)
         if self._count > 1:
             self._metrics.per_token.observe((self._last - self._first) / (self._count - 1))
+        self._metrics.output_length.observe(self._count)
         self._metrics.finished[reason].inc()
         self._ended = True
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_fastapi_instrumentator import Instrumentator
 
 from protocol.errors import ErrorEnvelope
 from routers import chat, completions, encode, health, internal, metrics, models, proxy, tokenize, version
-from server import __version__, errors, openapi
+from server import __version__, errors, http_metrics, openapi
 from server.compose import served_name
 from server.lifespan import make_lifespan
 from server.metrics import ServerMetrics
@@ -66,7 +65,7 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
     """Innermost first."""
     app.add_middleware(GateMiddleware)
-    Instrumentator(registry=server_metrics.registry).instrument(app)
+    http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
     app.add_middleware(ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret)
     if settings.cors_origins:

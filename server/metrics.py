@@ -6,11 +6,10 @@ them can show the sum. What the engine says of itself is not summed: each proces
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.admission import AdmissionEngine
@@ -19,9 +18,11 @@ from engine.types import EngineInfo
 from multimodal.embedding_cache import EmbeddingCache
 from routers.state import Replica
 from server.cache_metrics import CacheMetrics
+from server.engine_metrics import EngineCollector, InfoCollector
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _STATS_PAUSE = 0.1
 
 
@@ -34,6 +35,7 @@ class ServerMetrics:
         self._model_name = model_name
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
+        self._speed = 0.0
         self._updates: list[Callable[[], None]] = []
         self._queued = Gauge(
             "trtllm_num_requests_queued",
@@ -41,6 +43,13 @@ class ServerMetrics:
             ["model_name"],
             registry=self.registry,
             multiprocess_mode="livesum",
+        ).labels(model_name)
+        self._step = Histogram(
+            "trtllm_iteration_duration_seconds",
+            "The engine's steps, sampled: at most ten a second, in each API process",
+            ["model_name"],
+            registry=self.registry,
+            buckets=_STEP_BUCKETS,
         ).labels(model_name)
         self._lag = Histogram(
             "event_loop_lag_seconds", "How late the event loop runs a timer", registry=self.registry, buckets=_LAG_BUCKETS
@@ -59,10 +68,10 @@ class ServerMetrics:
             MultiProcessCollector(page, str(self.folder))  # type: ignore[no-untyped-call]
         engine = CollectorRegistry()
         if self._info is not None:
-            engine.register(_InfoCollector(self._info, self._model_name))
+            engine.register(InfoCollector(self._info, self._model_name))
         if self._stats is not None:
             queued = page.get_sample_value("trtllm_num_requests_queued", {"model_name": self._model_name}) or 0.0
-            engine.register(_EngineCollector(self._stats, self._model_name, queued))
+            engine.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
         return generate_latest(page) + generate_latest(engine)
 
     def watch(self, update: Callable[[], None]) -> None:
@@ -82,7 +91,7 @@ class ServerMetrics:
         """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
         self._info = engine.info
         async for stats in engine.stats():
-            self._stats = stats
+            self._note(stats)
             if engine.healthy:  # again, since after a restart it is another engine's; one that closes says nothing of itself
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
@@ -99,72 +108,9 @@ class ServerMetrics:
             for update in self._updates:  # for the pages that other processes render
                 update()
 
-
-class _Collector:
-    """Metrics of one engine, labelled with its model."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"trtllm_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-
-class _InfoCollector(_Collector):
-    """What the engine said of itself when it had started."""
-
-    def __init__(self, info: EngineInfo, model_name: str) -> None:
-        super().__init__(model_name)
-        self._info = info
-
-    def collect(self) -> Iterable[Metric]:
-        info = self._info
-        yield self._gauge("model_load_time_seconds", "How long the model took to load", info.load_seconds)
-        yield self._gauge("kv_cache_block_size", "Tokens in a KV block", info.block_size)
-        yield self._gauge("data_parallel_size", "Ranks with a KV cache of their own", info.data_parallel_size)
-
-
-class _EngineCollector(_Collector):
-    """One moment of the engine, under TensorRT-LLM's names."""
-
-    def __init__(self, stats: IterationStats, model_name: str, queued: float) -> None:
-        super().__init__(model_name)
-        self._stats = stats
-        self._queued = queued
-
-    def collect(self) -> Iterable[Metric]:
-        stats, blocks = self._stats, self._stats.kv_cache_stats
-        yield self._gauge("num_requests_running", "Sequences that run", stats.num_active_requests)
-        yield self._gauge("num_requests_waiting", "Sequences that wait, in and before the engine", stats.num_queued_requests + self._queued)
-        yield self._gauge("kv_cache_utilization", "Part of the KV blocks in use", blocks.used_num_blocks / max(blocks.max_num_blocks, 1))
-        yield self._gauge("kv_cache_hit_rate", "Part of the prompts' blocks that were reused", blocks.cache_hit_rate)
-        yield self._gauge("kv_cache_max_blocks", "KV blocks", blocks.max_num_blocks)
-        yield self._gauge("kv_cache_used_blocks", "KV blocks that live sequences hold", blocks.used_num_blocks)
-        yield self._gauge("kv_cache_free_blocks", "KV blocks that can be taken", blocks.free_num_blocks)
-        yield self._counter("kv_cache_reused_blocks", "Blocks of prompts found in the cache", blocks.reused_blocks)
-        yield self._counter("kv_cache_missed_blocks", "Blocks of prompts not found in the cache", blocks.missed_blocks)
-        yield self._counter("num_requests_completed", "Sequences that finished in the engine", stats.num_completed_requests)
-        yield self._counter("engine_aborted_requests", "Sequences that were aborted in the engine", stats.num_aborted_requests)
-        yield self._counter(
-            "num_preemptions", "Sequences that lost their KV blocks to others and were computed again", stats.num_preemptions
-        )
-        yield self._counter("iterations", "Steps of the engine", stats.iteration)
-        yield self._gauge("iteration_latency_seconds", "The engine's latest step", stats.iter_latency_ms / 1e3)
-        yield from self._collect_transfers(stats)
-
-    def _collect_transfers(self, stats: IterationStats) -> Iterable[Metric]:
-        """Of KV blocks that go from replica to replica."""
-        yield self._gauge("num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests)
-        yield self._gauge("kv_cache_held_blocks", "Their KV blocks", stats.num_held_blocks)
-        yield self._gauge("num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests)
-        yield self._counter("kv_transfer_success", "Prompts whose KV blocks were read", stats.kv_transfer_success_total)
-        yield self._counter("kv_transfer_failure", "Prompts computed again, as reading them failed", stats.kv_transfer_failure_total)
-        yield self._counter("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes)
-        yield self._counter("kv_transfer_latency_seconds", "Time that reading them took", stats.kv_transfer_latency_seconds)
+    def _note(self, stats: IterationStats) -> None:
+        before, self._stats = self._stats, stats
+        if before is None or stats.iteration != before.iteration:
+            self._step.observe(stats.iter_latency_ms / 1e3)
+        if before is not None and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0:
+            self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds

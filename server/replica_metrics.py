@@ -15,7 +15,7 @@ class ReplicaMetrics:
             ["model_name", "role", "backend", "version"],
             registry=registry,
             multiprocess_mode="livemax",
-        ).labels(model_name, role, backend, __version__).set(1)
+        ).labels(model_name, role, "none" if role == "router" else backend, __version__).set(1)
         self._ready = Gauge("trellis_ready", "1 if the replica takes requests", registry=registry, multiprocess_mode="livemin")
         self._blocked = Gauge(
             "trellis_event_loop_blocked", "1 while an event loop stands still", registry=registry, multiprocess_mode="livemax"
