@@ -1,12 +1,46 @@
-"""GET /v1/models and /version."""
+"""GET /v1/models, /server_info and /version."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 
+class Peers(BaseModel):
+    """Replicas that this one asks: those that it knows, and those of them that answer."""
+
+    known: int
+    available: int
+
+
+class Runtime(BaseModel):
+    """How a replica runs. What only an engine knows is null where there is none, and before it has started."""
+
+    role: str
+    backend: str | None
+    device: str | None = None
+    dtype: str | None = None
+    context_length: int | None = None
+    kv_block_size: int | None = None
+    """Tokens in a KV block."""
+    total_kv_blocks: int | None = None
+    """Of one data-parallel rank, as are the two that follow."""
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    guides: list[str] = []
+    """Kinds of guided decoding."""
+    parsers: list[str] = []
+    """Of tool calls and reasoning."""
+    peers: dict[str, Peers]
+    kv_events_port: int | None
+    """Where the first data-parallel rank's KV-cache events are published; the other ranks' ports follow. Null if they are not."""
+    kv_events_replay_port: int | None
+    versions: dict[str, str]
+
+
 class Model(BaseModel):
-    """A served model; `max_model_len` is its context length in tokens."""
+    """A served model; `max_model_len` is its context length in tokens. `runtime` is our extension."""
 
     id: str
     object: Literal["model"] = "model"
@@ -14,11 +48,22 @@ class Model(BaseModel):
     owned_by: str = "trellis"
     root: str
     max_model_len: int
+    runtime: Runtime
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class ServerInfo(BaseModel):
+    """A replica's runtime configuration and settings."""
+
+    model: str
+    ready: bool
+    runtime: Runtime
+    settings: dict[str, Any]
+    """By name; "***" for a secret or an address that is set."""
 
 
 class Version(BaseModel):

@@ -15,6 +15,7 @@ from engine.routing.fleet import Fleet
 from multimodal.processor import Processor
 from multimodal.prompt import ImagePrompts
 from multimodal.routed_prompts import RoutedPrompts
+from protocol.models import Runtime
 
 
 class Missing(NamedTuple):
@@ -144,6 +145,10 @@ class State(TypedDict):
     render_error: Callable[[Exception], bytes]
     """The error envelope for an exception (`server/errors.py`)."""
     render_metrics: Callable[[], bytes]
+    runtime: Callable[[], Runtime]
+    """How the replica runs, as far as is known now."""
+    settings: dict[str, object]
+    """Without secrets."""
 
 
 def state_of(request: Request) -> State:

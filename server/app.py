@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, encode, health, internal, metrics, models, proxy, tokenize, version
+from routers import chat, completions, encode, health, internal, metrics, models, proxy, server_info, tokenize, version
 from server import __version__, errors, http_metrics, openapi
 from server.compose import served_name
 from server.lifespan import make_lifespan
@@ -18,7 +18,7 @@ from server.settings import Settings
 if TYPE_CHECKING:
     from server.tracing import Tracing
 
-OPERATIONS = (health.router, metrics.router, version.router)
+OPERATIONS = (health.router, metrics.router, server_info.router, version.router)
 PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
 ROUTERS = {
     "aggregated": PUBLIC,

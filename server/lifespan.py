@@ -28,6 +28,7 @@ from server.health import Health
 from server.metrics import ServerMetrics
 from server.publishing import publish_events
 from server.routing import add_router
+from server.runtime import runtime_of, shown_settings
 from server.settings import Settings
 from server.tasks import background, in_thread, one_line, together
 from server.vision import image_prompts
@@ -58,7 +59,15 @@ def make_lifespan(
         health = Health(settings, metrics, replica)
         living = live(settings, metrics, replica, health)
         async with health.watching(), background(metrics.watch_loop(replica), "event-loop-lag"), background(living, "replica"):
-            yield State(version=__version__, replica=replica, http=options, render_error=render_event, render_metrics=metrics.render)
+            yield State(
+                version=__version__,
+                replica=replica,
+                http=options,
+                render_error=render_event,
+                render_metrics=metrics.render,
+                runtime=partial(runtime_of, settings, replica),
+                settings=shown_settings(settings),
+            )
         if at_end is not None:
             await in_thread(at_end)
 

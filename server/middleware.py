@@ -22,7 +22,7 @@ LIVENESS = "/health/live"
 INTERNAL = frozenset({"/prefill", "/encode"})
 """Routes between replicas, never for outside clients."""
 OPEN_WHILE_NOT_READY = frozenset(
-    {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/version", "/docs", "/openapi.json"}
+    {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/server_info", "/version", "/docs", "/openapi.json"}
 )
 """Routes that need no engine, or say themselves that it is not there."""
 

@@ -99,7 +99,7 @@ async def test_the_canary_sings_on_every_role_and_nobody_hears_it(settings: dict
 
 
 async def test_a_canary_that_takes_too_long_makes_the_replica_not_ready_and_requests_go_on() -> None:
-    async with application(canary_seconds=0.02, canary_timeout_seconds=0.05, fake_token_delay_ms=150) as (client, _):
+    async with application(canary_seconds=0.02, canary_timeout_seconds=0.05, fake_token_delay_ms=700) as (client, _):
 
         async def silent() -> bool:
             return "canary" in await missing(client)

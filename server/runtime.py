@@ -1,0 +1,90 @@
+"""How this replica runs: what routers and people ask it at /v1/models and /server_info."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from platform import python_version
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from engine.types import EngineInfo
+from protocol.models import Peers, Runtime
+from routers.state import Replica
+from server import __version__
+from server.settings import Settings
+
+_PACKAGES = ("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13")
+_HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
+"""Ends of the names of settings whose values stay here: they hold secrets, or may, or other machines' addresses."""
+
+
+def runtime_of(settings: Settings, replica: Replica) -> Runtime:
+    """What can be said now: facts of the engine are None before it has started, and where there is none."""
+    publishes = settings.publish_kv_events and replica.has_engine
+    runtime = Runtime(
+        role=settings.disaggregation_mode,
+        backend=settings.engine if settings.disaggregation_mode != "router" else None,
+        peers={name: Peers(known=known, available=available) for name, (known, available) in _counts(replica).items()},
+        kv_events_port=_port(settings.kv_events_endpoint) if publishes else None,
+        kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
+        versions=versions(),
+    )
+    return runtime if replica.engine is None else runtime.model_copy(update=_facts(replica.engine.info))
+
+
+def shown_settings(settings: Settings) -> dict[str, object]:
+    """Every setting as JSON; of what is hidden, whether it is set."""
+    return {name: _shown(name, getattr(settings, name)) for name in Settings.model_fields}
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of the server and of the packages that matter, as far as they are installed beside it."""
+    found = {"trellis": __version__, "python": python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _facts(info: EngineInfo) -> dict[str, object]:
+    return {
+        "device": info.device,
+        "dtype": info.dtype,
+        "context_length": info.context_length,
+        "kv_block_size": info.block_size,
+        "total_kv_blocks": info.num_blocks,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_tokens,
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "data_parallel_size": info.data_parallel_size,
+        "guides": list(info.guides),
+    }
+
+
+def _counts(replica: Replica) -> Mapping[str, tuple[int, int]]:
+    return {name: count() for name, count in replica.peers.items()}
+
+
+def _port(endpoint: str) -> int | None:
+    """Of the first data-parallel rank; the others' follow."""
+    return urlsplit(endpoint.replace("*", "0.0.0.0")).port if endpoint.startswith("tcp://") else None
+
+
+def _shown(name: str, value: object) -> object:
+    if isinstance(value, SecretStr) or name.endswith(_HIDDEN):
+        return "***" if value else ""
+    if isinstance(value, tuple):
+        return [_shown(name, part) for part in value]
+    if isinstance(value, str) and "://" in value:
+        return _without_user(value)
+    return value if isinstance(value, bool | int | float | None) else str(value)
+
+
+def _without_user(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
