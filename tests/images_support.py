@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import psutil
 from disaggregated_support import SECRET
 from http_support import ServerProcess
 from PIL import Image, ImageFont
@@ -73,6 +74,12 @@ def cached(answer: dict[str, Any]) -> int:
     return tokens
 
 
+def memory(server: ServerProcess) -> int:
+    """Bytes of the server and its children."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    return sum(int(process.memory_info().rss) for process in processes)
+
+
 class PictureServer:
     """Serves files by path, each after a moment, and counts who asks for them."""
 
@@ -125,9 +132,9 @@ class Replicas:
     ) -> None:
         self.whole, self.encode, self.prefill = whole, encode, prefill
         self.pair = pair
-        """Decodes, and encodes images itself."""
+        """Decodes; images are encoded where prompts are computed."""
         self.three = three
-        """Decodes, and encodes nothing."""
+        """Decodes; images are encoded by the encode replica."""
         self.fronts = (whole, pair, three)
 
     def each(self, *messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
@@ -151,11 +158,11 @@ def replicas(common: Sequence[str]) -> Iterator[Replicas]:
     try:
         whole, encode, prefill = (start(*role) for role in ((), ("--disaggregation-mode", "encode"), ("--disaggregation-mode", "prefill")))
         for server in (encode, prefill):
-            server.wait_ready(120)
+            server.wait_ready(200)
         decode = ("--disaggregation-mode", "decode", "--prefill-urls", prefill.url, "--prefill-min-tokens", "0")
-        pair, three = start(*decode), start(*decode, "--encode-urls", encode.url, "--encode-fallback", "refuse")
+        pair, three = (start(*decode, "--encode-urls", peer.url, "--encode-fallback", "refuse") for peer in (prefill, encode))
         for server in (whole, pair, three):
-            server.wait_ready(120)
+            server.wait_ready(200)
         yield Replicas(whole, encode, prefill, pair, three)
     finally:
         for server in started:

@@ -1,24 +1,40 @@
 """Chats about pictures that the model knows, through one server, prefill and decode, and encode, prefill and decode: right and alike."""
 
 import base64
+import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from disaggregated_support import servers, wait_empty
 from encode_support import encoder_of
-from images_support import IMAGE_TOKENS, PictureServer, Replicas, ask, cached, message, number, picture_server, post, replicas, said, shape
+from images_support import (
+    IMAGE_TOKENS,
+    PictureServer,
+    Replicas,
+    ask,
+    cached,
+    memory,
+    message,
+    number,
+    picture_server,
+    post,
+    replicas,
+    said,
+    shape,
+)
+from media_support import image_file, png, png_chunk
 from safetensors.torch import save
 from test_disaggregated_e2e import differences
 
 from engine.encoder import ImageInput
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = ("--engine", "embedded", "--model", "smolvision", "--threads", "1", "--max-seq-len", "1024", "--kv-cache-memory-mb", "64")
 CIRCLE, SQUARE = shape("red", "circle"), shape("blue", "square", "black")
 NUMBER, FIRST, SECOND = "What number is shown?", "What colour is the background in the first image?", "What shape is in the second image?"
@@ -129,6 +145,25 @@ def test_of_three_images_the_missing_one_is_encoded(group: Replicas) -> None:
     assert list(differences(answer["choices"], other["choices"])) and group.encoded() == before + 1
 
 
+def test_bombs_are_refused_while_others_are_answered(group: Replicas) -> None:
+    """Each is a small file. The encode replica, which decodes them, never holds several that are large at the same time."""
+    texts, bomb = zlib.compress(bytes(1 << 26)), number(12, seed=90)
+    header, rest = bomb[:33], bomb[33:]
+    bad = [png(30_000, 30_000, 1000), header + png_chunk(b"zTXt", b"text\0\0" + texts) + rest, bomb[:-500]]
+    large = [image_file(size=(4000, 4000))] * 3
+    size = memory(group.encode)
+    peak = size
+    with ThreadPoolExecutor(8) as threads:
+        refused = [threads.submit(post, group.three, message(NUMBER, image)) for image in bad]
+        taken = [threads.submit(post, group.three, message(NUMBER, image + bytes(index))) for index, image in enumerate(large)]
+        asked = threads.submit(ask, group.three, message(NUMBER, number(61, seed=91)))
+        while not all(each.done() for each in (*refused, *taken, asked)):
+            peak = max(peak, memory(group.encode))
+            time.sleep(0.05)
+    assert [each.result().status_code for each in (*refused, *taken)] == [400] * len(bad) + [200] * len(large)
+    assert said(asked.result()) == "The number is 61." and peak - size < 600 << 20, (peak - size) >> 20
+
+
 async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(group: Replicas, pictures: PictureServer, folder: Path) -> None:
     """They come from the encode replica, as files of the folder and by URL."""
     picture = number(58)
@@ -164,7 +199,7 @@ def test_without_encode_replicas_known_images_are_answered(group: Replicas) -> N
     refused = post(group.three, unknown)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
     assert "encode replica" in refused.json()["error"]["message"]
-    assert said(ask(group.pair, unknown)) == "The number is 24.", "this one encodes itself"
+    assert said(ask(group.pair, unknown)) == "The number is 24.", "by the prefill replica's tower"
     with servers((*MODEL, "--encode-urls", group.encode.url)) as (front,):
         assert said(ask(front, unknown)) == "The number is 24." and front.metric("trtllm_encode_local_total") == 1
-    assert httpx.get(f"{group.three.url}/health/ready").status_code == 200
+    assert said(ask(group.three, known)) == "The number is 23."

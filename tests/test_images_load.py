@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
-import psutil
 import pytest
 from http_support import ROOT, ServerProcess, serving
+from images_support import memory
 from media_support import data_url, png
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,12 +49,6 @@ def lags(server: ServerProcess) -> dict[float, float]:
     """How often the event loop was late by no more than so many seconds."""
     page = httpx.get(f"{server.url}/metrics").text
     return {float(bound): float(count) for bound, count in re.findall(r'event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)}
-
-
-def memory(server: ServerProcess) -> int:
-    """Bytes of the server and its children."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
-    return sum(int(process.memory_info().rss) for process in processes)
 
 
 def round_of(server: ServerProcess, bodies: list[bytes], codes: Counter[tuple[str, int]], sizes: list[int]) -> tuple[float, float, float]:
