@@ -148,3 +148,44 @@ async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[st
     """URL and inner life of a router before the replicas at `urls`."""
     async with replica("router", route_urls=tuple(urls), **{"route_events_port": 0, **settings}) as found:
         yield found
+
+
+class Bare:
+    """A replica that is ready, and answers each request with the bytes `answer` and, if it is to `hang_up`, the end of the connection."""
+
+    def __init__(self, answer: bytes, hang_up: bool = True) -> None:
+        self.requests: list[bytes] = []
+        self.ended = asyncio.Event()
+        self._answer, self._hang_up = answer, hang_up
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> "Bare":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        try:
+            while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health/ready"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
+            self.requests.append(head + await reader.readexactly(length))
+            writer.write(self._answer)
+            if not self._hang_up:
+                await reader.read()
+                self.ended.set()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+
+
+def chunked(*parts: bytes) -> bytes:
+    """The beginning of a stream of events."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
