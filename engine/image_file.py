@@ -30,6 +30,15 @@ def limit_pixels(most: int) -> None:
     Image.MAX_IMAGE_PIXELS = most
 
 
+def pixels(image: ImageInput) -> int:
+    """How many it has by its header; 0 if that cannot be read, which `decode` refuses."""
+    try:
+        with Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
+            return opened.width * opened.height
+    except Exception:  # whatever Pillow's parsers raise
+        return 0
+
+
 def decode(image: ImageInput, max_pixels: int) -> Image.Image:
     """The first frame, turned as its EXIF says, transparency over white. Raises InvalidRequest."""
     try:

@@ -1,6 +1,7 @@
 """The encoder's process: its death, its hanging, its end; what is cancelled; and that the loop does not feel it."""
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from PIL import Image
 from vision_models import build_llava, image_bytes
 
 from engine.config import EncoderConfig
@@ -66,6 +68,28 @@ async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
         await seam.encode([GOOD, ImageInput(b"no image"), GOOD])
     assert caught.value.param == "image"
     assert len(await seam.encode([GOOD])) == 1
+
+
+async def test_large_images_are_in_memory_one_at_a_time(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_timeout", 60.0)
+    file = io.BytesIO()
+    Image.new("RGBA", (4000, 4000), (200, 10, 10, 128)).save(file, "PNG", compress_level=1)
+    before = restart_peak(encoder)
+    await encoder.encode([ImageInput(file.getvalue() + bytes([index])) for index in range(6)])
+    assert memory(encoder, "VmHWM") - before < 400 << 10, "three copies of 64 MB, not of each image"
+    assert memory(encoder, "VmRSS") - before < 150 << 10, "which are given back"
+
+
+def restart_peak(encoder: EmbeddedEncoder) -> int:
+    """What the process has now, from which its peak is counted."""
+    Path(f"/proc/{encoder.pid}/clear_refs").write_text("5")
+    return memory(encoder, "VmRSS")
+
+
+def memory(encoder: EmbeddedEncoder, name: str) -> int:
+    """Of its process, in KiB."""
+    (line,) = [line for line in Path(f"/proc/{encoder.pid}/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1])
 
 
 async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:

@@ -24,7 +24,7 @@ from engine.config import EncoderConfig
 from engine.embedded.vision.facts import VisionFacts
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure, InvalidRequest
-from engine.image_file import decode, limit_pixels
+from engine.image_file import decode, limit_pixels, pixels
 
 _PROCESSORS: dict[str, Any] = {
     "llava": LlavaProcessor,
@@ -34,7 +34,7 @@ _PROCESSORS: dict[str, Any] = {
     "smolvlm": Idefics3Processor,  # expands images alike; SmolVLM's own asks for a library that spells out numbers, for videos
 }
 _LARGE = 8_000_000
-"""Pixels from which images are processed one at a time: copies of one of 64 million take a gigabyte."""
+"""Pixels from which images are decoded and processed one at a time: copies of one of 64 million take a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class ImageProcessing:
 
     def prepare(self, image: ImageInput) -> Prepared:
         """Raises InvalidRequest."""
-        picture = decode(image, self._max_pixels)
-        with self._one_large if picture.width * picture.height > _LARGE else nullcontext():
+        with self._one_large if pixels(image) > _LARGE else nullcontext():
+            picture = decode(image, self._max_pixels)
             try:
                 inputs = self._image_processor([picture], return_tensors="pt", **self._wanted)
             except ValueError as error:
