@@ -16,7 +16,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-disaggregated doctor config test check bench
+.PHONY: help serve serve-vision serve-disaggregated serve-routed doctor config test check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -29,6 +29,9 @@ serve-vision: $(RUNTIME)  ## Start the server with a small model that sees image
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas, behind nginx if installed, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)
+
+serve-routed: $(RUNTIME)  ## Start 2 replicas and a router that knows what they have in their KV caches, on PORT or 8000; ARGS as above
+	@exec $(BIN)/python deploy/routed.py $(ARGS)
 
 doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtllm" asks what TensorRT-LLM needs
 	@exec $(BIN)/python -m server doctor $(ARGS)

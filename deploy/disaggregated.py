@@ -14,8 +14,9 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,17 +37,23 @@ class Group:
         given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, (os.cpu_count() or 1) // count))}
         self._environment = {**given, **os.environ}
 
-    async def replicas(self, role: str, count: int, **variables: str) -> list[str]:
-        """URLs of `count` replicas, once they are ready."""
+    async def replicas(self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str) -> list[str]:
+        """URLs of `count` replicas, once they are ready. `each` makes the variables that no two have in common."""
         urls = []
         for index in range(1, count + 1):
             port = free_port()
-            environment = {**self._environment, **variables, "DISAGGREGATION_MODE": role, "HOST": "127.0.0.1", "PORT": str(port)}
+            environment = {**self._environment, **variables, **each(), "DISAGGREGATION_MODE": role, "HOST": "127.0.0.1", "PORT": str(port)}
             await self.start(f"{role}-{index}", [sys.executable, "-m", "server", *self._arguments], environment)
             urls.append(f"http://127.0.0.1:{port}")
         for url in urls:
             await self._ready(url)
         return urls
+
+    async def router(self, port: int, **variables: str) -> None:
+        """Start a router at `port`; returns when it is ready."""
+        environment = {**self._environment, **variables, "DISAGGREGATION_MODE": "router", "HOST": "127.0.0.1", "PORT": str(port)}
+        await self.start("router", [sys.executable, "-m", "server", *self._arguments], environment)
+        await self._ready(f"http://127.0.0.1:{port}")
 
     async def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -66,8 +73,8 @@ class Group:
                 wait.cancel()
 
     async def stop(self) -> None:
-        """Those that clients talk to first: decode replicas still need the others while they finish."""
-        others = [process for name, process in self._processes.items() if name.startswith(("encode", "prefill"))]
+        """Those that clients talk to first: they still need the others while they finish."""
+        others = [process for name, process in self._processes.items() if name.startswith(("encode", "prefill", "aggregated"))]
         await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in others))
         await asyncio.gather(*map(_end, others))
         if self._logs:
@@ -123,11 +130,12 @@ def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> st
     return text.replace(line, servers).replace("listen 8080", f"listen 127.0.0.1:{port}").replace("/tmp/", f"{folder}/")
 
 
-async def serve(counts: argparse.Namespace, arguments: Sequence[str], folder: Path) -> int:
-    group, stopping = Group(arguments, counts.encode + counts.prefill + counts.decode), asyncio.Event()
+async def serve(group: Group, work: Coroutine[Any, Any, str]) -> int:
+    """Do `work`, which returns the name of the first process that has ended, until a signal; then stop everything."""
+    stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    running = asyncio.create_task(_serve(group, counts, folder))
+    running = asyncio.create_task(work)
     try:
         await asyncio.wait({running, stop := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -138,6 +146,11 @@ async def serve(counts: argparse.Namespace, arguments: Sequence[str], folder: Pa
     finally:
         running.cancel()
         await group.stop()
+
+
+async def run(counts: argparse.Namespace, arguments: Sequence[str], folder: Path) -> int:
+    group = Group(arguments, counts.encode + counts.prefill + counts.decode)
+    return await serve(group, _serve(group, counts, folder))
 
 
 async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
@@ -164,7 +177,7 @@ def main() -> int:
         parser.add_argument(f"--{role}", type=int, choices=range(0 if role == "encode" else 1, 65), default=count, metavar="N")
     counts, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="trellis-") as folder:
-        return asyncio.run(serve(counts, arguments, Path(folder)))
+        return asyncio.run(run(counts, arguments, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import httpx
+import psutil
 import pytest
-from http_support import ServerProcess
+import yaml
+from http_support import ROOT, ServerProcess
 from test_deploy import free_port
+
+from server.settings import Settings
 
 STREAMS = 12
 
@@ -149,3 +156,37 @@ def test_without_any_replica_requests_are_refused_until_one_is_back(cluster: Rep
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert httpx.post(f"{cluster.router.url}/v1/completions", json={"prompt": "hello"}).headers["x-trellis-replica"] == "2"
+
+
+def test_the_starter_serves_and_leaves_nothing_behind() -> None:
+    port = free_port()
+    command = [sys.executable, str(ROOT / "deploy/routed.py"), "--engine", "fake", "--api-keys", "secret"]
+    environment = {**os.environ, "PORT": str(port), "API_KEYS": "secret"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as starter:
+        try:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == f"ready: http://127.0.0.1:{port}/v1\n"
+            children = psutil.Process(starter.pid).children(recursive=True)
+            answer = httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hi"}, headers={"authorization": "Bearer secret"}
+            )
+            assert answer.status_code == 200
+        finally:
+            starter.send_signal(signal.SIGINT)
+            code = starter.wait(20)
+    assert code == 0
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_the_composed_router_finds_its_replicas_and_their_events() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    replica, router = services["routed"], services["router"]
+    given = {name.lower(): value for name, value in router["environment"].items() if "$" not in value}
+    settings = Settings(**given)
+    assert settings.route_urls == ("dns+http://routed:8000",)
+    published = Settings(**{name.lower(): value for name, value in replica["environment"].items() if "$" not in value})
+    assert published.publish_kv_events
+    assert published.kv_events_endpoint.endswith(f":{settings.route_events_port}")
+    assert published.kv_events_replay_endpoint.endswith(f":{settings.route_replay_port}")
+    assert replica["profiles"] == router["profiles"] == ["router"]
+    assert replica["networks"] == router["networks"]
