@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
+from disaggregated_support import replica
 from encode_support import until
 from media_support import OddServer, data_url, image_file, ok, world
 from prometheus_client import CollectorRegistry
@@ -90,6 +92,15 @@ async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: 
         await asyncio.gather(first, prepared.chat(chat(data_url(PNG)), "id"))  # what is on its way needs no more
         await prepared.chat(chat(data_url(OTHER)), "id")
         assert encoder.encoded == 2
+
+
+async def test_a_client_that_goes_leaves_no_images_behind() -> None:
+    messages = chat(data_url(PNG)).model_dump(exclude_none=True)["messages"]
+    async with replica("aggregated", fake_token_delay_ms=5000) as (url, life), httpx.AsyncClient(base_url=url, timeout=0.5) as client:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(path, json={"messages": messages})
+            await until(lambda: not life.running, 1.0)
 
 
 async def test_nothing_is_fetched_for_a_request_with_too_many_choices() -> None:
