@@ -11,7 +11,7 @@ def describe_request(operation: str, model: str, answer_id: str, params: Sequenc
     """Tell the request's span what was asked for. `params`: of each choice."""
     if (span := trace.current.get()) is None:
         return
-    first = params[0]
+    first, plain = params[0], SamplingParams(max_tokens=0)
     attributes: dict[str, trace.Value] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "trellis",
@@ -20,15 +20,12 @@ def describe_request(operation: str, model: str, answer_id: str, params: Sequenc
         "gen_ai.response.model": model,
         "gen_ai.response.id": answer_id,
         "gen_ai.request.max_tokens": first.max_tokens,
-        "gen_ai.request.temperature": first.temperature,
-        "gen_ai.request.top_p": first.top_p,
-        "gen_ai.request.top_k": first.top_k,
-        "gen_ai.request.frequency_penalty": first.frequency_penalty,
-        "gen_ai.request.presence_penalty": first.presence_penalty,
-        "gen_ai.request.choice.count": len(params),
     }
-    if first.seed is not None:
-        attributes["gen_ai.request.seed"] = first.seed
+    for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed"):
+        if (value := getattr(first, name)) != getattr(plain, name):
+            attributes[f"gen_ai.request.{name}"] = value
+    if len(params) > 1:
+        attributes["gen_ai.request.choice.count"] = len(params)
     span.set(attributes)
 
 

@@ -2,11 +2,14 @@
 to a collector. Imported only where OTEL_ENDPOINT is set.
 
 Spans wait in a bounded queue for a thread that sends them; what does not fit, and what the collector does not take, is counted and gone.
-Requests never wait for any of it, and a shutdown only so long.
+Requests never wait for any of it, and a shutdown only so long. The library's own spans are not used: they take four times as long, on the
+event loop. What is handed to its queue and its exporter is the same.
 """
 
 import logging
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -14,10 +17,12 @@ from fastapi.routing import APIRoute
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
@@ -32,46 +37,58 @@ MAX_WAITING = 8192
 """Spans that may wait for the collector: of about a thousand requests."""
 CLOSE_SECONDS = 1.0
 """How long the end of the server may be put off by what still waits."""
-_BATCH = 64
-"""Spans in one message. Encoding them holds the interpreter's lock, for about a millisecond."""
-_PAUSE_MS = 500
+_BATCH, _PAUSE_MS = 256, 500
+"""Spans in one message, and the pause between messages while fewer wait."""
 _SEND_SECONDS = 5.0
+_SWITCH_SECONDS = 0.0005  # how long the thread that sends keeps the interpreter from the event loop: a tenth of Python's default
 _PATH = "/v1/traces"
+_SCOPE = InstrumentationScope("trellis", __version__)
 
 log = logging.getLogger(__name__)
 _w3c = TraceContextTextMapPropagator()
+_ids = RandomIdGenerator()
+_UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 class Tracing:
-    """The tracer of one API process, and the way of its spans to the collector. Close it once."""
+    """The spans of one API process, and their way to the collector. Close it once."""
 
     def __init__(self, settings: Settings, registry: CollectorRegistry) -> None:
-        resource = {
-            "service.name": settings.otel_service_name,
-            "service.version": __version__,
-            "trellis.role": settings.disaggregation_mode,
-            "trellis.engine": settings.engine,
-            "gen_ai.request.model": served_name(settings),
-        }
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # of a collector that is away it would say four lines a second
-        self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
-        self._provider = TracerProvider(
-            ParentBased(TraceIdRatioBased(settings.otel_sample_ratio)), Resource.create(resource), shutdown_on_exit=False
+        self.resource = Resource.create(
+            {
+                "service.name": settings.otel_service_name,
+                "service.version": __version__,
+                "trellis.role": settings.disaggregation_mode,
+                "trellis.engine": settings.engine,
+                "gen_ai.request.model": served_name(settings),
+            }
         )
-        self._provider.add_span_processor(_Queue(self._exporter))
-        self._tracer = self._provider.get_tracer("trellis", __version__)
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # of a collector that is away it would say four lines a second
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
+        self.queue = _Queue(self._exporter)
+        self._sampler = TraceIdRatioBased(settings.otel_sample_ratio)
 
     def request(self, name: str, headers: Headers) -> "_Recorded | _Unsampled":
         """The span of a request that comes in, part of the client's trace if it has one."""
         given = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
-        return _begin(self._tracer, name, _w3c.extract(given, Context()), SpanKind.SERVER, None, None)
+        parent = get_current_span(_w3c.extract(given, Context())).get_span_context() if given else None
+        if parent is not None and parent.is_valid:
+            if not parent.trace_flags.sampled:
+                return _Unsampled(_headers(parent))
+            context = SpanContext(parent.trace_id, _ids.generate_span_id(), False, parent.trace_flags, parent.trace_state)
+            return _Recorded(self, name, SpanKind.SERVER, context, parent)
+        trace_id = _ids.generate_trace_id()
+        sampled = self._sampler.should_sample(None, trace_id, name).decision.is_sampled()  # type: ignore[no-untyped-call]
+        context = SpanContext(trace_id, _ids.generate_span_id(), False, TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT))
+        return _Recorded(self, name, SpanKind.SERVER, context) if sampled else _Unsampled(_headers(context))
 
     def middleware(self, app: ASGIApp) -> "TracingMiddleware":
         return TracingMiddleware(app, self)
 
     def close(self) -> None:
         """Send what waits. Takes up to `CLOSE_SECONDS`."""
-        closing = threading.Thread(target=self._provider.shutdown, name="traces-closing", daemon=True)
+        closing = threading.Thread(target=self.queue.shutdown, name="traces-closing", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
@@ -119,35 +136,54 @@ def _describe(span: "_Recorded | _Unsampled", scope: Scope) -> None:
 
 
 class _Recorded:
-    """An `engine.trace.Span` that OpenTelemetry records."""
+    """An `engine.trace.Span` that goes to the collector."""
 
-    __slots__ = ("_context", "_span", "_tracer")
+    __slots__ = ("_attributes", "_context", "_kind", "_name", "_parent", "_start", "_status", "_tracing")
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        self._tracer = tracer
-        self._span = span
-        self._context = set_span_in_context(span, Context())
+    def __init__(self, tracing: Tracing, name: str, kind: SpanKind, context: SpanContext, parent: SpanContext | None = None) -> None:
+        self._tracing, self._name, self._kind, self._context, self._parent = tracing, name, kind, context, parent
+        self._attributes: dict[str, trace.Value] = {}
+        self._status = _UNSET
+        self._start = time.time_ns()
 
     @property
     def headers(self) -> dict[str, str]:
         return _headers(self._context)
 
     def child(self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None) -> trace.Span:
-        return _begin(self._tracer, name, self._context, SpanKind.CLIENT if client else SpanKind.INTERNAL, attributes, start)
+        mine = self._context
+        context = SpanContext(mine.trace_id, _ids.generate_span_id(), False, mine.trace_flags, mine.trace_state)
+        child = _Recorded(self._tracing, name, SpanKind.CLIENT if client else SpanKind.INTERNAL, context, mine)
+        child._attributes.update(attributes or {})
+        child._start = start if start is not None else child._start
+        return child
 
     def rename(self, name: str) -> None:
-        self._span.update_name(name)
+        self._name = name
 
     def set(self, attributes: trace.Attributes) -> None:
-        self._span.set_attributes(attributes)
+        self._attributes.update(attributes)
 
     def fail(self, code: str, *, ours: bool = True) -> None:
-        self._span.set_attribute("error.type", code)
+        self._attributes["error.type"] = code
         if ours:
-            self._span.set_status(StatusCode.ERROR)
+            self._status = _ERROR
 
     def end(self, at: int | None = None) -> None:
-        self._span.end(at)
+        attributes, self._attributes = self._attributes, {}  # what is said from here on comes too late: another thread reads them
+        span = ReadableSpan(
+            name=self._name,
+            context=self._context,
+            parent=self._parent,
+            resource=self._tracing.resource,
+            attributes=attributes,
+            kind=self._kind,
+            status=self._status,
+            start_time=self._start,
+            end_time=at if at is not None else time.time_ns(),
+            instrumentation_scope=_SCOPE,
+        )
+        self._tracing.queue.on_end(span)
 
 
 class _Unsampled:
@@ -174,17 +210,9 @@ class _Unsampled:
         pass
 
 
-def _begin(
-    tracer: Tracer, name: str, context: Context, kind: SpanKind, attributes: trace.Attributes | None, start: int | None
-) -> _Recorded | _Unsampled:
-    span = tracer.start_span(name, context, kind, attributes, start_time=start)
-    return _Recorded(tracer, span) if span.is_recording() else _Unsampled(_headers(set_span_in_context(span, Context())))
-
-
-def _headers(context: Context) -> dict[str, str]:
-    carrier: dict[str, str] = {}
-    _w3c.inject(carrier, context)
-    return carrier
+def _headers(context: SpanContext) -> dict[str, str]:
+    headers = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    return headers | {"tracestate": context.trace_state.to_header()} if context.trace_state else headers
 
 
 def _url(endpoint: str) -> str:

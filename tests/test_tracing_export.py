@@ -52,6 +52,7 @@ async def test_a_slow_collector_holds_up_nobody_at_the_end(spans: Collector) -> 
 async def test_what_is_not_exported_is_counted(spans: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of few spans that may wait, while the collector refuses."""
     monkeypatch.setattr(tracing, "MAX_WAITING", 70)
+    monkeypatch.setattr(tracing, "_BATCH", 64)
     spans.status, spans.delay = 400, 0.2
     with caplog.at_level(logging.WARNING, "server.tracing"):
         async with application(otel_endpoint=spans.url) as (client, state):
