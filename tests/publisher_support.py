@@ -92,7 +92,7 @@ class Follower:
 async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> list[tuple[int, bytes]]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.RCVHWM, 0)
-    messages = []
+    messages: list[tuple[int, bytes]] = []
     try:
         dealer.connect(endpoint)
         await dealer.send_multipart([b"", start.to_bytes(8, "big")])

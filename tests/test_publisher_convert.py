@@ -4,16 +4,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from publisher_support import BLOCK, block, stored
 
 from engine.kv_events import Cleared, Created, EventDiff, KvEvent, Removed, Stored, Updated
 from engine.publisher.convert import Converter
-from engine.publisher.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode, encode, signed
-from tests.publisher_support import BLOCK, block, stored
+from engine.publisher.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, WireEvent, decode, encode, signed
 
 CREATED = KvEvent(0, Created((8, 0)), 512)
 
 
-def converted(*events: KvEvent) -> list[object]:
+def converted(*events: KvEvent) -> list[WireEvent]:
     """What is said after the greeting of a new engine."""
     converter = Converter(BLOCK)
     said = [one for event in (CREATED, *events) for one in converter.convert(event)]
@@ -23,7 +23,7 @@ def converted(*events: KvEvent) -> list[object]:
 
 def test_the_bytes_of_a_message() -> None:
     """Put together by hand from the MessagePack specification."""
-    events = [BlockStored([1, -5], None, [7, 8, 300, 70000], 2), BlockRemoved([1 << 40]), AllBlocksCleared()]
+    events: list[WireEvent] = [BlockStored([1, -5], None, [7, 8, 300, 70000], 2), BlockRemoved([1 << 40]), AllBlocksCleared()]
     expected = (
         b"\x93"  # array of 3
         b"\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00"  # float64 1.5
@@ -142,4 +142,4 @@ def test_told_blocks_are_full_and_come_in_order(blocks: list[tuple[int, list[int
     full = next((index for index, (_, tokens) in enumerate(blocks) if len(tokens) < BLOCK), len(blocks))
     expected = [BlockStored([signed(name) for name, _ in blocks[:full]], None, [t for _, ts in blocks[:full] for t in ts], BLOCK)]
     assert said == (expected if full else [])
-    assert decode(encode(EventBatch(0.0, said))).events == said  # type: ignore[arg-type]
+    assert decode(encode(EventBatch(0.0, said))).events == said

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from publisher_support import Books, DynamoTree, Follower, followers, generate, image, publishing
 
 import engine.embedded.engine as embedded_engine
 from engine.config import EmbeddedConfig, FakeConfig, create_engine
@@ -15,7 +16,6 @@ from engine.embedded.blocks import event_hash
 from engine.embedded.core import EngineCore
 from engine.publisher.messages import signed
 from engine.publisher.publisher import Publisher
-from tests.publisher_support import Books, DynamoTree, Follower, followers, generate, image, publishing
 
 pytest.importorskip("dynamo.llm", reason="ai-dynamo-runtime is not installed (constraints-dev.txt, Linux)")
 

@@ -11,13 +11,13 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
+from publisher_support import ANYWHERE, BLOCK, Books, followers, generate, publishing, replayed, stored
 
 from engine.config import FakeConfig, create_engine
 from engine.errors import EngineFailure
 from engine.fake import FakeEngine
 from engine.kv_events import Created, KvEvent, Removed
 from engine.publisher.zmq_channel import ZmqChannel, of_rank
-from tests.publisher_support import ANYWHERE, BLOCK, Books, followers, generate, publishing, replayed, stored
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ async def test_an_error_ends_the_publisher_and_is_kept(engine: Any) -> None:
         assert publisher.failure is None
         source.queue.put_nowait([stored(0, 1, rank=7)])
         await settled(lambda: publisher.failure is not None)
-        assert publisher.failure == "IndexError: list index out of range"
+        assert publisher.failure == "an event is of data-parallel rank 7, of 1"
     await source.close()
 
 

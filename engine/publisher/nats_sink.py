@@ -34,6 +34,11 @@ class NatsSink:
         self._client = Client()
         self._waiting: deque[_Message] = deque(maxlen=capacity)
         self._wake = asyncio.Event()
+        self._problem = ""
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
 
     @property
     def waiting(self) -> int:
@@ -78,12 +83,17 @@ class NatsSink:
         self.sent += 1
 
     async def _failed(self, error: Exception) -> None:
-        log.warning("NATS: %s: %s", type(error).__name__, error)
+        """Each attempt to connect fails the same way: said once."""
+        problem = f"{type(error).__name__}: {error}"
+        if problem != self._problem:
+            log.warning("NATS: %s", problem)
+        self._problem = problem
 
     async def _disconnected(self) -> None:
         log.warning("NATS: the connection is lost")
 
     async def _reconnected(self) -> None:
+        self._problem = ""
         log.info("NATS: connected again")
         self._wake.set()
 

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from engine.base import Engine
+from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
 from engine.publisher.convert import Converter
 from engine.publisher.messages import EventBatch, WireEvent, encode
@@ -89,7 +90,8 @@ class Publisher:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
+            self.failure = self.failure or reason
             log.error("KV-cache events are no longer published", exc_info=error)
 
     async def _publish_all(self) -> None:
@@ -104,6 +106,8 @@ class Publisher:
         batches: dict[int, list[WireEvent]] = {}
         for event in events:
             number = event.attention_dp_rank or 0
+            if number >= len(self.ranks):
+                raise EngineFailure(f"an event is of data-parallel rank {number}, of {len(self.ranks)}")
             batches.setdefault(number, []).extend(self.ranks[number].converter.convert(event))
         for number, batch in batches.items():
             if batch:
