@@ -54,15 +54,14 @@ class Tracing:
     """The spans of one API process, and their way to the collector. Close it once."""
 
     def __init__(self, settings: Settings, registry: CollectorRegistry) -> None:
-        self.resource = Resource.create(
-            {
-                "service.name": settings.otel_service_name,
-                "service.version": __version__,
-                "trellis.role": settings.disaggregation_mode,
-                "trellis.engine": settings.engine,
-                "gen_ai.request.model": served_name(settings),
-            }
-        )
+        about = {
+            "service.name": settings.otel_service_name,
+            "service.version": __version__,
+            "trellis.role": settings.disaggregation_mode,
+            "trellis.engine": settings.engine,
+            "gen_ai.request.model": served_name(settings),
+        }
+        self.resource = _Process(Resource.create(about).attributes)
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # of a collector that is away it would say four lines a second
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
@@ -94,6 +93,12 @@ class Tracing:
         if closing.is_alive():
             log.warning("traces that the collector has not taken are lost")
             self._exporter.shutdown()
+
+
+class _Process(Resource):
+    """What all spans are from. The exporter looks it up for each, and the library's own hash makes JSON of it every time."""
+
+    __hash__ = object.__hash__
 
 
 class TracingMiddleware:
