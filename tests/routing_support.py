@@ -153,10 +153,11 @@ async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[st
 class Bare:
     """A replica that is ready, and answers each request with the bytes `answer` and, if it is to `hang_up`, the end of the connection."""
 
-    def __init__(self, answer: bytes, hang_up: bool = True) -> None:
+    def __init__(self, answer: bytes, hang_up: bool = True, hangs: bool = False) -> None:
+        """`hangs`: from the first request on, probes are not answered either."""
         self.requests: list[bytes] = []
         self.ended = asyncio.Event()
-        self._answer, self._hang_up = answer, hang_up
+        self._answer, self._hang_up, self._hangs = answer, hang_up, hangs
         self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> "Bare":
@@ -173,7 +174,8 @@ class Bare:
         self._writers.append(writer)
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health/ready"):
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                if not (self._hangs and self.requests):
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
             length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
             self.requests.append(head + await reader.readexactly(length))
             writer.write(self._answer)

@@ -14,6 +14,7 @@ from http_support import CHAT
 from routing_support import Bare, chunked, router
 from test_deploy import free_port
 
+from engine.routing import replica as replica_module
 from routers.state import Replica
 
 SSE = {**CHAT, "stream": True}
@@ -210,6 +211,15 @@ async def test_without_replicas_it_is_not_ready() -> None:
     assert answer.json()["error"]["code"] == "not_ready"
     assert answer.headers["retry-after"]
     assert bare.url.removeprefix("http://") not in ready.text + answer.text
+
+
+async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
+    async with Bare(b"", hang_up=False, hangs=True) as bare, replica("aggregated") as (url, _), before(bare.url, url) as (client, life):
+        await available(life, 2)
+        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=CHAT) for _ in range(6)))
+        assert bare.requests
+    assert {(answer.status_code, answer.headers["x-trellis-replica"]) for answer in answers} == {(200, "1")}
 
 
 async def raw(url: str, head: bytes, body: bytes = b"{}") -> bytes:
