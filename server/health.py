@@ -77,9 +77,8 @@ class Health:
         from engine.disaggregated.encoders import EncoderPool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
 
         assert isinstance(encoder, EncoderPool | PromptEncoderPool), "with ENCODE_URLS"
+        # No check: once it has started, chats without images and with known ones are answered without them.
         self._replica.peers["encode"] = lambda: encoder.counts
-        if self._settings.encode_fallback == "refuse" or isinstance(encoder, PromptEncoderPool):
-            self._replica.checks["encode_peers"] = lambda: "" if encoder.healthy else "No encode replica answers."
 
     async def _add_canary(self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], stack: AsyncExitStack) -> None:
         if not self._settings.canary_seconds:
