@@ -1,7 +1,7 @@
 """An `Encoder` that has images encoded by other replicas, and by one here where there is one and they do not.
 
-Images go to the replicas in batches, several of a request at once, each to the replica with the fewest to encode. What a replica's answer
-does not bring along is read from its memory before the answer is closed.
+Images go to the replica with the fewest to encode, in batches: `multimodal/vision.py` asks for each by itself, others may ask for several.
+What a replica's answer does not bring along is read from its memory before the answer is closed.
 """
 
 import asyncio
