@@ -44,13 +44,7 @@ class ServerMetrics:
             registry=self.registry,
             multiprocess_mode="livesum",
         ).labels(model_name)
-        self._step = Histogram(
-            "trtllm_iteration_duration_seconds",
-            "The engine's steps, sampled: at most ten a second, in each API process",
-            ["model_name"],
-            registry=self.registry,
-            buckets=_STEP_BUCKETS,
-        ).labels(model_name)
+        self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds", "How late the event loop runs a timer", registry=self.registry, buckets=_LAG_BUCKETS
         )
@@ -90,6 +84,13 @@ class ServerMetrics:
     async def watch_engine(self, engine: AdmissionEngine) -> None:
         """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
         self._info = engine.info
+        self._step = Histogram(
+            "trtllm_iteration_duration_seconds",
+            "The engine's steps, sampled: at most ten a second, in each API process",
+            ["model_name"],
+            registry=self.registry,
+            buckets=_STEP_BUCKETS,
+        ).labels(self._model_name)
         async for stats in engine.stats():
             self._note(stats)
             if engine.healthy:  # again, since after a restart it is another engine's; one that closes says nothing of itself
@@ -110,7 +111,7 @@ class ServerMetrics:
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats
-        if before is None or stats.iteration != before.iteration:
+        if self._step is not None and (before is None or stats.iteration != before.iteration):
             self._step.observe(stats.iter_latency_ms / 1e3)
         if before is not None and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0:
             self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds
