@@ -110,8 +110,7 @@ class Replica:
         self._failures = 0
 
     def refused(self) -> None:
-        """It does not take requests at present: the next probe decides."""
-        self._set(False, "it refuses requests")
+        """It did not take a request at present: it may be full, or shutting down, which a probe tells."""
         self._again.set()
 
     def failed(self, reason: str) -> None:
