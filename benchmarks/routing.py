@@ -4,7 +4,7 @@
     python -m benchmarks.routing --engine fake --only overhead
 
 Chats: conversations of several turns, each of which begins with one of a few long system prompts; a turn's prompt has all that was said
-before. Then the same while a replica is killed and comes back. Overhead: what the router adds to a request, and its CPU time for a token of
+before. Then the same while a replica is killed and comes back. Overhead: what the router adds to a request, and its CPU time for an event of
 a stream. Options that this program does not know are settings of all replicas.
 """
 
@@ -124,7 +124,7 @@ async def overhead(direct: str, routed: Server, requests: int, tokens: int) -> R
     for name in ("tokenize", "choose"):
         metric = f"trtllm_router_{name}_seconds"
         rows[f"of it {name}, mean us"] = total(page, f"{metric}_sum") / max(total(page, f"{metric}_count"), 1) * 1e6
-    return {**rows, "CPU for a token of a stream, us": used / chunks * 1e6, "tokens/s through it": chunks / took}
+    return {**rows, "CPU for an event of a stream, us": used / chunks * 1e6, "events/s through it": chunks / took}
 
 
 async def count_chunks(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> int:
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Rows]:
                 found["router, kv, one killed"] = killed.rows()
     if args.only != "chats":
         with ExitStack() as stack:
-            replicas = Replicas(["--engine", "fake"], 1, stack)
+            replicas = Replicas(["--engine", "fake", "--fake-token-delay-ms", "2"], 1, stack)
             router = stack.enter_context(serving(replicas.router()))
             found["overhead"] = uvloop.run(overhead(replicas.urls[0], router, args.requests, args.tokens))
     return found
