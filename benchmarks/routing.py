@@ -4,8 +4,8 @@
     python -m benchmarks.routing --engine fake --only overhead
 
 Chats: conversations of several turns, each of which begins with one of a few long system prompts; a turn's prompt has all that was said
-before. Then the same while a replica is killed and comes back. Overhead: what the router adds to a request, and its CPU time for an event of
-a stream. Options that this program does not know are settings of all replicas.
+before. Then the same while a replica is killed and comes back. Overhead: what the router adds to a request, and its CPU time for one event
+of a stream. Options that this program does not know are settings of all replicas.
 """
 
 import argparse
