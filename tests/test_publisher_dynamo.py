@@ -144,14 +144,16 @@ async def test_dynamos_selection_service_subscribes_catches_up_and_understands()
         worker = {"worker_id": 7, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": size}
         channel = publisher.ranks[0].channel
         await service.upsert_worker(worker | {"kv_events_endpoint": channel.endpoint, "replay_endpoint": channel.replay_endpoint})
-        await asyncio.sleep(0.3)
         await generate(engine, "after", range(110, 190))
         await generate(engine, "salted", range(210, 290), salt="tenant")
         await generate(engine, "seen", range(310, 390), images=(image("c", 20, 10),))
         mm_infos = [None, {"mm_objects": [{"mm_hash": int("c" * 16, 16), "offsets": []}]}, None, None, None]
-        async with asyncio.timeout(10):
-            while await blocks(range(310, 390), block_mm_infos=mm_infos) != 5:  # noqa: ASYNC110 - it has no event for it
-                await asyncio.sleep(0.02)
+        async with asyncio.timeout(20):
+            nudge = 400
+            while await blocks(range(310, 390), block_mm_infos=mm_infos) != 5:  # a message shows it what it has missed by then
+                nudge += 1
+                await generate(engine, f"nudge{nudge}", [nudge] * size)
+                await asyncio.sleep(0.5)
         assert await blocks(range(10, 90)) == 5, "what it has missed"
         assert await blocks(range(110, 190)) == 5
         assert (await blocks(range(210, 290), cache_salt="tenant"), await blocks(range(210, 290))) == (5, 0)

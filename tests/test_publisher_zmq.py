@@ -1,6 +1,7 @@
 """KV-cache events over ZMQ: frames, replay, ranks, and what happens when nobody listens or too slowly."""
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator
@@ -56,11 +57,15 @@ async def test_a_message_has_three_frames(engine: Any) -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
             subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
             subscriber.connect(publisher.ranks[0].channel.endpoint)
-            await asyncio.sleep(0.2)
+            names = itertools.count()
+            while not await subscriber.poll(50):  # until the subscription has arrived
+                await generate(engine, f"{next(names)}", [next(names) + 100] * BLOCK)
             first = publisher.ranks[0].channel.sequence
             await generate(engine, "a", range(10, 19), max_tokens=4)
-            topic, number, payload = await asyncio.wait_for(subscriber.recv_multipart(), 5)
-            assert (topic, number) == (b"kv", first.to_bytes(8, "big"))
+            number = b""
+            while number != first.to_bytes(8, "big"):
+                topic, number, payload = await asyncio.wait_for(subscriber.recv_multipart(), 5)
+            assert topic == b"kv"
             seconds, events, rank = msgspec.msgpack.decode(payload)
             assert seconds == pytest.approx(time.time(), abs=60)
             assert rank == 0
@@ -79,9 +84,10 @@ async def test_who_joins_late_or_misses_some_catches_up(engine: Any) -> None:
             await generate(engine, str(number), [number + 10] * 9)
         await early.follow()
         async with followers(publisher) as (late,):
-            await asyncio.sleep(0.2)
-            await generate(engine, "more", [9] * 9)
-            await late.follow()
+            names = itertools.count()
+            while not late.payloads:  # until the subscription has arrived
+                await generate(engine, f"more{next(names)}", [next(names) + 100] * 9)
+                await late.follow(0.05)
             assert late.payloads.keys() == set(range(publisher.ranks[0].channel.sequence))
             del late.payloads[5], late.payloads[publisher.ranks[0].channel.sequence - 1]  # as if they had been missed
             assert await late.catch_up(5) == publisher.ranks[0].channel.sequence - 5
@@ -145,12 +151,12 @@ async def test_each_rank_has_an_endpoint_and_numbers_of_its_own() -> None:
     source = Source(ranks=2)
     await source.start()
     async with publishing(source) as publisher, followers(publisher) as (first, second):
-        await asyncio.sleep(0.2)
         mixed = [KvEvent(0, Created((8,)), 512, rank) for rank in (0, 1)]
         source.queue.put_nowait([*mixed, stored(1, 1, rank=1), stored(1, 2, rank=0), stored(2, 3, rank=1)])
         source.queue.put_nowait([KvEvent(3, Removed((3,)), 512, 1)])
-        await first.follow()
-        await second.follow()
+        await settled(lambda: [rank.channel.sequence for rank in publisher.ranks] == [1, 2])
+        await first.catch_up(0)
+        await second.catch_up(0)
         assert [event.get("block_hashes") for event in first.events] == [None, [2]]
         assert [event.get("block_hashes") for event in second.events] == [None, [1], [3], [3]]
         assert [msgspec.msgpack.decode(payload)[2] for payload in (first.payloads[0], second.payloads[0])] == [0, 1]
@@ -178,11 +184,11 @@ async def test_messages_have_a_size_that_others_take() -> None:
     source = Source()
     await source.start()
     async with publishing(source) as publisher, followers(publisher) as (follower,):
-        await asyncio.sleep(0.2)
         source.queue.put_nowait([KvEvent(0, Created((8,)), 512), *(stored(number, number) for number in range(1, 1000))])
         long = [stored(1000 + number, *range(10_000 * number + 1000, 10_000 * number + 9000)) for number in range(10)]
         source.queue.put_nowait(long)
-        await follower.follow()
+        await settled(lambda: publisher.ranks[0].events == 1000 + len(long))
+        await follower.catch_up(0)
         sizes = [len(msgspec.msgpack.decode(payload)[1]) for payload in follower.payloads.values()]
         assert sizes[:4] == [256, 256, 256, 232]
         assert sum(sizes) == 1000 + len(long)
