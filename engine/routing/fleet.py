@@ -147,7 +147,6 @@ class Fleet:
         """Have the replicas at `urls`, and no others."""
         for url in self._replicas.keys() - set(urls):
             replica = self._replicas.pop(url)
-            log.info("replica %d at %s is one no more", replica.number, url)
             for task in self._tasks.pop(url):
                 task.cancel()
             replica.close()
@@ -174,7 +173,10 @@ class Fleet:
     async def _resolve(self) -> None:
         while True:
             await asyncio.sleep(RESOLVE_SECONDS)
-            self._keep(await self._addresses.find(self._replicas.keys()))
+            found = await self._addresses.find(self._replicas.keys())
+            if gone := self._replicas.keys() - set(found):
+                log.info("replicas no more: %s", ", ".join(sorted(gone)))
+            self._keep(found)
 
 
 def _report(task: asyncio.Task[None]) -> None:
