@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -173,6 +174,9 @@ def _stats(iteration: int, size: int, seconds: float) -> IterationStats:
 
 def test_any_of_several_processes_shows_the_same() -> None:
     with serving("--api-processes", "2", "--canary-seconds", "0.2", "--publish-kv-events", "1", "--kv-events-endpoint", EVENTS) as server:
+        while server.log.count("ready: ") < 2:
+            time.sleep(0.05)
+        server.wait_metric("trellis_ready", 1)
         with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:  # each time another connection: any of the processes
             for _ in range(20):
                 assert client.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
