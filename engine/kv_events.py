@@ -27,7 +27,7 @@ class Created(msgspec.Struct, frozen=True, tag="created", tag_field="type"):
     num_blocks_per_cache_level: tuple[int, ...]
 
 
-class Stored(msgspec.Struct, frozen=True, tag="stored", tag_field="type"):
+class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored", tag_field="type"):
     """Complete blocks became reusable. `parent_hash` is that of the block before the first; None at the start of a sequence."""
 
     parent_hash: int | None

@@ -28,7 +28,7 @@ _LAST_LINES, _LAST_CHARACTERS = 20, 16384
 _LONGEST_PATH = 100
 """Bytes in the path of a Unix socket; the system's own limit is 107."""
 
-_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "UCX_CUDA_IPC_CACHE": "n"}
+_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "UCX_CUDA_IPC_CACHE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 """Defaults for children. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
 runs; those that never spin are slow to wake (docs/log.md has the figures). UCX, which NIXL moves blocks by, would keep the GPU memory of a
 peer that has died (docs/decisions/0012)."""

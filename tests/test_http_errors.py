@@ -159,7 +159,8 @@ def test_table_covers_every_error() -> None:
 
 @pytest.mark.parametrize("cls", STATUS)
 def test_status_and_retry(cls: type[Exception]) -> None:
-    error = cls(10, 20, 25, "messages") if cls is multimodal.errors.ContextLengthExceeded else cls("why")  # type: ignore[arg-type]
+    arguments = {multimodal.errors.ContextLengthExceeded: (10, 20, 25, "messages"), multimodal.errors.DeadlineExceeded: (1.5,)}
+    error = cls(*arguments.get(cls, ("why",)))
     answer = render(error)
     status, again = STATUS[cls]
     assert answer.status == status

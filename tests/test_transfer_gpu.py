@@ -20,7 +20,8 @@ TWO = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 PROGRAM = "transfer_gpu_owner.py"
 
-os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # as engines have it, before UCX is loaded
+if GPUS:
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # as engines have it, before UCX is loaded
 
 pytestmark = [
     pytest.mark.gpu,
