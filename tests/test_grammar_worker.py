@@ -59,8 +59,8 @@ async def test_a_timeout_kills_the_worker_and_refuses_the_guide(tokenizer_folder
 
 
 def workers() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "engine.embedded.grammar_worker" in child.cmdline()]
+    running = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "engine.embedded.grammar_worker" in child.cmdline()]
 
 
 async def test_a_lost_worker_is_replaced_and_close_leaves_none(tokenizer_folder: Path) -> None:
