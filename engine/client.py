@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -195,8 +194,7 @@ class _Link:
     ) -> None:
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._dealer: zmq.Socket[bytes] = wire.context().socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._dealer.setsockopt(zmq.SNDHWM, 0)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
@@ -212,7 +210,6 @@ class _Link:
         self._dealer.disable_monitor()
         self._monitor.close()
         self._socket.close(linger_ms=100)
-        self._context.term()
 
     def _observe(self, frames: list[bytes]) -> None:
         if parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

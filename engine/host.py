@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 import zmq
@@ -193,9 +193,9 @@ class _Client:
             self.report(wire.KvEvents(events))
 
 
-def bind(context: "zmq.Context[Any]", address: str) -> "zmq.Socket[bytes]":
+def bind(address: str) -> "zmq.Socket[bytes]":
     """A ROUTER socket at `address`; only this user may connect to an ipc one."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = wire.context().socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -209,8 +209,7 @@ def bind(context: "zmq.Context[Any]", address: str) -> "zmq.Socket[bytes]":
 
 async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -> None:
     """Start the engine and serve it until `stop`. Raises EngineFailure if it cannot start or falls ill."""
-    context: zmq.Context[Any] = zmq.Context()
-    socket = bind(context, options.address)
+    socket = bind(options.address)
     try:
         engine = create_engine(options.config)
         try:
@@ -222,7 +221,6 @@ async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -
             await engine.close()
     finally:
         socket.close(linger=0)
-        context.term()
         wire.remove_socket_file(options.address)
 
 

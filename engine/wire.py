@@ -7,7 +7,7 @@ Either side sends a batch: all that became ready in one turn of its loop, in ord
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -152,6 +152,15 @@ def remove_socket_file(address: str) -> None:
     """Remove what binding an ipc:// address left behind; ZMQ does not."""
     if address.startswith("ipc://"):
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def context() -> "zmq.Context[Any]":
+    """This process's ZMQ context.
+
+    It is never terminated: libzmq 4.3.5 can wait there for ever, without linger too, if both ends of a connection close at once while
+    messages wait (about one close in a thousand; zeromq/libzmq issue 2586).
+    """
+    return zmq.Context.instance()
 
 
 class LoopSocket:

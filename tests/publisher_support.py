@@ -55,13 +55,15 @@ async def publishing(engine: Engine, **config: Any) -> AsyncIterator[Publisher]:
 class Follower:
     """Subscribes to one rank and keeps every payload by its sequence number; asks for what it has missed."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, replay: str = "", topic: bytes = b"") -> None:
+    def __init__(self, endpoint: str, replay: str = "", topic: bytes = b"") -> None:
         self.payloads: dict[int, bytes] = {}
-        self._socket = context.socket(zmq.SUB)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
-        self._context = context
         self._replay = replay
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -84,13 +86,13 @@ class Follower:
 
     async def catch_up(self, start: int) -> int:
         """Have messages from `start` on sent again; how many were."""
-        again = await asyncio.wait_for(replayed(self._context, self._replay, start), 10)
+        again = await asyncio.wait_for(replayed(self._replay, start), 10)
         self.payloads |= dict(again)
         return len(again)
 
 
-async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> list[tuple[int, bytes]]:
-    dealer = context.socket(zmq.DEALER)
+async def replayed(endpoint: str, start: int) -> list[tuple[int, bytes]]:
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.RCVHWM, 0)
     messages: list[tuple[int, bytes]] = []
     try:
@@ -110,12 +112,13 @@ async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> l
 @asynccontextmanager
 async def followers(publisher: Publisher, topic: bytes = b"") -> AsyncIterator[list[Follower]]:
     """One for each rank."""
-    context = zmq.asyncio.Context()
+    channels = [rank.channel for rank in publisher.ranks]
+    following = [Follower(channel.endpoint, channel.replay_endpoint, topic) for channel in channels]
     try:
-        channels = [rank.channel for rank in publisher.ranks]
-        yield [Follower(context, channel.endpoint, channel.replay_endpoint, topic) for channel in channels]
+        yield following
     finally:
-        context.destroy(linger=0)
+        for follower in following:
+            follower.close()
 
 
 class Books:

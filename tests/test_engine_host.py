@@ -49,8 +49,7 @@ async def active(fake: FakeEngine, count: int, timeout: float = 2.0) -> Iteratio
 @asynccontextmanager
 async def host_at(address: str, fake: FakeEngine) -> AsyncIterator[EngineHost]:
     """A host in this process, so that the engine behind it can be watched; leaving kills it as SIGKILL would."""
-    context: zmq.Context[Any] = zmq.Context()
-    host = EngineHost(fake, bind(context, address))
+    host = EngineHost(fake, bind(address))
     serving = asyncio.create_task(host.serve())
     try:
         yield host
@@ -58,7 +57,6 @@ async def host_at(address: str, fake: FakeEngine) -> AsyncIterator[EngineHost]:
         serving.cancel()
         await asyncio.wait([serving])
         host.close()
-        context.term()
 
 
 @pytest.fixture
@@ -93,15 +91,13 @@ async def test_only_the_user_may_connect(fake: FakeEngine, address: str, tmp_pat
 
 
 async def test_tcp(fake: FakeEngine) -> None:
-    context: zmq.Context[Any] = zmq.Context()
-    socket = bind(context, "tcp://127.0.0.1:0")
+    socket = bind("tcp://127.0.0.1:0")
     host = EngineHost(fake, socket)
     client = EngineClient(socket.getsockopt_string(zmq.LAST_ENDPOINT))
     await client.start()
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
     await client.close()
     host.close()
-    context.term()
 
 
 async def test_clients_share_a_host_and_one_that_says_goodbye_leaves_nothing(fake: FakeEngine, address: str) -> None:
@@ -237,8 +233,7 @@ async def test_statistics_and_events_go_on_at_the_next_host(fake: FakeEngine, ad
 async def test_garbage_harms_nobody(fake: FakeEngine, address: str, client: EngineClient, caplog: pytest.LogCaptureFixture) -> None:
     async with host_at(address, fake):
         await client.start()
-        context: zmq.Context[Any] = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
+        dealer = wire.context().socket(zmq.DEALER)
         dealer.connect(address)
         for payload in (b"", b"\xc1", b"\x93\x01\x02\x03", wire.encode(wire.Commands(1, [wire.Generate(1, request_for())]))):
             dealer.send(payload)
@@ -246,7 +241,6 @@ async def test_garbage_harms_nobody(fake: FakeEngine, address: str, client: Engi
         assert (await active(fake, 0)).num_completed_requests == 1, "a request without a greeting is ignored"
         assert "ignored" in caplog.text
         dealer.close(linger=0)
-        context.term()
 
 
 async def test_messages_too_large_fail_alone(fake: FakeEngine, address: str, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +278,7 @@ async def test_a_bug_in_the_engine_is_a_failure_of_the_request(
 
 
 async def test_health_follows_the_engine_and_the_host_ends(fake: FakeEngine, address: str, client: EngineClient) -> None:
-    context: zmq.Context[Any] = zmq.Context()
-    host = EngineHost(fake, bind(context, address))
+    host = EngineHost(fake, bind(address))
     serving = asyncio.create_task(host.serve())
     await client.start()
     await fake.close()
@@ -295,4 +288,3 @@ async def test_health_follows_the_engine_and_the_host_ends(fake: FakeEngine, add
         while client.healthy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     host.close()
-    context.term()

@@ -32,8 +32,7 @@ def flags(folder: Path) -> list[str]:
 
 async def batches(folder: Path) -> list[EventBatch]:
     """All messages that have been published."""
-    with zmq.asyncio.Context() as context:
-        return [decode(payload) for _, payload in await replayed(context, f"ipc://{folder}/again", 0)]
+    return [decode(payload) for _, payload in await replayed(f"ipc://{folder}/again", 0)]
 
 
 async def events(folder: Path) -> list[WireEvent]:
@@ -95,7 +94,7 @@ async def test_an_error_shows_in_readiness_and_on_the_next_request(tmp_path: Pat
 
 
 def test_an_address_that_is_taken_ends_the_start(tmp_path: Path) -> None:
-    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+    with zmq.Context.instance().socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", "--publish-kv-events", "true"]
         address = f"tcp://127.0.0.1:{port}"

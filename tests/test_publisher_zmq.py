@@ -54,7 +54,7 @@ async def settled(condition: Any, seconds: float = 5.0) -> None:
 
 async def test_a_message_has_three_frames(engine: Any) -> None:
     async with publishing(engine, topic="kv") as publisher:
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+        with zmq.asyncio.Context.instance().socket(zmq.SUB) as subscriber:
             subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
             subscriber.connect(publisher.ranks[0].channel.endpoint)
             names = itertools.count()
@@ -98,37 +98,35 @@ async def test_who_joins_late_or_misses_some_catches_up(engine: Any) -> None:
 
 
 async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> None:
-    with zmq.Context() as context, zmq.asyncio.Context() as asking:
-        channel = ZmqChannel(context, ANYWHERE, ANYWHERE, "", capacity=10)
-        try:
-            assert await replayed(asking, channel.replay_endpoint, 0) == []
-            for number in range(25):
-                channel.send(b"%d" % number)
-            kept = [(number, b"%d" % number) for number in range(15, 25)]
-            for start, expected in ((0, kept), (14, kept), (15, kept), (20, kept[5:]), (24, kept[9:]), (25, []), (1 << 63, [])):
-                assert await replayed(asking, channel.replay_endpoint, start) == expected, start
-        finally:
-            channel.close()
+    channel = ZmqChannel(ANYWHERE, ANYWHERE, "", capacity=10)
+    try:
+        assert await replayed(channel.replay_endpoint, 0) == []
+        for number in range(25):
+            channel.send(b"%d" % number)
+        kept = [(number, b"%d" % number) for number in range(15, 25)]
+        for start, expected in ((0, kept), (14, kept), (15, kept), (20, kept[5:]), (24, kept[9:]), (25, []), (1 << 63, [])):
+            assert await replayed(channel.replay_endpoint, start) == expected, start
+    finally:
+        channel.close()
 
 
 async def test_nonsense_is_not_answered() -> None:
-    with zmq.Context() as context, zmq.asyncio.Context() as asking:
-        channel = ZmqChannel(context, ANYWHERE, ANYWHERE, "", capacity=10)
-        channel.send(b"x")
-        with asking.socket(zmq.DEALER) as dealer:
-            dealer.connect(channel.replay_endpoint)
-            for frames in ([b""], [b"", b"123"], [b"", b"1" * 8, b""], [b"", b"1" * 100_000]):
-                await dealer.send_multipart(frames)
-            assert not await dealer.poll(200)
-        assert await replayed(asking, channel.replay_endpoint, 0) == [(0, b"x")]
-        channel.close()
+    channel = ZmqChannel(ANYWHERE, ANYWHERE, "", capacity=10)
+    channel.send(b"x")
+    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.connect(channel.replay_endpoint)
+        for frames in ([b""], [b"", b"123"], [b"", b"1" * 8, b""], [b"", b"1" * 100_000]):
+            await dealer.send_multipart(frames)
+        assert not await dealer.poll(200)
+    assert await replayed(channel.replay_endpoint, 0) == [(0, b"x")]
+    channel.close()
 
 
 async def test_memory_is_bounded_when_nobody_listens_or_reads() -> None:
     payload = random.Random(0).randbytes(10_000)
-    with zmq.Context() as context, zmq.Context() as other:
-        channel = ZmqChannel(context, ANYWHERE, ANYWHERE, "", capacity=100)
-        lazy, asker = other.socket(zmq.SUB), other.socket(zmq.DEALER)
+    channel = ZmqChannel(ANYWHERE, ANYWHERE, "", capacity=100)
+    lazy, asker = (zmq.Context.instance().socket(kind) for kind in (zmq.SUB, zmq.DEALER))
+    try:
         lazy.setsockopt(zmq.SUBSCRIBE, b"")
         lazy.setsockopt(zmq.RCVHWM, 1)
         asker.setsockopt(zmq.RCVHWM, 1)
@@ -142,6 +140,7 @@ async def test_memory_is_bounded_when_nobody_listens_or_reads() -> None:
                 asker.send_multipart([b"", bytes(8)])
                 await asyncio.sleep(0)
         assert psutil.Process().memory_info().rss - before < 100 << 20  # of 300 MB sent, once and again and again
+    finally:
         lazy.close(linger=0)
         asker.close(linger=0)
         channel.close()

@@ -7,7 +7,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
-import zmq
 
 from engine.base import Engine
 from engine.errors import EngineFailure
@@ -59,7 +58,6 @@ class Publisher:
         self.nats = NatsSink(config.nats_url, config.nats_subject, config.buffer) if config.nats_url else None
         self.config = config
         self._engine = engine
-        self._context: zmq.Context[Any] = zmq.Context()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -67,7 +65,7 @@ class Publisher:
         config, info = self.config, self._engine.info
         for rank in range(info.data_parallel_size):
             endpoint, replay = of_rank(config.endpoint, rank), of_rank(config.replay_endpoint, rank) if config.replay_endpoint else ""
-            channel = ZmqChannel(self._context, endpoint, replay, config.topic, config.buffer)
+            channel = ZmqChannel(endpoint, replay, config.topic, config.buffer)
             self.ranks.append(Rank(Converter(info.block_size), channel))
             log.info("KV-cache events are published on %s%s", channel.endpoint, f", again on {channel.replay_endpoint}" if replay else "")
         self._spawn(self._publish_all(), "kv-events")
@@ -81,7 +79,6 @@ class Publisher:
             await asyncio.wait(self._tasks)
         for rank in self.ranks:
             rank.channel.close()
-        self._context.term()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -7,7 +7,6 @@ number on (`[empty, number]`, from a DEALER) gets `[empty, number, payload]` for
 import asyncio
 from collections import deque
 from itertools import islice
-from typing import Any
 
 import zmq
 
@@ -37,14 +36,14 @@ def of_rank(endpoint: str, rank: int) -> str:
 class ZmqChannel:
     """Bound sockets of one rank. `replay` is empty for none; `capacity` messages are kept for it."""
 
-    def __init__(self, context: "zmq.Context[Any]", endpoint: str, replay: str, topic: str, capacity: int) -> None:
+    def __init__(self, endpoint: str, replay: str, topic: str, capacity: int) -> None:
         self.sequence = 0
         """Number of the next message."""
         self.replayed = 0
         """Messages sent again."""
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=capacity if replay else 0)
-        self._publisher: zmq.Socket[bytes] = context.socket(zmq.PUB)
+        self._publisher: zmq.Socket[bytes] = wire.context().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
         self._router: zmq.Socket[bytes] | None = None
@@ -53,7 +52,7 @@ class ZmqChannel:
             self.endpoint = _bind(self._publisher, endpoint)
             self.replay_endpoint = ""
             if replay:
-                self._router = context.socket(zmq.ROUTER)
+                self._router = wire.context().socket(zmq.ROUTER)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._router.setsockopt(zmq.SNDHWM, capacity + 1)
                 self._router.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
