@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from engine import trace
 from engine.encoder import ImageInput, PromptEncoder
 from engine.errors import InvalidRequest
+from engine.tasks import all_of
 from engine.types import Media
 from multimodal.errors import RequestError
-from multimodal.inflight import all_of
 from multimodal.media.loader import MediaLoader
 from multimodal.messages import Attachment, check_count
 from multimodal.prompt import Prompt, Tokenise

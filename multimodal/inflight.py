@@ -1,21 +1,11 @@
-"""Work done at the same time: several works of one waiter, and one work of several waiters."""
+"""Work that several wait for at the same time, done once."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, V]]) -> list[V]:
-    """Their results, in order. The first error ends the others, and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 class InFlight(Generic[K, V]):

@@ -8,10 +8,11 @@ from functools import cached_property
 from engine import trace
 from engine.encoder import EncodedImage, Encoder, ImageInput
 from engine.errors import InvalidRequest, QueueFull
+from engine.tasks import all_of
 from engine.types import Image
 from multimodal.embedding_cache import EmbeddingCache
 from multimodal.errors import RequestError
-from multimodal.inflight import InFlight, all_of
+from multimodal.inflight import InFlight
 from multimodal.media.embeddings import Embeddings
 from multimodal.media.loader import MediaLoader
 from multimodal.media_keys import image_key

@@ -16,6 +16,7 @@ from engine.client import EngineClient
 from engine.config import create_engine
 from engine.errors import EngineFailure
 from engine.process import EngineProcess
+from engine.tasks import all_of
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.prompts import Prompts
@@ -30,7 +31,7 @@ from server.publishing import publish_events
 from server.routing import add_router
 from server.runtime import runtime_of, shown_settings
 from server.settings import Settings
-from server.tasks import background, in_thread, one_line, together
+from server.tasks import background, in_thread, one_line
 from server.vision import image_prompts
 
 _HEALTH_PAUSE = 1.0
@@ -103,9 +104,9 @@ async def _serve(
     stack.push_async_callback(engine.close)
     starting: list[Coroutine[Any, Any, Any]] = [engine.start()]
     if settings.engine_address:
-        await together(*starting)
+        await all_of(starting)
         folder, starting = await in_thread(partial(compose.model_folder, settings)), []
-    found = await together(_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting)
+    found = await all_of([_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting])
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
     await health.add_engine(local, inner, stack)

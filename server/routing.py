@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from engine.routing.discovery import Addresses
+from engine.discovery import Addresses
 from engine.routing.fleet import EventSources, Fleet
 from engine.routing.policy import Policy
 from engine.routing.sessions import Sessions

@@ -1,4 +1,4 @@
-"""Background work that somebody waits for: tasks that end with a block, work in threads, and several works at once."""
+"""Background work that somebody waits for: tasks that end with a block, and work in threads."""
 
 import asyncio
 import threading
@@ -13,17 +13,6 @@ def one_line(error: Exception) -> str:
     """What went wrong: the first line and the last, which of a process' last words is the error itself."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
-
-
-async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Their results. The first error ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 from routing_support import Bare, Seen, Sender, stored, tokens_of
 
+from engine.discovery import Addresses
 from engine.routing import fleet as fleet_module
-from engine.routing.discovery import Addresses
 from engine.routing.fleet import EventSources, Fleet, NoReplica, Prompt
 from engine.routing.policy import Policy
 from engine.routing.upstream import UpstreamError

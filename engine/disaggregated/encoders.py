@@ -19,6 +19,7 @@ from engine.disaggregated.pool import Pool, is_final
 from engine.embeddings import Embeddings, check_images, encode_info, fetch
 from engine.encoder import EncodedImage, Encoder, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.tasks import all_of
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
 from engine.types import Encoding
@@ -158,7 +159,7 @@ class EncoderPool:
         mine = self._mine
         if self._closed or mine is None:
             raise EngineNotReady("the encoder is starting or closing")
-        batches = await self._run(_all(self._batch(batch, mine) for batch in _batches(images)))
+        batches = await self._run(all_of(self._batch(batch, mine) for batch in _batches(images)))
         return [image for batch in batches for image in batch]
 
     async def close(self) -> None:
@@ -270,17 +271,6 @@ def _batches(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
         size += len(image.data)
     if batch:
         yield batch
-
-
-async def _all(works: Iterator[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results in order; the first error ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _at_end(lease: Lease[Any]) -> None:

@@ -1,27 +1,22 @@
 """The replicas that prefill, or encode, and which of them is asked: found by address or by DNS name, chosen by cost, tried in turn."""
 
 import asyncio
-import ipaddress
 import logging
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from engine.disaggregated.client import CONNECT_SECONDS, Lease
 from engine.disaggregated.peers import Observer, Peer, PrefillPeer, block_keys, in_full
+from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
 from engine.images import expands
 from engine.types import GenerateRequest, Handoff
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
 
-DNS = "dns+http"
-"""Scheme of a name that stands for every address it has: dns+http://prefill:8000."""
-RESOLVE_SECONDS = 3.0
 P = TypeVar("P", bound=Peer[Any, Any])
 T = TypeVar("T")
 
@@ -42,8 +37,7 @@ class Pool(Generic[P]):
 
     def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer, does: str) -> None:
         """`does`: the word for what they are for."""
-        self._static = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]
-        self._names = [urlsplit(url) for url in urls if url.startswith(f"{DNS}://")]
+        self._addresses = Addresses(urls, f"{does} replicas")
         self._attempts = attempts
         self._observer = observer
         self._does = does
@@ -62,15 +56,9 @@ class Pool(Generic[P]):
     async def start(self) -> None:
         """Find the peers, and wait a moment for each to say that it is there."""
         self._keep(await self._found())
-        if self._names:
+        if self._addresses.change:
             self._resolving = asyncio.create_task(self._resolve(), name=f"{self._does}-discovery")
-        if self._peers:
-            probes = [asyncio.create_task(peer.probed.wait()) for peer in self._peers.values()]
-            try:
-                await asyncio.wait(probes, timeout=SILENCE_SECONDS)
-            finally:
-                for probe in probes:
-                    probe.cancel()
+        await wait_for_first((peer.probed for peer in self._peers.values()), SILENCE_SECONDS)
 
     async def close(self) -> None:
         if self._resolving is not None:
@@ -157,17 +145,7 @@ class Pool(Generic[P]):
             self._keep(await self._found())
 
     async def _found(self) -> set[str]:
-        """The URLs of all peers now. A name that cannot be resolved at present keeps the addresses that it had."""
-        urls = set(self._static)
-        for name in self._names:
-            assert name.hostname is not None and name.port is not None, "the settings are checked"
-            try:
-                found = await asyncio.get_running_loop().getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                log.warning("the name %s of %s replicas cannot be resolved: %s", name.hostname, self._does, error)
-                return urls | self._peers.keys()
-            urls |= {_url(str(address[0]), name.port) for *_, address in found}
-        return urls
+        return set(await self._addresses.find(self._peers.keys()))
 
 
 class PeerPool(Pool[PrefillPeer]):
@@ -194,7 +172,3 @@ class PeerPool(Pool[PrefillPeer]):
 
     def _peer(self, url: str) -> PrefillPeer:
         return PrefillPeer(url, self._http, self._observer)
-
-
-def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ipaddress.ip_address(address.partition("%")[0]).version == 6 else f"http://{address}:{port}"

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
 from engine.errors import EngineUnavailable
-from engine.routing.discovery import Addresses
 from engine.routing.index import PrefixIndex
 from engine.routing.load import UNKNOWN_TOKENS, Work
 from engine.routing.policy import Candidate, Policy
@@ -16,8 +16,6 @@ from engine.routing.replica import SILENCE_SECONDS, Learner, Observer, Replica
 from engine.routing.sessions import Sessions
 from engine.routing.subscriber import Subscriber
 from engine.routing.upstream import Header
-
-RESOLVE_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +96,7 @@ class Fleet:
         self._keep(await self._addresses.find(set()))
         if self._addresses.change:
             self._resolving = asyncio.create_task(self._resolve(), name="replica-discovery")
-        probes = [asyncio.create_task(replica.probed.wait()) for replica in self._replicas.values()]
-        try:
-            if probes:
-                await asyncio.wait(probes, timeout=SILENCE_SECONDS)
-        finally:
-            for probe in probes:
-                probe.cancel()
+        await wait_for_first((replica.probed for replica in self._replicas.values()), SILENCE_SECONDS)
 
     async def close(self) -> None:
         """Answers that are on their way break off. Idempotent."""
