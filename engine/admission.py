@@ -18,12 +18,15 @@ from engine.stats import IterationStats
 from engine.stream import DeltaStream
 from engine.types import Delta, EngineInfo, GenerateRequest, PromptReport
 
+MOST_WAITING_BYTES = 4 << 30
+"""Bytes of images, or of their embeddings, that requests in the queue may hold."""
+
 
 class AdmissionEngine:
     """An engine around `engine` that lets at most `engine.info.max_num_seqs` sequences in.
 
-    Further ones wait, in order of priority and arrival. With `max_queue_size` waiting the next one raises QueueFull; one that waited
-    `queue_timeout` seconds raises QueueTimeout. The wait counts in `PromptReport.queue_seconds`.
+    Further ones wait, in order of priority and arrival. With `max_queue_size` waiting, or MOST_WAITING_BYTES of images, the next
+    one raises QueueFull; one that waited `queue_timeout` seconds raises QueueTimeout. The wait counts in `PromptReport.queue_seconds`.
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
@@ -31,7 +34,9 @@ class AdmissionEngine:
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
         self._inside = 0
-        self._queue: dict[_AdmittedStream, None] = {}
+        self._queue: dict[_AdmittedStream, int] = {}
+        """The bytes of images of each."""
+        self._waiting_bytes = 0
         self._order: list[tuple[float, int, _AdmittedStream]] = []
         self._arrivals = itertools.count()
 
@@ -59,12 +64,15 @@ class AdmissionEngine:
         stream = _AdmittedStream(self, self._engine, request)
         if self._inside < capacity:
             self._admit(stream)
-        elif len(self._queue) < self._max_queue_size:
-            self._queue[stream] = None
+        elif len(self._queue) >= self._max_queue_size:
+            return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
+        elif (size := _image_bytes(request)) and self._waiting_bytes + size > MOST_WAITING_BYTES:
+            return DeltaStream.failed(QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already"))
+        else:
+            self._queue[stream] = size
+            self._waiting_bytes += size
             heapq.heappush(self._order, (rank(request.priority, time.monotonic()), next(self._arrivals), stream))
             stream.wait(self._queue_timeout)
-        else:
-            return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
         return stream
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
@@ -81,7 +89,7 @@ class AdmissionEngine:
 
     def leave(self, stream: "_AdmittedStream") -> None:
         """Take `stream` out of the queue."""
-        del self._queue[stream]
+        self._waiting_bytes -= self._queue.pop(stream)
         if len(self._order) > 2 * len(self._queue):
             self._order = [entry for entry in self._order if entry[2] in self._queue]
             heapq.heapify(self._order)
@@ -96,7 +104,7 @@ class AdmissionEngine:
         while self._queue:
             stream = heapq.heappop(self._order)[2]
             if stream in self._queue:
-                del self._queue[stream]
+                self._waiting_bytes -= self._queue.pop(stream)
                 self._admit(stream)
                 return
 
@@ -173,3 +181,8 @@ class _AdmittedStream:
     def _give_up(self) -> None:
         self._admission.leave(self)
         self.refuse(QueueTimeout(f"the request waited {time.monotonic() - self._arrived:.1f} s for its turn"))
+
+
+def _image_bytes(request: GenerateRequest) -> int:
+    files = request.media.images if request.media is not None else ()
+    return sum(len(image.data) for image in request.images) + sum(map(len, files))

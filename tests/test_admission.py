@@ -5,13 +5,15 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from engine import admission as admission_module
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.errors import EngineNotReady, InvalidRequest, QueueFull, QueueTimeout
 from engine.fake import FakeEngine
-from engine.types import Delta, GenerateRequest, SamplingParams
+from engine.types import Delta, GenerateRequest, Image, Media, SamplingParams
 
 _ids = itertools.count()
 SEATS = 2
@@ -66,6 +68,24 @@ async def test_a_full_queue_refuses_at_once() -> None:
     assert admission.waiting == 1
     await asyncio.gather(*map(collect, streams))
     await collect(admission.generate(request_for()))
+    await admission.close()
+
+
+async def test_images_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "MOST_WAITING_BYTES", 10_000)
+    admission = await admission_of()
+    image = Image(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(4_000))
+    seen, raw = {"images": (image,)}, {"media": Media(text="", images=(bytes(3_000), bytes(1_000)))}
+    running = [asyncio.create_task(collect(admission.generate(request_for()))) for _ in range(SEATS)]
+    waiting = [asyncio.create_task(collect(admission.generate(msgspec.structs.replace(request_for(), **more)))) for more in (seen, raw)]
+    await asyncio.sleep(0)
+    for more in (seen, raw):
+        with pytest.raises(QueueFull, match="8000 bytes"):
+            await collect(admission.generate(msgspec.structs.replace(request_for(), **more)))
+    assert (await collect(admission.generate(request_for())))[-1].finish_reason == "length", "a request without images may wait"
+    waiting.pop().cancel()
+    assert (await asyncio.gather(*running, *waiting))[-1][-1].finish_reason == "length"
+    assert (await collect(admission.generate(msgspec.structs.replace(request_for(), **seen))))[-1].finish_reason == "length"
     await admission.close()
 
 
