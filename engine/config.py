@@ -82,6 +82,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with config.json, safetensors, tokenizer.json and the configuration of the image processor."""
     device: str = "auto"
     dtype: str = "auto"
+    load_format: str = "auto"
     threads: int = 0
     max_image_pixels: int = 64_000_000
     processor_options: dict[str, Any] = {}

@@ -100,6 +100,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         model=str(folder),
         device=settings.device,
         dtype=settings.dtype,
+        load_format=settings.load_format,
         threads=settings.threads,
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),

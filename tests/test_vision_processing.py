@@ -169,6 +169,19 @@ def test_names_of_weights_in_older_folders(tmp_path: Path, llava: BatchEncoder) 
     assert new_encoder(tmp_path).info.fingerprint == llava.info.fingerprint
 
 
+def test_random_weights_for_measuring_are_the_same_everywhere(tmp_path: Path) -> None:
+    folder = build_llava(tmp_path)
+    (folder / "model.safetensors").unlink()
+    first, second = (new_encoder(folder, load_format="dummy") for _ in range(2))
+    assert first.info == second.info
+    ((_, rows), (_, others)), ((_, again),) = (
+        encode(first, image_bytes(40, 30, 1), image_bytes(40, 30, 2)),
+        encode(second, image_bytes(40, 30, 1)),
+    )
+    assert torch.equal(rows, again)
+    assert not torch.equal(rows, others)
+
+
 def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
     folder = build_llava(tmp_path)
     weights = load_file(folder / "model.safetensors")

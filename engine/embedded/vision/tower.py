@@ -31,7 +31,8 @@ class Tower:
         if self.device.type == "cpu" and config.threads:
             torch.set_num_threads(config.threads)
         self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
-        self._model = _load(config.model, self.dtype).to(self.device)
+        load = _random if config.load_format == "dummy" else _load
+        self._model = _without_language(load(config.model, self.dtype)).to(self.device)
 
     def fingerprint(self, more: str) -> str:
         """32 hex digits that stand for the weights, of which a sample is taken, for the type, and for `more`."""
@@ -57,20 +58,30 @@ class Tower:
         return [feature.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes() for feature in features]
 
 
-def _load(folder: str, dtype: torch.dtype) -> Any:
-    """The model with a language model of no layers and one word, which is dropped then: its weights are never read.
-
-    What the files have beyond that is left alone, what has another size counts as missing, and nothing else may be missing.
-    """
+def _small(folder: str) -> Any:
+    """The model's configuration with a language model of no layers and one word."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    return config
+
+
+def _random(folder: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return AutoModel.from_config(_small(folder), dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+def _load(folder: str, dtype: torch.dtype) -> Any:
+    """With a small language model, so that its weights are never read.
+
+    What the files have beyond that is left alone, what has another size counts as missing, and nothing else may be missing.
+    """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = AutoModel.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True
+            folder, config=_small(folder), dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineFailure(f"the vision tower cannot be loaded: {error}") from error
@@ -79,6 +90,10 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     lost = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if lost := [key for key in lost if not key.startswith(_LANGUAGE_MODELS)]:
         raise EngineFailure(f"the model's files lack {len(lost)} weights of the vision tower, such as {min(lost)}")
+    return model
+
+
+def _without_language(model: Any) -> Any:
     for name in _LANGUAGE_MODELS:
         if name in dict(model.named_children()):
             delattr(model, name)
