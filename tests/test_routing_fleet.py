@@ -133,3 +133,13 @@ async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
             pauses.append(asyncio.get_running_loop().time() - began)
         assert pauses[0] > 0.4
         assert pauses[1] > 0.9
+
+
+async def test_a_replica_that_dies_with_many_requests_has_failed_once() -> None:
+    async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
+        (replica,) = fleet.replicas
+        for _ in range(50):
+            replica.failed("the test says so")
+        assert not fleet.healthy
+        async with asyncio.timeout(3):
+            await until(lambda: fleet.healthy)

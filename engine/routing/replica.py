@@ -114,7 +114,11 @@ class Replica:
         self._again.set()
 
     def failed(self, reason: str) -> None:
-        """A request came to nothing. Nobody asks for a while, longer after each failure, and then a probe decides."""
+        """A request came to nothing. Nobody asks for a while, longer after each failure, and then a probe decides. What fails meanwhile
+        had been sent before: a replica that dies with a hundred requests has failed once.
+        """
+        if time.monotonic() < self._closed_from:
+            return
         pause = min(PROBE_SECONDS / 2 * 2**self._failures, LONGEST_PAUSE)
         self._failures = min(self._failures + 1, 8)
         self._closed_from = time.monotonic() + pause

@@ -41,7 +41,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._chunks: deque[bytes] = deque()
         self._size = 0
-        self._paused = self._headed = False
+        self._paused = self._headed = self._keeps = self._stale = False
         self._complete = True
         """No answer is due."""
         self._parser = httptools.HttpResponseParser(self)
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes) -> None:
         """Begin a request."""
         self.status, self.headers = 0, []
-        self._complete = self._headed = False
+        self._complete = self._headed = self._keeps = False
         self._head_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(head + body if len(body) < _LOW_WATER else head)
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
 
     async def _more(self) -> None:
         if self._lost is not None:
-            raise StaleConnection(self._lost) if self.used and not self._head_bytes else UpstreamError(self._lost)
+            raise StaleConnection(self._lost) if self._stale else UpstreamError(self._lost)
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -93,7 +93,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self._complete and self.alive and self._parser.should_keep_alive()
+        """Whether the answer was read to its end, so that nothing of it can get into another, and the replica keeps the connection."""
+        return self._complete and self._keeps and not self._chunks and self.alive
 
     def abort(self, reason: str = "the connection was given up") -> None:
         if self._lost is None:
@@ -111,6 +112,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._lost is None:
             self._lost = "the connection was lost"
+            self._stale = self.used and not self._head_bytes
         self._wake()
 
     def data_received(self, data: bytes) -> None:
@@ -152,6 +154,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._headed:
             self._complete = True
+            self._keeps = self._parser.should_keep_alive()  # it knows only here
             self._wake()
 
 
