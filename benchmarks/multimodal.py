@@ -1,7 +1,7 @@
 """Images: how fast they are encoded, what the cache of embeddings saves until the first token, and how fast embeddings move.
 
     python -m benchmarks.multimodal                        # smolvision on this CPU
-    python -m benchmarks.multimodal --device cuda
+    python -m benchmarks.multimodal --device cuda --model llava-7b    # that shape, random weights
 
 First tokens over HTTP, one request at a time: of an image never seen (cold), of the same image with another question (its embeddings come
 from the cache), and of the same image and question (so do the keys and values). Embeddings are those of a 7B model: 576 rows of 4,096.
@@ -15,7 +15,10 @@ import io
 import random
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +28,7 @@ from PIL import Image
 from benchmarks import transfer
 from benchmarks.client import Load, Sample, Target, exchange
 from benchmarks.gpu.__main__ import settings_of
+from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, serving
@@ -38,6 +42,7 @@ from engine.transfer.transfers import Transfers
 EMBEDDING_BYTES = 576 * 4096 * 2
 AT_ONCE = (1, 8, 32)
 SIDES = (256, 1024)
+LLAVA_7B = "llava-7b"
 QUESTIONS = ("What is in this image?", "Which colours do you see?")
 Rows = dict[str, float]
 
@@ -53,8 +58,9 @@ def main() -> int:
         "seed": args.seed,
     }
     rng = random.Random(args.seed)
-    folder = resolve_model(args.model, Path("~/.cache/trellis").expanduser())
-    found = uvloop.run(encoding(EncoderConfig(model=str(folder), device=args.device), rng)) | first_tokens(args, rng) | moving(args)
+    with model_folder(args) as folder:
+        config = EncoderConfig(model=str(folder), device=args.device, load_format=args.flags.get("load-format", "auto"))
+        found = uvloop.run(encoding(config, rng)) | first_tokens(args, folder, rng) | moving(args)
     lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     rows = [[name, f"{value:.4g}"] for name, value in found.items()]
     markdown = f"# Benchmark: {args.label}\n\n{lines}\n\n{table(['', 'median'], rows)}\n"
@@ -71,7 +77,7 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", default="smolvision", help="a vision-language model's name or folder")
+    parser.add_argument("--model", default="smolvision", help=f"a vision-language model's name or folder, or {LLAVA_7B}")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--label", default="", help="name of the result files")
@@ -80,6 +86,18 @@ def parse() -> argparse.Namespace:
     args.label = args.label or f"multimodal-{args.device}"
     args.flags = settings_of(flags, parser)
     return args
+
+
+@contextmanager
+def model_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """That of `--model`, made here if it is a shape."""
+    if args.model != LLAVA_7B:
+        yield resolve_model(args.model, Path("~/.cache/trellis").expanduser())
+        return
+    args.flags["load-format"] = "dummy"
+    with tempfile.TemporaryDirectory() as folder:
+        write_llava(Path(folder))
+        yield Path(folder)
 
 
 def photo(side: int, rng: random.Random) -> bytes:
@@ -110,10 +128,10 @@ async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
     return rows
 
 
-def first_tokens(args: argparse.Namespace, rng: random.Random) -> Rows:
+def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> Rows:
     """Milliseconds to the first token, cold and from the caches."""
     options = [part for name, value in {"device": args.device, **args.flags}.items() for part in (f"--{name}", value)]
-    argv = (sys.executable, "-m", "server", "--port", "{port}", "--model", args.model, *options)
+    argv = (sys.executable, "-m", "server", "--port", "{port}", "--model", str(folder), *options)
     rows: Rows = {}
     with serving(Spec("trellis", argv, "/health/ready")) as server:
         for side in SIDES:

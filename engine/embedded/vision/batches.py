@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -16,7 +17,7 @@ from engine.embedded.vision.tower import Tower
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 
-_THREADS = 4
+_THREADS = min(16, max(4, (os.cpu_count() or 0) // 2))
 _GPU_IMAGES = 8
 """Images that the tower waits for to compute them together. A CPU gains nothing by that, and begins with the first."""
 _CALL_VALUES = 32 << 20
@@ -43,11 +44,19 @@ class BatchEncoder:
         self._try_out()
 
     def encode(self, images: Sequence[ImageInput]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
+        """The outcome for each image, by its index, as soon as it is known. Raises as `embed`."""
+        return self.embed(self.prepare(images))
+
+    def prepare(self, images: Sequence[ImageInput]) -> Iterator[Prepared | EngineError]:
+        """Begin, in other threads, with what comes before the tower. May be called from any thread."""
+        return self._pool.map(self._prepare, images)
+
+    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
         """The outcome for each image, by its index, as soon as it is known.
 
         Raises torch.AcceleratorError when the device works no more for this process.
         """
-        prepared = enumerate(self._pool.map(self._prepare, images))
+        prepared = enumerate(images)
         while some := list(islice(prepared, self._at_once)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]

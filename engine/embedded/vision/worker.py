@@ -11,8 +11,9 @@ import signal
 import socket
 import threading
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -22,27 +23,39 @@ from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Opti
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.embedded.vision.batches import BatchEncoder
+    from engine.embedded.vision.processing import Prepared
+
+    Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
+
 log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Read in this thread, compute in another, so that the end of the socket ends the process at once."""
+    """Read in this thread, compute in another, so that the end of the socket ends the process at once, and that the next batch is prepared
+    while one is computed.
+    """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     os.dup2(2, 1)
     channel = socket.socket(fileno=0)
     try:
         options = msgspec.msgpack.decode(_receive_message(channel), type=Options)
-        batches: queue.SimpleQueue[list[ImageInput]] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(options, channel, batches), daemon=True).start()
+        loaded: Future[BatchEncoder] = Future()
+        batches: Batches = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(options, channel, loaded, batches), daemon=True).start()
         while True:
             batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
-            batches.put([ImageInput(_receive(channel, size), detail) for detail, size in batch.images])
+            images = [ImageInput(_receive(channel, size), detail) for detail, size in batch.images]
+            batches.put(loaded.result().prepare(images))
     except (EOFError, ConnectionError):
         os._exit(0)
 
 
-def _serve(options: Options, channel: socket.socket, batches: queue.SimpleQueue[list[ImageInput]]) -> None:
+def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", batches: "Batches") -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of what is odd in users' files
     try:
@@ -50,9 +63,10 @@ def _serve(options: Options, channel: socket.socket, batches: queue.SimpleQueue[
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
         encoder = BatchEncoder(options.config, facts)
+        loaded.set_result(encoder)
         channel.sendall(packed(Welcome(encoder.info)))
         while True:
-            for outcomes in encoder.encode(batches.get()):
+            for outcomes in encoder.embed(batches.get()):
                 channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes})))
                 for _, outcome in outcomes:
                     if isinstance(outcome, EncodedImage):
