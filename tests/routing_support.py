@@ -19,12 +19,12 @@ from routers.state import Replica
 class Sender:
     """Publishes like a replica. Without `replays` nobody can ask again; `kept` is what is sent then."""
 
-    def __init__(self, replays: bool = True, four_frames: bool = False, port: int = 0, replay_port: int = 0) -> None:
+    def __init__(self, replays: bool = True, four_frames: bool = False, port: int = 0, replay_port: int = 0, rank: int = 0) -> None:
         self._context = zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.port = _bound(self._socket, port)
-        self.number = 0
+        self.number, self.rank = 0, rank
         self.kept: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
         self._router = self._context.socket(zmq.ROUTER)
@@ -48,7 +48,7 @@ class Sender:
 
     async def send(self, *events: Any, lost: bool = False) -> None:
         """Publish a message, or with `lost` have it lost on the way."""
-        payload = msgspec.msgpack.encode([0.0, list(events), 0])
+        payload = msgspec.msgpack.encode([0.0, list(events), self.rank])
         self.kept.append((self.number, payload))
         if not lost:
             await self._socket.send_multipart([b"", SEQUENCE.pack(self.number), payload])

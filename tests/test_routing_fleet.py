@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
 
 import pytest
+import zmq
 from routing_support import Bare, Seen, Sender, stored, tokens_of
 
 from engine.discovery import Addresses
@@ -13,6 +14,7 @@ from engine.routing.fleet import EventSources, Fleet, NoReplica, Prompt
 from engine.routing.policy import Policy
 from engine.routing.upstream import UpstreamError
 
+TWO_RANKS = b'HTTP/1.1 200 OK\r\ncontent-length: 38\r\n\r\n{"runtime": {"data_parallel_size": 2}}'
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 PROMPT = Prompt([*tokens_of(1), *tokens_of(2), 5], count=5)
 
@@ -115,6 +117,33 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
                 work.end()
             assert chosen == {0, 1}
     await sender.close()
+
+
+async def two_senders() -> list[Sender]:
+    """Of a replica's two data-parallel ranks, which have one port after the other."""
+    while True:
+        first = Sender(replays=False)
+        try:
+            return [first, Sender(replays=False, port=first.port + 1, rank=1)]
+        except zmq.ZMQError:  # somebody else has that port
+            await first.close()
+
+
+async def test_a_replica_has_what_any_of_its_data_parallel_ranks_has() -> None:
+    senders = await two_senders()
+    async with Bare(TWO_RANKS) as bare, running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, _):
+        for sender in senders:
+            await sender.subscribed()
+        await senders[0].send(stored([1]))
+        await senders[1].send(stored([1, 2]))
+        await until(lambda: fleet.index.blocks(0) == 3)
+        assert fleet.index.overlaps(PROMPT.tokens) == {0: 4}
+        await senders[1].send({"type": "AllBlocksCleared"})
+        await until(lambda: fleet.index.blocks(0) == 1)
+        assert fleet.index.overlaps(PROMPT.tokens) == {0: 2}
+        assert [request.split(b" ")[1] for request in bare.requests] == [b"/server_info"]
+    for sender in senders:
+        await sender.close()
 
 
 async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:

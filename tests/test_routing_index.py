@@ -189,5 +189,5 @@ async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, 
 async def _settled(publisher: Publisher, engine: FakeEngine, subscriber: Subscriber) -> None:
     """Everything that the engine has said has come."""
     async with asyncio.timeout(10):
-        while engine._blocks.events._events or subscriber._expected < publisher.ranks[0].channel.sequence:  # noqa: ASYNC110
+        while any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
 from engine.errors import EngineUnavailable
+from engine.publisher.zmq_channel import of_rank
 from engine.routing.index import PrefixIndex
 from engine.routing.load import UNKNOWN_TOKENS, Work
 from engine.routing.policy import Candidate, Policy
@@ -156,11 +158,22 @@ class Fleet:
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
-            learner = Learner(number, self._index, self.observer)
-            works.append(Subscriber(endpoint, replay, self._sources.topic, learner).run())
+            works.append(self._learn(replica, endpoint, replay))
         self._tasks[url] = [asyncio.create_task(work, name=f"replica-{number}") for work in works]
         for task in self._tasks[url]:
             task.add_done_callback(_report)
+
+    async def _learn(self, replica: Replica, endpoint: str, replay: str) -> None:
+        """Listen to the first rank of a replica, and to the others once it says that it has some; what any of them has, it has."""
+
+        def listen(rank: int) -> Coroutine[Any, Any, None]:
+            learner = Learner(replica.number, rank, self._index, self.observer)
+            return Subscriber(of_rank(endpoint, rank), of_rank(replay, rank) if replay else "", self._sources.topic, learner).run()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(listen(0))
+            for rank in range(1, await replica.ranks()):
+                group.create_task(listen(rank))
 
     async def _resolve(self) -> None:
         while True:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.routing.events import Event
+import msgspec
+
+from engine.routing.events import Cleared, Event
 from engine.routing.index import PrefixIndex
 from engine.routing.load import Load
 from engine.routing.upstream import Header, Upstream, UpstreamError
@@ -50,17 +52,17 @@ class Observer(Protocol):
 
 
 class Learner:
-    """The `Sink` of a replica's events."""
+    """The `Sink` of the events of one data-parallel rank of a replica."""
 
-    def __init__(self, number: int, index: PrefixIndex, observer: Observer) -> None:
-        self._number, self._index, self._observer = number, index, observer
+    def __init__(self, number: int, rank: int, index: PrefixIndex, observer: Observer) -> None:
+        self._number, self._rank, self._index, self._observer = number, rank, index, observer
 
     def apply(self, event: Event) -> None:
         if unattached := self._index.apply(self._number, event):
             self._observer.unattached(self._number, unattached)
 
     def restarted(self) -> None:
-        self._index.remove(self._number)
+        self._index.apply(self._number, Cleared(self._rank))
 
     def gap(self, missed: int) -> None:
         self._observer.gap(self._number, missed)
@@ -70,6 +72,20 @@ class Learner:
 
     def malformed(self) -> None:
         self._observer.malformed(self._number)
+
+
+class _Runtime(msgspec.Struct):
+    data_parallel_size: int | None = 1
+    """None before the engine is there."""
+
+
+class _Info(msgspec.Struct):
+    """What a replica says of itself at /server_info, as far as it matters here."""
+
+    runtime: _Runtime
+
+
+_info = msgspec.json.Decoder(_Info)
 
 
 class Replica:
@@ -84,7 +100,8 @@ class Replica:
         self.available = False
         self.probed = asyncio.Event()
         self._index, self._observer = index, observer
-        self._probe_head = self.upstream.head("GET", b"/health/ready", headers, 0)
+        self._headers = headers
+        self._ready = asyncio.Event()
         self._again = asyncio.Event()
         self._failures = 0
         """Requests that failed one after the other."""
@@ -133,15 +150,34 @@ class Replica:
         self.available = False
         self.upstream.cut("the router closes, or the replica is one no more")
 
+    async def ranks(self) -> int:
+        """How many data-parallel ranks it has, once it is ready; 1 if it does not say."""
+        while True:
+            await self._ready.wait()
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    status, body = await self._get(b"/server_info")
+                return (_info.decode(body).runtime.data_parallel_size or 1) if status == 200 else 1
+            except msgspec.MsgspecError:
+                return 1
+            except (TimeoutError, UpstreamError):
+                await asyncio.sleep(PROBE_SECONDS)
+
+    async def _get(self, path: bytes) -> tuple[int, bytes]:
+        """Status and body. Raises UpstreamError."""
+        connection = await self.upstream.request(self.upstream.head("GET", path, self._headers, 0))
+        body = b""
+        try:
+            while chunk := await connection.chunk():
+                body += chunk
+        finally:
+            self.upstream.release(connection)
+        return connection.status, body
+
     async def _probe(self) -> None:
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
-                connection = await self.upstream.request(self._probe_head)
-                try:
-                    while await connection.chunk():
-                        pass
-                finally:
-                    self.upstream.release(connection)
+                status, _ = await self._get(b"/health/ready")
         except TimeoutError:
             self._silences += 1
             self._set(False, f"it has been silent for {SILENCE_SECONDS:g} s")
@@ -152,12 +188,14 @@ class Replica:
             self._set(False, str(error))
             return
         self._silences = 0
-        ready = connection.status == 200
+        ready = status == 200
         if ready and time.monotonic() < self._closed_from:
             return
-        self._set(ready, "" if ready else f"it says {connection.status} of its readiness")
+        self._set(ready, "" if ready else f"it says {status} of its readiness")
 
     def _set(self, available: bool, reason: str) -> None:
         if available != self.available:
             log.log(logging.INFO if available else logging.WARNING, "replica %d at %s: %s", self.number, self.url, reason or "ready")
         self.available = available
+        if available:
+            self._ready.set()
