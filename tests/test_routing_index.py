@@ -156,7 +156,7 @@ async def test_it_agrees_with_the_engine_after_many_requests(seed: int) -> None:
     publisher = Publisher(engine, PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     publisher.start()
     channel, index, seen = publisher.ranks[0].channel, PrefixIndex(), Seen()
-    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint or "", "", Learner(3, index, seen))
+    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint or "", "", Learner(3, 0, index, seen))
     following = asyncio.create_task(subscriber.run())
     try:
         prompts = await _ask(engine, rng)
