@@ -5,7 +5,7 @@ import contextvars
 import heapq
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Self
 
 import msgspec
@@ -75,7 +75,7 @@ class AdmissionEngine:
             stream.wait(self._queue_timeout)
         return stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._engine.kv_events()
 
     def stats(self) -> AsyncIterator[IterationStats]:

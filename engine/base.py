@@ -1,6 +1,6 @@
 """The engine seam: token ids in, deltas out. Everything above it speaks HTTP and text; nothing below it does."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Protocol, Self
 
 from engine.kv_events import KvEvent
@@ -57,8 +57,9 @@ class Engine(Protocol):
         """
         ...
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """KV-cache events in order, in batches, from the first one still buffered. One consumer; ends when the engine closes."""
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        """KV-cache events in order, in batches: first Created and Stored ones that say what the engine holds already, however it came
+        about, then each change. Any number of consumers; ends when the engine closes."""
         ...
 
     def stats(self) -> AsyncIterator[IterationStats]:

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -12,7 +13,7 @@ from engine import wire
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.stream import DeltaStream, EventFeed, Latest
 from engine.types import EngineInfo, GenerateRequest
 
 _RECONNECT_MS = 50
@@ -39,7 +40,7 @@ class EngineClient:
         self._outbox: list[wire.Command] = []
         self._topics: set[wire.Topic] = set()
         self._stats: Latest[IterationStats] = Latest()
-        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._events: EventFeed[KvEvent] = EventFeed()
 
     @property
     def info(self) -> EngineInfo:
@@ -78,10 +79,11 @@ class EngineClient:
         self._send(wire.Generate(key, request))
         return stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """As the protocol says; of all clients of a host only one may ask for the events."""
+    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         self._subscribe("kv_events")
-        return self._events.batches()
+        async with aclosing(self._events.batches()) as batches:
+            async for events in batches:
+                yield events
 
     def stats(self) -> AsyncIterator[IterationStats]:
         self._subscribe("stats")
@@ -104,11 +106,10 @@ class EngineClient:
             self._send(wire.Abort(key))
 
     def _subscribe(self, topic: wire.Topic) -> None:
-        """Subscribe from now on, and again at each new host."""
-        if topic not in self._topics:
-            self._topics.add(topic)
-            if self._ready.is_set():
-                self._send(wire.Subscribe(topic))
+        """Subscribe from now on, and again at each new host. Once more is no harm: the host begins anew."""
+        self._topics.add(topic)
+        if self._ready.is_set():
+            self._send(wire.Subscribe(topic))
 
     def _send(self, command: wire.Command) -> None:
         """Send with all else of this turn of the loop."""

@@ -9,7 +9,7 @@ of prompt, images and first token, which it checks when it goes on from there.
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from engine.config import FakeConfig
 from engine.errors import EngineError, EngineNotReady, InvalidRequest
@@ -83,7 +83,7 @@ class FakeEngine:
         self._work.set()
         return sequence.stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._blocks.events.batches()
 
     def stats(self) -> AsyncIterator[IterationStats]:

@@ -6,8 +6,8 @@ from hashlib import blake2b
 
 from engine.images import Overlap, mm_keys_of, overlaps_of
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
+from engine.kv_log import KvEventLog
 from engine.stats import KvCacheStats
-from engine.stream import EventBuffer
 from engine.types import Image
 
 
@@ -19,7 +19,7 @@ class FakeBlocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int, window_size: int) -> None:
-        self.events: EventBuffer[KvEvent] = EventBuffer()
+        self.events = KvEventLog()
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._window_size = window_size

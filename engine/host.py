@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import aclosing
 from functools import partial
 from typing import TextIO
 
@@ -179,9 +180,10 @@ class _Client:
             self.report(wire.failed(key, EngineFailure("internal error of the engine")))
 
     def _subscribe(self, command: wire.Subscribe) -> None:
-        if command.topic not in self._subscriptions:
-            report = self._report_stats() if command.topic == "stats" else self._report_kv_events()
-            self._subscriptions[command.topic] = asyncio.create_task(report)
+        if command.topic in self._subscriptions:
+            self._subscriptions[command.topic].cancel()
+        report = self._report_stats() if command.topic == "stats" else self._report_kv_events()
+        self._subscriptions[command.topic] = asyncio.create_task(report)
 
     async def _report_stats(self) -> None:
         async for stats in self._host.engine.stats():
@@ -189,8 +191,10 @@ class _Client:
             await asyncio.sleep(_STATS_SECONDS)
 
     async def _report_kv_events(self) -> None:
-        async for events in self._host.engine.kv_events():
-            self.report(wire.KvEvents(events))
+        async with aclosing(self._host.engine.kv_events()) as batches:
+            async for events in batches:
+                self.report(wire.KvEvents(events))
+                await asyncio.sleep(0)  # one message for each: all that an engine holds is a lot
 
 
 def bind(address: str) -> "zmq.Socket[bytes]":

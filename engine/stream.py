@@ -1,11 +1,11 @@
-"""What an engine hands to its consumers: a mailbox of deltas for each request, the newest statistics, and a buffer of KV events.
+"""What an engine hands to its consumers: a mailbox of deltas for each request, the newest statistics, and a feed of events.
 
 All of it belongs to one event loop and is called from its thread only.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Generic, Self, TypeVar
 
 from engine.types import Delta
@@ -178,32 +178,48 @@ class Latest(Generic[T]):
         self._changed = asyncio.Event()
 
 
-class EventBuffer(Generic[T]):
-    """Events in order, for one consumer at a time; beyond `limit` the oldest are lost."""
+class EventFeed(Generic[T]):
+    """Events in order, for any number of consumers, each from when it begins to iterate; one that falls behind loses the oldest."""
 
     def __init__(self, limit: int = 65536) -> None:
-        self._events: deque[T] = deque(maxlen=limit)
+        self._limit = limit
+        self._waiting: dict[object, deque[T]] = {}
         self._closed = False
-        self._ready = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, event: T) -> None:
-        self._events.append(event)
-        self._ready.set()
+        for waiting in self._waiting.values():
+            waiting.append(event)
+        self._notify()
 
     def close(self) -> None:
-        """End the iteration after the events that are buffered."""
+        """End every iteration, each after the events that wait for it."""
         self._closed = True
-        self._ready.set()
+        self._notify()
 
-    async def batches(self) -> AsyncIterator[list[T]]:
-        """Yield everything buffered, whenever there is something."""
-        while True:
-            await self._ready.wait()
-            if self._events:
-                batch = list(self._events)
-                self._events.clear()
+    async def batches(self) -> AsyncGenerator[list[T], None]:
+        """Yield what goes before, then everything that has come meanwhile, whenever there is something."""
+        consumer, waiting = object(), deque[T](maxlen=self._limit)
+        self._waiting[consumer] = waiting
+        try:
+            for batch in self._before():
                 yield batch
-            elif self._closed:
-                return
-            else:
-                self._ready.clear()
+            while True:
+                if waiting:
+                    batch = list(waiting)
+                    waiting.clear()
+                    yield batch
+                elif self._closed:
+                    return
+                else:
+                    await self._changed.wait()
+        finally:
+            del self._waiting[consumer]
+
+    def _before(self) -> Iterable[list[T]]:
+        """What a consumer that begins now is told first."""
+        return ()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -57,7 +57,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Report on `topic` from now on, for as long as the connection lasts."""
+    """Report on `topic` from the beginning, for as long as the connection lasts."""
 
     topic: Topic
 

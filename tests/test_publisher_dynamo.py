@@ -80,6 +80,15 @@ async def check(engine: Any, consumers: Consumers, requests: Sequence[tuple[str,
         assert await generate(engine, f"c{number}", tokens, 1, salt) == foretold * SIZE
         found += foretold
         await consumers.update()
+    async with publishing(engine, buffer=100_000) as publisher, followers(publisher) as (follower,):
+        late = Consumers(publisher, follower)
+        while not publisher.ranks[0].channel.sequence:  # noqa: ASYNC110 - it has no event for it
+            await asyncio.sleep(0.005)
+        await late.update()
+        assert late.books.hashes == consumers.books.hashes, "a publisher that begins now tells of all that there is"
+        assert [late.tree.blocks_of(tokens, salt) for salt, tokens in requests] == [
+            consumers.tree.blocks_of(tokens, salt) for salt, tokens in requests
+        ]
     return found
 
 

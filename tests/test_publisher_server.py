@@ -128,7 +128,9 @@ def test_one_of_several_processes_publishes_and_another_takes_its_place(tmp_path
         for _ in range(10):
             httpx.post(f"{server.url}/v1/chat/completions", json=LONG_CHAT).raise_for_status()
         assert server.log.count("KV-cache events are published on") == 1
-        assert [type(event) for event in asyncio.run(events(tmp_path))].count(AllBlocksCleared) == 1
+        said = asyncio.run(events(tmp_path))
+        assert [type(event) for event in said].count(AllBlocksCleared) == 1
+        before = text(said).count(b"hello")
         server.wait_metric("trtllm_kv_event_published_messages_total", len(asyncio.run(batches(tmp_path))))
         publisher(server, tmp_path).kill()
         wait(lambda: server.log.count("KV-cache events are published on") == 2)
@@ -136,7 +138,9 @@ def test_one_of_several_processes_publishes_and_another_takes_its_place(tmp_path
         other = {**LONG_CHAT, "messages": [{"role": "user", "content": "goodbye " * 40}]}
         httpx.post(f"{server.url}/v1/chat/completions", json=other).raise_for_status()
         said = asyncio.run(events(tmp_path))
+        assert [type(event) for event in said].count(AllBlocksCleared) == 1
         assert isinstance(said[0], AllBlocksCleared)
+        assert text(said).count(b"hello") == before > 40, "what the engine has from before"
         assert b"goodbye" in text(said)
 
 

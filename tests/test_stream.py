@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.stream import DeltaStream, EventBuffer, Latest, merge
+from engine.stream import DeltaStream, EventFeed, Latest, merge
 from engine.types import Delta, Logprob, PromptReport
 
 
@@ -154,12 +154,19 @@ async def test_latest_skips_to_the_newest_and_ends() -> None:
     assert [value async for value in latest.values()] == [4]
 
 
-async def test_event_buffer_keeps_the_newest_for_a_late_consumer() -> None:
-    buffer: EventBuffer[int] = EventBuffer(limit=3)
-    for event in range(5):
-        buffer.put(event)
-    batches = buffer.batches()
-    assert await anext(batches) == [2, 3, 4]
-    buffer.put(5)
-    buffer.close()
-    assert [batch async for batch in batches] == [[5]]
+async def test_a_feed_keeps_the_newest_for_a_slow_consumer_and_nothing_for_none() -> None:
+    feed: EventFeed[int] = EventFeed(limit=3)
+    feed.put(-1)
+    batches, others = feed.batches(), feed.batches()
+    waiting = [asyncio.ensure_future(anext(batches)), asyncio.ensure_future(anext(others))]
+    await asyncio.sleep(0)
+    feed.put(0)
+    assert await asyncio.gather(*waiting) == [[0], [0]]
+    await others.aclose()
+    for event in range(1, 6):
+        feed.put(event)
+    assert await anext(batches) == [3, 4, 5]
+    feed.put(6)
+    feed.close()
+    assert [batch async for batch in batches] == [[6]]
+    assert not feed._waiting

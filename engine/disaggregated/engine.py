@@ -9,7 +9,7 @@ Images go to prefill as embeddings; the engine here gets these only if it has to
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -85,7 +85,7 @@ class DisaggregatedEngine:
         run.stream.when_done(lambda: self._runs.discard(run))
         return run.stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self.local.kv_events()
 
     def stats(self) -> AsyncIterator[IterationStats]:

@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 
 import torch
@@ -21,10 +21,11 @@ from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
+from engine.kv_log import KvEventLog
 from engine.priority import rank
 from engine.prompt import check_images, check_prompt
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.stream import DeltaStream, Latest
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class EmbeddedEngine:
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, DeltaStream] = {}
         self._stats: Latest[IterationStats] = Latest()
-        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
@@ -84,7 +85,7 @@ class EmbeddedEngine:
             stream.when_done(task.cancel)
         return stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._events.batches()
 
     def stats(self) -> AsyncIterator[IterationStats]:

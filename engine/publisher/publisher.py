@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -93,10 +94,11 @@ class Publisher:
 
     async def _publish_all(self) -> None:
         """Publish what the engine has whenever it has something, which needs no polling here."""
-        async for events in self._engine.kv_events():
-            for start in range(0, len(events), MAX_EVENTS):
-                self._publish(events[start : start + MAX_EVENTS])
-                await asyncio.sleep(0)
+        async with aclosing(self._engine.kv_events()) as batches:
+            async for events in batches:
+                for start in range(0, len(events), MAX_EVENTS):
+                    self._publish(events[start : start + MAX_EVENTS])
+                    await asyncio.sleep(0)
 
     def _publish(self, events: list[KvEvent]) -> None:
         """As one message for each rank."""

@@ -4,14 +4,14 @@ the loop of whoever calls it. A request with media yields one delta, which holds
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from engine import handoff
 from engine.config import TrtllmConfig
 from engine.errors import EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.stream import DeltaStream, EventFeed, Latest
 from engine.trtllm.disaggregation import BACKEND
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.media import inputs_of
@@ -29,7 +29,7 @@ class EncodingEngine:
         self._info: EngineInfo | None = None
         self._tasks: dict[DeltaStream, asyncio.Task[None]] = {}
         self._stats: Latest[IterationStats] = Latest()
-        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._events: EventFeed[KvEvent] = EventFeed()
 
     @property
     def info(self) -> EngineInfo:
@@ -66,7 +66,7 @@ class EncodingEngine:
         task.add_done_callback(lambda _: self._tasks.pop(stream))
         return stream
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._events.batches()
 
     def stats(self) -> AsyncIterator[IterationStats]:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,9 +15,10 @@ from msgspec.structs import replace
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import KvEvent
+from engine.kv_log import KvEventLog
 from engine.prompt import check_prompt
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventBuffer, Latest
+from engine.stream import DeltaStream, Latest
 from engine.trtllm import library
 from engine.trtllm.events import iteration_stats, kv_capacity
 from engine.trtllm.media import Deferred, inputs_of
@@ -44,7 +45,7 @@ class TrtllmEngine:
         self._streams: set[DeltaStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: Latest[IterationStats] = Latest()
-        self._events: EventBuffer[KvEvent] = EventBuffer()
+        self._events = KvEventLog()
         self._running = 0
         self._aborted = 0
         self._newest: IterationStats
@@ -97,7 +98,7 @@ class TrtllmEngine:
         except EngineError as error:
             return DeltaStream.failed(error)
 
-    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._events.batches()
 
     def stats(self) -> AsyncIterator[IterationStats]:
