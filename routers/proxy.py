@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 @router.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 @router.api_route("/tokenize", methods=["POST"], include_in_schema=False)
 @router.api_route("/detokenize", methods=["POST"], include_in_schema=False)
+@router.api_route("/v1/completions", methods=["POST"], include_in_schema=False)  # added first: metrics and traces have it by its name
+@router.api_route("/v1/chat/completions", methods=["POST"], include_in_schema=False)
 async def forward(request: Request) -> Response:
     """Whatever a replica answers."""
     state = state_of(request)

@@ -1,4 +1,5 @@
-"""Log lines, for people or for machines: one line each, whatever users sent, with the id of the request they belong to."""
+"""Log lines, for people or for machines: one line each, whatever users sent, with the id of the request they belong to, and, for machines,
+that of its trace."""
 
 import json
 import logging
@@ -7,6 +8,7 @@ import time
 from contextvars import ContextVar
 from typing import Literal
 
+from engine import trace
 from server.errors import printable
 from server.settings import provide
 
@@ -52,6 +54,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id.get():
             entry["request_id"] = request_id.get()
+        if traceparent := trace.headers().get("traceparent"):
+            _, entry["trace_id"], entry["span_id"], _ = traceparent.split("-")
         if record.exc_info is not None:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

@@ -11,6 +11,7 @@ from fake_trtllm_support import trt  # noqa: F401 - the stand-in for TensorRT-LL
 from http_support import CHAT, application
 from media_support import data_url, png
 from otel_support import Collector, Span, collector
+from routing_support import Bare, router
 
 CLIENT = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{CLIENT}-b7ad6b7169203331-01"
@@ -263,3 +264,20 @@ async def test_the_engine_is_told_the_context_of_its_replica(spans: Collector) -
         await ask(client)
     request = spans.one("POST /prefill", "prefill")
     assert [context.split("-")[:3] for context in told] == [["00", request.trace, request.id]]
+
+
+async def test_a_router_is_in_the_trace_with_each_replica_that_it_asks(spans: Collector) -> None:
+    async with (
+        Bare(b"") as bare,
+        replica("aggregated", otel_endpoint=spans.url) as (url, _),
+        router([bare.url, url], otel_endpoint=spans.url, route_policy="round_robin") as (front, _),
+        httpx.AsyncClient(base_url=front) as client,
+    ):
+        assert (await ask(client, {"traceparent": PARENT}, stream=True)).headers["x-trellis-replica"] == "1"
+    routed, answered = spans.one(SERVER, "router"), spans.one(SERVER, "aggregated")
+    first, second = sorted(spans.named("route"), key=lambda span: span.start)
+    assert {span.trace for span in (routed, answered, first, second)} == {CLIENT}
+    assert (first.parent, second.parent, answered.parent) == (routed.id, routed.id, second.id)
+    assert (first.failed, first.attributes["error.type"], second.failed) == (True, "UpstreamError", False)
+    assert [span.attributes["trellis.replica"] for span in (first, second)] == [0, 1]
+    assert_within(second, routed)

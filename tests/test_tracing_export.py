@@ -1,6 +1,7 @@
 """The way of spans to a collector: it costs no request anything, and a server neither waits for it at its end nor needs it to start."""
 
 import asyncio
+import json
 import logging
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from otel_support import Collector, collector
 
 import server
 from server import cli, tracing
+from server.logs import JsonFormatter
 
 CHATS = "/v1/chat/completions"
 
@@ -85,3 +87,24 @@ def test_without_the_package_the_start_says_what_is_missing(capsys: pytest.Captu
     monkeypatch.delattr(server, "tracing", raising=False)
     assert cli.main(["--engine", "fake", "--otel-endpoint", "http://127.0.0.1:9"]) == 2
     assert "trellis[otel]" in capsys.readouterr().err
+
+
+async def test_log_lines_for_machines_name_the_trace(spans: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[dict[str, str]] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(self.format(record)))
+
+    handler, access = Lines(), logging.getLogger("access")
+    handler.setFormatter(JsonFormatter())
+    caplog.set_level(logging.INFO, "access")
+    access.addHandler(handler)
+    try:
+        async with application(otel_endpoint=spans.url, access_log=True) as (client, _):
+            await client.post(CHATS, json=CHAT)
+            await client.get("/version")
+    finally:
+        access.removeHandler(handler)
+    span = spans.one(f"POST {CHATS}")
+    assert [(line.get("trace_id"), line.get("span_id")) for line in lines[-2:]] == [(span.trace, span.id), (None, None)]
