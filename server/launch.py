@@ -56,8 +56,7 @@ class Launcher:
         self._address = settings.engine_address or f"ipc://{folder}/engine.sock"
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
-        overrides = ["--engine-address", self._address, "--api-processes", "1"]
-        self._command = [sys.executable, "-m", "server.child", "{}", str(self._metrics), *arguments, *overrides]
+        self._command = [sys.executable, "-m", "server.child", "{}", str(self._metrics), *arguments, "--engine-address", self._address]
         self._children: set[Process] = set()
         self._stopping = asyncio.Event()
         self._stops = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.admission import AdmissionEngine
@@ -24,6 +25,16 @@ _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _STATS_PAUSE = 0.1
+
+
+class _Collected:
+    """Metrics that have been collected already, for a registry."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
 
 
 class ServerMetrics:
@@ -56,17 +67,16 @@ class ServerMetrics:
         """The page in Prometheus' text format."""
         for update in self._updates:
             update()
-        page = self.registry
-        if self.folder is not None:
-            page = CollectorRegistry()
-            MultiProcessCollector(page, str(self.folder))  # type: ignore[no-untyped-call]
-        engine = CollectorRegistry()
+        source = self.registry if self.folder is None else MultiProcessCollector(CollectorRegistry(), str(self.folder))  # type: ignore[no-untyped-call]
+        counted = list(source.collect())  # once, as it reads the files of all processes
+        page = CollectorRegistry()
+        page.register(_Collected(counted))
         if self._info is not None:
-            engine.register(InfoCollector(self._info, self._model_name))
+            page.register(InfoCollector(self._info, self._model_name))
         if self._stats is not None:
-            queued = page.get_sample_value("trtllm_num_requests_queued", {"model_name": self._model_name}) or 0.0
-            engine.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
-        return generate_latest(page) + generate_latest(engine)
+            queued = sum(sample.value for family in counted if family.name == "trtllm_num_requests_queued" for sample in family.samples)
+            page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
+        return generate_latest(page)
 
     def watch(self, update: Callable[[], None]) -> None:
         """Have metrics of this process brought up to date by `update`, cheap, when a page is rendered and often in between."""

@@ -182,7 +182,8 @@ def test_any_of_several_processes_shows_the_same() -> None:
                 assert client.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
             server.wait_metric("trtllm_request_success_total", 20)
             pages = [client.get(f"{server.url}/metrics").text for _ in range(8)]
-            assert client.get(f"{server.url}/server_info").json()["settings"]["engine_address"] == "***"
+            settings = client.get(f"{server.url}/server_info").json()["settings"]
+            assert (settings["api_processes"], settings["engine_address"]) == (2, "***")
         for page in pages:
             check_page(page)
             found = {sample.name: sample.value for sample in samples(page)}
