@@ -123,20 +123,39 @@ async def test_what_is_cancelled_is_skipped(encoder: EmbeddedEncoder) -> None:
     assert time.monotonic() - started < 60 * seconds  # two batches of 8 were under way, 184 images were not
 
 
-async def test_death_fails_what_runs_and_is_followed_by_a_restart(encoder: EmbeddedEncoder) -> None:
+async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: EmbeddedEncoder) -> None:
     fingerprint, pid = encoder.info.fingerprint, encoder.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     tasks = [asyncio.create_task(encoder.encode([GOOD] * 8)) for _ in range(4)]
     await asyncio.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [EngineDied] * 4
+    async with asyncio.timeout(5):
+        while encoder.healthy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     with pytest.raises(EngineNotReady):
         await encoder.encode([GOOD])
-    await until_healthy(encoder)
+    assert [len(images) for images in await asyncio.gather(*tasks)] == [8] * 4
     assert encoder.pid != pid and encoder.info.fingerprint == fingerprint
-    assert len(await encoder.encode([GOOD])) == 1
+
+
+async def test_an_image_that_kills_the_process_fails_alone(encoder: EmbeddedEncoder) -> None:
+    """The process is killed each time that it has begun with the first image, which takes a while."""
+    pids = set[int]()
+    fatal = asyncio.create_task(encoder.encode([ImageInput(image_bytes(2000, 2000))]))
+    others: list[asyncio.Task[list[EncodedImage]]] = []
+    while not fatal.done():
+        if encoder.pid is not None and encoder.pid not in pids:
+            os.kill(encoder.pid, signal.SIGSTOP)
+            others += [asyncio.create_task(encoder.encode([GOOD, GOOD])) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            os.kill(encoder.pid, signal.SIGKILL)
+            pids.add(encoder.pid)
+        await asyncio.sleep(0.002)
+    assert isinstance(fatal.exception(), EngineDied)
+    assert "whenever it had the image" in str(fatal.exception())
+    assert len(pids) == 2
+    assert [len(images) for images in await asyncio.gather(*others)] == [2] * 6
 
 
 async def test_a_hanging_image_fails_alone(encoder: EmbeddedEncoder) -> None:

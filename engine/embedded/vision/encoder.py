@@ -32,13 +32,14 @@ class _Job:
     image: ImageInput
     done: asyncio.Future[EncodedImage]
     alone: bool = False
-    """To be sent in a batch of its own: of several images one took too long, and it may be this."""
+    """To be sent in a batch of its own: it was in a batch that ended the process, or took too long, and may be why."""
 
 
 class EmbeddedEncoder:
-    """An `Encoder`. When its process dies, all images that it has and all that wait raise EngineDied, and it is restarted, after pauses
-    that grow from 0.5 to 30 seconds. If it is busy but answers nothing for `timeout_seconds` it is killed: the images of its batch are
-    tried again one by one, and one that takes too long by itself raises EngineFailure.
+    """An `Encoder`. When its process dies it is restarted, after pauses that grow from 0.5 to 30 seconds; if it is busy but answers nothing
+    for `timeout_seconds` it is killed. The images of its batch are then tried again one by one, and the others go on as if nothing had
+    been: one that takes too long by itself raises EngineFailure, one that has cost the process twice EngineDied. All do if it does not
+    start again.
     """
 
     def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
@@ -99,7 +100,7 @@ class EmbeddedEncoder:
                 await self._serve(process)
                 self._process = None
                 reason = f"the encoder process died ({await process.stop()})"
-                self._recover()
+                self._recover(reason)
                 if time.monotonic() - since > _HEALTHY_SECONDS:
                     pause = _FIRST_PAUSE
                 while self._process is None:
@@ -186,17 +187,16 @@ class EmbeddedEncoder:
         self._hung = True
         process.kill()
 
-    def _recover(self) -> None:
-        """Of what the lost process was given, and what waits, keep what shall be tried again."""
+    def _recover(self, reason: str) -> None:
+        """Of what the lost process was given, have tried again what may not be why it was lost."""
         self._disarm()
         hung, self._hung = self._hung, False
-        if not hung:
-            self._fail_all(EngineDied("the encoder process was lost while it had the image"))
-            return
         first, *others = [[job for job in batch.values() if not job.done.done()] for batch in self._sent] or [[]]
         self._sent.clear()
-        if len(first) == 1:
+        if len(first) == 1 and hung:
             first.pop().done.set_exception(EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds"))
+        elif len(first) == 1 and first[0].alone:
+            first.pop().done.set_exception(EngineDied(f"{reason} whenever it had the image"))
         for job in first:
             job.alone = True
         self._waiting.extendleft(reversed([*first, *(job for batch in others for job in batch)]))
