@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from engine.config import FakeConfig, create_engine
 from engine.errors import EngineFailure
 from engine.fake import FakeEngine
 from engine.kv_events import Created, KvEvent, Removed
+from engine.publisher.messages import signed
 from engine.publisher.zmq_channel import ZmqChannel, of_rank
 
 
@@ -41,7 +42,7 @@ class Source(FakeEngine):
     def info(self) -> Any:
         return msgspec.structs.replace(super().info, data_parallel_size=self._ranks)
 
-    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         while True:
             yield await self.queue.get()
 
@@ -108,6 +109,31 @@ async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> Non
             assert await replayed(channel.replay_endpoint, start) == expected, start
     finally:
         channel.close()
+
+
+async def test_who_comes_when_messages_are_kept_no_more_learns_everything_still(engine: Any) -> None:
+    async with publishing(engine, buffer=10) as publisher:
+        channel, books = publisher.ranks[0].channel, Books()
+        await generate(engine, "hot", range(10, 50))
+        for number in range(30):
+            await generate(engine, str(number), [number + 100] * 5)
+        await settled(lambda: channel.sequence > 30)
+        assert len(await replayed(channel.replay_endpoint, channel.sequence - 5)) == 5
+        assert channel.whole_from == 0, "who missed a little gets that"
+        last = channel.sequence
+        assert len(await replayed(channel.replay_endpoint, 0)) == 10
+        await settled(lambda: channel.sequence > last)
+        assert channel.whole_from == last
+        await asyncio.gather(*(replayed(channel.replay_endpoint, 0) for _ in range(5)))
+        await generate(engine, "more", [9] * 9)
+        await settled(lambda: channel.sequence > last + 1)
+        assert channel.whole_from == last, "once is enough, while that is kept"
+        for _, payload in await replayed(channel.replay_endpoint, last):
+            for event in msgspec.msgpack.decode(payload)[1]:
+                books.apply(event)
+        assert books.hashes == {signed(value) for value in (*engine._blocks._users, *engine._blocks._idle)}
+        assert len(books.hashes) > 30
+        assert publisher.failure is None
 
 
 async def test_nonsense_is_not_answered() -> None:

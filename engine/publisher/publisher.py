@@ -13,7 +13,7 @@ from engine.base import Engine
 from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
 from engine.publisher.convert import Converter
-from engine.publisher.messages import EventBatch, WireEvent, encode
+from engine.publisher.messages import AllBlocksCleared, EventBatch, WireEvent, encode
 from engine.publisher.nats_sink import NatsSink
 from engine.publisher.zmq_channel import ZmqChannel, of_rank
 
@@ -59,17 +59,18 @@ class Publisher:
         self.nats = NatsSink(config.nats_url, config.nats_subject, config.buffer) if config.nats_url else None
         self.config = config
         self._engine = engine
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None]
 
     def start(self) -> None:
         """Raises EngineFailure if an address cannot be bound."""
         config, info = self.config, self._engine.info
         for rank in range(info.data_parallel_size):
             endpoint, replay = of_rank(config.endpoint, rank), of_rank(config.replay_endpoint, rank) if config.replay_endpoint else ""
-            channel = ZmqChannel(endpoint, replay, config.topic, config.buffer)
+            channel = ZmqChannel(endpoint, replay, config.topic, config.buffer, self._begin_anew)
             self.ranks.append(Rank(Converter(info.block_size), channel))
             log.info("KV-cache events are published on %s%s", channel.endpoint, f", again on {channel.replay_endpoint}" if replay else "")
-        self._spawn(self._publish_all(), "kv-events")
+        self._following = self._spawn(self._publish_all(), "kv-events")
         if self.nats is not None:
             self._spawn(self.nats.run(), "kv-events-nats")
 
@@ -81,12 +82,21 @@ class Publisher:
         for rank in self.ranks:
             rank.channel.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _begin_anew(self) -> None:
+        """Have the engine tell of all that it holds, and everybody with it, for one who comes too late to learn it otherwise."""
+        if self._following.cancel():
+            for rank in self.ranks:
+                rank.channel.whole_from = rank.channel.sequence
+            self._following = self._spawn(self._publish_all(), "kv-events")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
-        self._tasks.append(task)
+        self._tasks.add(task)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             reason = str(error) if isinstance(error, EngineFailure) else f"{type(error).__name__}: {error}"
             self.failure = self.failure or reason
@@ -121,6 +131,8 @@ class Publisher:
             self._send(number, events[middle:])
             return
         rank = self.ranks[number]
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            rank.channel.whole_from = rank.channel.sequence
         rank.events += len(events)
         rank.bytes += len(payload)
         if self.nats is not None:

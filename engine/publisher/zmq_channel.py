@@ -6,6 +6,7 @@ number on (`[empty, number]`, from a DEALER) gets `[empty, number, payload]` for
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 import zmq
@@ -34,13 +35,18 @@ def of_rank(endpoint: str, rank: int) -> str:
 
 
 class ZmqChannel:
-    """Bound sockets of one rank. `replay` is empty for none; `capacity` messages are kept for it."""
+    """Bound sockets of one rank. `replay` is empty for none; `capacity` messages are kept for it. `on_late` is called when somebody asks
+    for one that is kept no more, and those that are do not tell of everything without it.
+    """
 
-    def __init__(self, endpoint: str, replay: str, topic: str, capacity: int) -> None:
+    def __init__(self, endpoint: str, replay: str, topic: str, capacity: int, on_late: Callable[[], object] = lambda: None) -> None:
         self.sequence = 0
         """Number of the next message."""
+        self.whole_from = 0
+        """Number of a message that tells of everything with those after it, whatever was before."""
         self.replayed = 0
         """Messages sent again."""
+        self._on_late = on_late
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=capacity if replay else 0)
         self._publisher: zmq.Socket[bytes] = wire.context().socket(zmq.PUB)
@@ -82,7 +88,9 @@ class ZmqChannel:
         """Begin to answer a consumer, and no longer answer what it asked before."""
         if len(frames) != 3 or len(frames[2]) != 8:
             return
-        identity, start = frames[0], int.from_bytes(frames[2], "big")
+        identity, start, oldest = frames[0], int.from_bytes(frames[2], "big"), self.sequence - len(self._kept)
+        if oldest > max(start, self.whole_from):
+            self._on_late()
         if identity in self._replays:
             self._replays[identity].cancel()
         task = self._replays[identity] = asyncio.create_task(self._send_again(identity, start))
