@@ -121,7 +121,7 @@ class ServerMetrics:
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats
-        if self._step is not None and (before is None or stats.iteration != before.iteration):
+        if self._step is not None and stats.iteration and (before is None or stats.iteration != before.iteration):
             self._step.observe(stats.iter_latency_ms / 1e3)
         if before is not None and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0:
             self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds

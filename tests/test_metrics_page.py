@@ -129,9 +129,9 @@ def test_requests_with_a_grammar_are_counted() -> None:
 
 
 async def test_steps_and_the_speed_of_transfers() -> None:
-    """Each step that is seen counts once; the speed is that of what was read since the statistics before."""
+    """Each step that is seen counts once, and none before the first; the speed is that of what was read since the statistics before."""
     metrics = ServerMetrics("m", None)
-    engine = _Reported([_stats(1, 0, 0), _stats(1, 0, 0), _stats(2, 3_000_000_000, 1.5), _stats(3, 3_000_000_000, 1.5)])
+    engine = _Reported([_stats(0, 0, 0), _stats(1, 0, 0), _stats(1, 0, 0), _stats(2, 3_000_000_000, 1.5), _stats(3, 3_000_000_000, 1.5)])
     await engine.start()
     try:
         await metrics.watch_engine(AdmissionEngine(engine, 1, 1))

@@ -172,6 +172,17 @@ async def test_memory_is_bounded_when_nobody_listens_or_reads() -> None:
         channel.close()
 
 
+async def test_messages_are_kept_by_their_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.publisher.zmq_channel._KEPT_BYTES", 100)
+    channel = ZmqChannel(ANYWHERE, ANYWHERE, "", capacity=10)
+    for size in (40, 40, 40, 1, 1):
+        channel.send(bytes(size))
+    assert [number for number, _ in await replayed(channel.replay_endpoint, 0)] == [1, 2, 3, 4]
+    channel.send(bytes(101))
+    assert await replayed(channel.replay_endpoint, 0) == []
+    channel.close()
+
+
 async def test_each_rank_has_an_endpoint_and_numbers_of_its_own() -> None:
     source = Source(ranks=2)
     await source.start()

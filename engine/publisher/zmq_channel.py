@@ -18,6 +18,8 @@ END = b"\xff" * 8
 """In the place of a sequence number: there are no more messages."""
 _HIGH_WATER_MARK = 1000
 """Messages that wait for a slow subscriber before it misses some; it can have them sent again."""
+_KEPT_BYTES = 64 << 20
+"""Of the messages that are kept to be sent again, however many they may be."""
 _LARGEST_REQUEST = 1024
 """Bytes of what consumers send: topics that they subscribe to, and sequence numbers."""
 _BURST = 64
@@ -35,8 +37,8 @@ def of_rank(endpoint: str, rank: int) -> str:
 
 
 class ZmqChannel:
-    """Bound sockets of one rank. `replay` is empty for none; `capacity` messages are kept for it. `on_late` is called when somebody asks
-    for one that is kept no more, and those that are do not tell of everything without it.
+    """Bound sockets of one rank. `replay` is empty for none; at most `capacity` messages are kept for it. `on_late` is called when somebody
+    asks for one that is kept no more, and those that are do not tell of everything without it.
     """
 
     def __init__(self, endpoint: str, replay: str, topic: str, capacity: int, on_late: Callable[[], object] = lambda: None) -> None:
@@ -48,7 +50,9 @@ class ZmqChannel:
         """Messages sent again."""
         self._on_late = on_late
         self._topic = topic.encode()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=capacity if replay else 0)
+        self._capacity = capacity if replay else 0
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._kept_bytes = 0
         self._publisher: zmq.Socket[bytes] = wire.context().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
@@ -72,8 +76,11 @@ class ZmqChannel:
         """Publish a message; never waits."""
         number = self.sequence.to_bytes(8, "big")
         self._publisher.send_multipart([self._topic, number, payload], zmq.NOBLOCK)
-        self._kept.append((number, payload))
         self.sequence += 1
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._capacity or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
 
     def close(self) -> None:
         for task in self._replays.values():
