@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import msgspec
 import zmq
 import zmq.asyncio
@@ -150,6 +151,13 @@ async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[st
         yield found
 
 
+@asynccontextmanager
+async def before(*urls: str, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Replica]]:
+    """A client of a router before the replicas at `urls`, and the router."""
+    async with router(urls, **settings) as (url, life), httpx.AsyncClient(base_url=url, timeout=10) as client:
+        yield client, life
+
+
 class Bare:
     """A replica that is ready, and answers each request with the bytes `answer` and, if it is to `hang_up`, the end of the connection."""
 
@@ -165,8 +173,17 @@ class Bare:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Take no more connections."""
         self._server.close()
+
+    def write(self, data: bytes) -> None:
+        """More of its answers, to all that are connected."""
+        for writer in self._writers:
+            writer.write(data)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
         for writer in self._writers:
             writer.transport.abort()
 

@@ -68,6 +68,25 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
                 fleet.choose(PROMPT, "", ())
 
 
+async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that drains is in no DNS any more."""
+    monkeypatch.setattr(fleet_module, "RESOLVE_SECONDS", 0.05)
+    async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
+        addresses = Changing([bare.url])
+        async with running(addresses) as (fleet, seen):
+            replica, work = fleet.choose(PROMPT, "", ())
+            connection = await replica.upstream.request(replica.upstream.head("POST", b"/v1/x", (), 0))
+            addresses.urls = []
+            await until(lambda: seen.counts["gone"])
+            assert not fleet.healthy
+            await asyncio.sleep(0.2)
+            bare.write(b"}")
+            assert await connection.chunk() + await connection.chunk() == b"{}"
+            replica.upstream.release(connection)
+            work.end()
+            await until(lambda: not connection.alive)
+
+
 async def test_a_name_becomes_its_addresses() -> None:
     addresses = Addresses(("http://fixed:1/", "dns+http://localhost:8000"))
     assert addresses.change

@@ -106,7 +106,7 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
     if not isinstance(size, int) or size < 1 or not isinstance(parent, int | None):
         raise ValueError("a stored event must have a block_size, and a number for its parent if it has one")
     whole = min(len(hashes), len(tokens) // size)
-    if any(not -(1 << 31) <= token < 1 << 32 for token in tokens):
+    if tokens and not (min(tokens) >= -(1 << 31) and max(tokens) < 1 << 32):
         raise ValueError("a token id is out of range")
     infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()
     media = tuple(None if not info else _frozen(info) for info in infos) if isinstance(infos, list) else ()
@@ -127,6 +127,6 @@ def _frozen(info: Any) -> Hashable:
 
 def _integers(value: Any) -> tuple[int, ...]:
     """Eagle's pairs of tokens are no token ids either."""
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("hashes and token ids must be lists of numbers")
     return tuple(value)

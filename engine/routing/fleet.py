@@ -76,7 +76,8 @@ class Fleet:
         self._sessions = sessions or Sessions(1 << 16, 3600.0)
         self._index = PrefixIndex()
         self._replicas: dict[str, Replica] = {}
-        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._learning: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._resolving: asyncio.Task[None] | None = None
         self._asked = 0
 
@@ -106,9 +107,10 @@ class Fleet:
             self._resolving.cancel()
             await asyncio.wait([self._resolving])
             self._resolving = None
-        tasks = [task for tasks in self._tasks.values() for task in tasks]
         self._keep([])
-        if tasks:
+        if tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
             await asyncio.wait(tasks)
 
     def choose(self, prompt: Prompt, session: str, tried: Collection[Replica]) -> tuple[Replica, Work]:
@@ -138,12 +140,12 @@ class Fleet:
         return found
 
     def _keep(self, urls: Sequence[str]) -> None:
-        """Have the replicas at `urls`, and no others."""
+        """Have the replicas at `urls`, and no others; what others are at goes on."""
         for url in self._replicas.keys() - set(urls):
             replica = self._replicas.pop(url)
-            for task in self._tasks.pop(url):
-                task.cancel()
-            replica.close()
+            replica.leave()
+            if (learning := self._learning.pop(url, None)) is not None:
+                learning.cancel()
             self._index.remove(replica.number)
             self.observer.gone(replica.number)
         for url in urls:
@@ -154,14 +156,18 @@ class Fleet:
         taken = {replica.number for replica in self._replicas.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         replica = self._replicas[url] = Replica(number, url, self._index, self.observer, self._headers)
-        works = [replica.watch()]
+        self._run(replica.watch(), replica)
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
-            works.append(self._learn(replica, endpoint, replay))
-        self._tasks[url] = [asyncio.create_task(work, name=f"replica-{number}") for work in works]
-        for task in self._tasks[url]:
-            task.add_done_callback(_report)
+            self._learning[url] = self._run(self._learn(replica, endpoint, replay), replica)
+
+    def _run(self, work: Coroutine[Any, Any, None], replica: Replica) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"replica-{replica.number}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_report)
+        return task
 
     async def _learn(self, replica: Replica, endpoint: str, replay: str) -> None:
         """Listen to the first rank of a replica, and to the others once it says that it has some; what any of them has, it has."""

@@ -6,7 +6,7 @@ that nobody outside can foresee; two prefixes with one key would mislead a choic
 """
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 
 from engine.routing.events import Cleared, Event, Removed, Stored
@@ -20,13 +20,12 @@ def root_key(namespace: tuple[str, str] = ("", "")) -> int:
     return hash(("root", namespace))
 
 
-def chain(tokens: Sequence[int], block_size: int, namespace: tuple[str, str] = ("", "")) -> list[int]:
-    """The keys of the whole blocks of a prompt without images."""
-    data, key, keys = array("q", tokens), root_key(namespace), []
+def chain(tokens: Sequence[int], block_size: int, namespace: tuple[str, str] = ("", "")) -> Iterator[int]:
+    """The keys of the whole blocks of a prompt without images, made as they are asked for."""
+    data, key = array("q", tokens), root_key(namespace)
     for end in range(block_size, len(data) + 1, block_size):
         key = _child(key, data[end - block_size : end])
-        keys.append(key)
-    return keys
+        yield key
 
 
 def _child(parent: int, tokens: "array[int]", media: Hashable = None) -> int:

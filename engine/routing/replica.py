@@ -15,7 +15,7 @@ from engine.routing.upstream import Header, Upstream, UpstreamError
 
 PROBE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-"""How long a probe may take; after two such silences all requests there are given up."""
+"""How long a probe may take; after twice as long without an answer all requests there are given up."""
 LONGEST_PAUSE = 30.0
 """Of the breaker."""
 
@@ -106,21 +106,30 @@ class Replica:
         self._failures = 0
         """Requests that failed one after the other."""
         self._closed_from = 0.0
-        self._silences = 0
+        self._heard = time.monotonic()
+        self._leaving = False
 
     async def watch(self) -> None:
-        """Probe again and again, until cancelled."""
-        while True:
-            await self._probe()
-            self.probed.set()
-            self._observer.state(self.number, self.available, self._index.blocks(self.number), self.load)
-            self._again.clear()
-            try:
-                async with asyncio.timeout(PROBE_SECONDS):
-                    await self._again.wait()
-                await asyncio.sleep(PROBE_SECONDS / 10)  # a replica that refuses is not asked in a rush
-            except TimeoutError:
-                continue
+        """Probe again and again, until cancelled or, if it is left, until its last request has ended. Then its connections are closed."""
+        try:
+            while not self._leaving or self.load.requests:
+                await self._probe()
+                self.probed.set()
+                if not self._leaving:
+                    self._observer.state(self.number, self.available, self._index.blocks(self.number), self.load)
+                await self._pause()
+        finally:
+            self.available = False
+            self.upstream.cut("the router closes")
+
+    async def _pause(self) -> None:
+        self._again.clear()
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._again.wait()
+            await asyncio.sleep(PROBE_SECONDS / 10)  # a replica that refuses is not asked in a rush
+        except TimeoutError:
+            return
 
     def succeeded(self) -> None:
         """It has begun to answer a request."""
@@ -146,9 +155,9 @@ class Replica:
         """An answer was not finished: is it still there?"""
         self._again.set()
 
-    def close(self) -> None:
-        self.available = False
-        self.upstream.cut("the router closes, or the replica is one no more")
+    def leave(self) -> None:
+        """It is one no more: nothing new goes there, and what it is at may end."""
+        self.available, self._leaving = False, True
 
     async def ranks(self) -> int:
         """How many data-parallel ranks it has, once it is ready; 1 if it does not say."""
@@ -178,22 +187,20 @@ class Replica:
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 status, _ = await self._get(b"/health/ready")
-        except TimeoutError:
-            self._silences += 1
-            self._set(False, f"it has been silent for {SILENCE_SECONDS:g} s")
-            if self._silences >= 2:
+        except (TimeoutError, UpstreamError) as error:
+            self._set(False, str(error) or f"it has been silent for {SILENCE_SECONDS:g} s")
+            if time.monotonic() - self._heard >= 2 * SILENCE_SECONDS:  # a host that is gone does not end its connections
                 self.upstream.cut("the replica has been silent for too long")
             return
-        except UpstreamError as error:
-            self._set(False, str(error))
-            return
-        self._silences = 0
+        self._heard = time.monotonic()
         ready = status == 200
         if ready and time.monotonic() < self._closed_from:
             return
         self._set(ready, "" if ready else f"it says {status} of its readiness")
 
     def _set(self, available: bool, reason: str) -> None:
+        if self._leaving:
+            return
         if available != self.available:
             log.log(logging.INFO if available else logging.WARNING, "replica %d at %s: %s", self.number, self.url, reason or "ready")
         self.available = available

@@ -24,7 +24,7 @@ QUIET_SECONDS = 3.0
 _HIGH_WATER = 100_000
 """Messages that may wait here; a burst beyond them becomes a gap."""
 _BATCH = 64
-"""Messages that are read before others have a turn."""
+"""Messages that are read before the connection is looked at again."""
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Subscriber:
                 log.info("KV events of %s: expected message %d, got %d", self._endpoint, self._expected, number)
                 await self._recover(context)
             self._take(number, frames[2])
+            await asyncio.sleep(0)  # what is there already is read without a turn for others
 
     def _restart(self) -> None:
         self._expected, self._replayed, self._no_replay_until = 0, -1, 0.0
