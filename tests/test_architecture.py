@@ -34,7 +34,7 @@ HOMES = {
     ),
     "zmq": ("engine",),
     "nats": ("engine/publisher",),
-    "httpx": ("engine/disaggregated", "multimodal/media"),
+    "httpx": ("engine/disaggregated", "engine/http_transport", "multimodal/media"),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),

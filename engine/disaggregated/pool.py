@@ -13,6 +13,7 @@ from engine.disaggregated.client import CONNECT_SECONDS, Lease
 from engine.disaggregated.peers import Observer, Peer, PrefillPeer, block_keys, in_full
 from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
+from engine.http_transport import Transport
 from engine.images import expands
 from engine.types import GenerateRequest, Handoff
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
@@ -48,9 +49,10 @@ class Pool(Generic[P]):
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {secret}", "accept-encoding": "identity"},
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `client` knows how long the rest may take
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            transport=Transport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), verify=ssl.create_default_context()
+            ),
             trust_env=False,
-            verify=ssl.create_default_context(),
         )
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ from ipaddress import ip_address
 
 import httpx
 
+from engine.http_transport import Transport
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
 from multimodal.media.address import Address, host_allowed, may_fetch
 from multimodal.media.limits import MediaLimits
@@ -34,7 +35,7 @@ class Fetcher:
         # Not the event loop's threads: names that nobody answers for must not hold up what else runs there.
         self._threads = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="media-names")
         self._resolve = resolve or self._look_up
-        self._transport = transport or httpx.AsyncHTTPTransport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        self._transport = transport or Transport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     async def fetch(self, url: Url) -> bytes:
         """The body of a 200, redirects followed. Raises MediaError."""
