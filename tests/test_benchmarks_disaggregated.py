@@ -25,7 +25,9 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
     ours, theirs = found["disaggregated"], found["aggregated"]
     assert ours.keys() - theirs.keys() == {f"300 tokens: {what}" for what in MOVED} and not theirs.keys() - ours.keys()
     assert ours["300 tokens: KV blocks, MiB"] == pytest.approx(320 * 2 * 2 * 2 * 16 * 4 / 2**20)  # ten blocks of float32
-    assert all(value > 0 for side in (ours, theirs) for value in side.values()) and "mix: gap p99, ms |" in page.read_text()
+    nothing = [name for side in (ours, theirs) for name, value in side.items() if not value > 0]
+    assert set(nothing) <= {"mix: gap p50, ms", "mix: gap p90, ms"}, "on a busy machine tokens come several at a time, at most"
+    assert "mix: gap p99, ms |" in page.read_text()
 
 
 MOVED = ("KV blocks, MiB", "transfer, ms", "transfer, GB/s", "to the second token, GB/s")
