@@ -138,11 +138,15 @@ class Subscriber:
             socket.connect(self._replay)
             await socket.send_multipart([b"", SEQUENCE.pack(self._expected)])
             try:
-                while (message := await asyncio.wait_for(_reply(socket), REPLAY_SECONDS))[0] != END_OF_REPLAY:
-                    number, payload = message
+                while True:
+                    async with asyncio.timeout(REPLAY_SECONDS):
+                        number, payload = await _reply(socket)
+                    if number == END_OF_REPLAY:
+                        break
                     count += number >= self._expected
                     self._take(number, payload)
                     self._replayed = max(self._replayed, number)
+                    await asyncio.sleep(0)
             except TimeoutError:
                 self._no_replay_until = time.monotonic() + NO_REPLAY_SECONDS
                 log.info("no replay of KV events at %s", self._replay)
