@@ -1,6 +1,7 @@
 """What tests of routing share: a publisher under the test's control, an observer that remembers, and a router before real sockets."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -78,9 +79,16 @@ class Sender:
 
 
 def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
-    if port:
-        socket.bind(f"tcp://127.0.0.1:{port}")
-        return port
+    deadline = time.monotonic() + 1
+    while port:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+            return port
+        except zmq.ZMQError:  # a socket that was closed there goes in ZMQ's own time
+            if time.monotonic() > deadline:
+                socket.close()
+                raise
+            time.sleep(0.01)
     return int(socket.bind_to_random_port("tcp://127.0.0.1"))
 
 
