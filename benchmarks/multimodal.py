@@ -3,8 +3,9 @@
     python -m benchmarks.multimodal                        # smolvision on this CPU
     python -m benchmarks.multimodal --device cuda --model llava-7b    # that shape, random weights
 
-First tokens over HTTP, one request at a time: of an image never seen (cold), of the same image with another question (its embeddings come
-from the cache), and of the same image and question (so do the keys and values). Embeddings are those of a 7B model: 576 rows of 4,096.
+First tokens over HTTP, one request at a time: of images never seen (cold), of the same images behind a text (their embeddings come from the
+cache), and of the same images with another question behind them, as in a chat that goes on (so do their keys and values). Embeddings that
+are moved are those of a 7B model: 576 rows of 4,096.
 Options that this program does not know are settings of the server.
 """
 
@@ -136,28 +137,30 @@ def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> 
     with serving(Spec("trellis", argv, "/health/ready")) as server:
         for side in SIDES:
             for count in (1, 4):
-                times: dict[str, list[float]] = {"cold": [], "embeddings cached": [], "all cached": []}
+                times: dict[str, list[float]] = {"cold": [], "embeddings cached": [], "keys and values cached": []}
                 for repeat in range(args.repeats + 1):
-                    images = [photo(side, rng) for _ in range(count)]
-                    for kind, question in zip(times, (*QUESTIONS, QUESTIONS[1]), strict=True):
-                        sample = asked(server, images, question)
+                    images = [shown(photo(side, rng)) for _ in range(count)]
+                    first, other = ({"type": "text", "text": question} for question in QUESTIONS)
+                    for kind, parts in zip(times, ([*images, first], [other, *images], [*images, other]), strict=True):
+                        sample = asked(server, parts)
                         times[kind] += [sample.ttft * 1e3] * bool(repeat)
                 for kind, values in times.items():
                     rows[f"first token, {count} of {side} x {side}, {kind}, ms"] = median(values)
-                rows[f"first token, {count} of {side} x {side}, cold / embeddings cached"] = median(times["cold"]) / median(
-                    times["embeddings cached"]
-                )
-                rows[f"first token, {count} of {side} x {side}, cold / all cached"] = median(times["cold"]) / median(times["all cached"])
+                cold, *cached = (median(values) for values in times.values())
+                for kind, value in zip([*times][1:], cached, strict=True):
+                    rows[f"first token, {count} of {side} x {side}, cold / {kind}"] = cold / value
         rows["hits of the embedding cache"] = total(server.get("/metrics"), "trtllm_embedding_cache_hits_total")
     return rows
 
 
-def asked(server: Server, images: list[bytes], question: str) -> Sample:
-    parts: list[dict[str, object]] = [
-        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}} for image in images
-    ]
+def shown(image: bytes) -> dict[str, object]:
+    """As a content part."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}}
+
+
+def asked(server: Server, parts: list[dict[str, object]]) -> Sample:
     target: Target = server.target
-    request = target.request([*parts, {"type": "text", "text": question}], 2)
+    request = target.request(parts, 2)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         (sample,) = runner.run(exchange(target, Load(1, 1, 0, 2, timeout=60), [request]))
     if sample.error:
