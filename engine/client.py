@@ -122,12 +122,12 @@ class EngineClient:
         commands, self._outbox = self._outbox, []
         if not commands or self._link is None:
             return
-        payload = wire.encode(wire.Commands(self._generation, commands))
-        if len(payload) <= wire.MAX_MESSAGE_BYTES:
-            self._link.send(payload)
+        frames = wire.pack(self._generation, commands)
+        if len(frames[0]) <= wire.MAX_MESSAGE_BYTES:
+            self._link.send(frames)
         else:
             for command in commands:
-                self._link.send(wire.encode(wire.Commands(self._generation, [command])))
+                self._link.send(wire.pack(self._generation, [command]))
 
     def _greet(self) -> None:
         """A host has accepted the connection: introduce ourselves."""
@@ -204,8 +204,8 @@ class _Link:
         self._monitor = wire.LoopSocket(monitor, self._observe)
         self._dealer.connect(address)
 
-    def send(self, payload: bytes) -> None:
-        self._socket.send([payload])
+    def send(self, frames: list[bytes]) -> None:
+        self._socket.send(frames)
 
     def close(self) -> None:
         self._dealer.disable_monitor()

@@ -81,10 +81,10 @@ class EngineHost:
             client.abort_all()
 
     def _receive(self, frames: list[bytes]) -> None:
-        identity, payload = frames[0], frames[-1]
+        identity, *frames = frames
         try:
-            batch = wire.decode_commands(payload)
-        except msgspec.MsgspecError as error:
+            batch = wire.unpack(frames)
+        except ValueError as error:
             log.warning("a message that is none was ignored: %s", error)
             return
         for command in batch.commands:

@@ -1,11 +1,12 @@
-"""What `engine/client` and `engine/host` say to each other: msgpack over one ZMQ socket on each side.
+"""What `engine/client` and `engine/host` say to each other: msgpack over one ZMQ socket on each side. The bytes of images are frames of
+their own behind it.
 
 Either side sends a batch: all that became ready in one turn of its loop, in order. The client counts its connections, its
 *generation*, and each batch carries the number, so that nothing meant for a host that has gone reaches the one after it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 import zmq
 
 import engine.errors
+from engine.attachments import attach, count, detach
 from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -25,6 +27,8 @@ BEAT_SECONDS = 0.25
 """Pause between the signs of life that a host sends."""
 SILENCE_SECONDS = 5.0
 """Silence after which a client takes its host for stuck: soon enough for another replica to answer within ten seconds."""
+_LARGE = 1 << 16
+"""Bytes of a frame that is sent without being copied."""
 _BURST = 256
 """Messages read before other work gets its turn."""
 
@@ -46,7 +50,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Begin a request, known by a number of the client's own from here on."""
+    """Begin a request, known by a number of the client's own from here on. It comes as `engine/attachments.py: detach` leaves it."""
 
     key: int
     request: GenerateRequest
@@ -121,12 +125,40 @@ class Reports(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_commands = msgspec.msgpack.Decoder(Commands).decode
+_decode_commands = msgspec.msgpack.Decoder(Commands).decode
 decode_reports = msgspec.msgpack.Decoder(Reports).decode
 
 _ERRORS = {
     cls.__name__: cls for cls in vars(engine.errors).values() if isinstance(cls, type) and issubclass(cls, engine.errors.EngineError)
 }
+
+
+def pack(generation: int, commands: Sequence[Command]) -> list[bytes]:
+    """A batch of commands as frames."""
+    bare: list[Command] = []
+    parts: list[bytes] = []
+    for command in commands:
+        if isinstance(command, Generate):
+            request, more = detach(command.request)
+            command = Generate(command.key, request)
+            parts += more
+        bare.append(command)
+    return [encode(Commands(generation, bare)), *parts]
+
+
+def unpack(frames: Sequence[bytes]) -> Commands:
+    """Raises ValueError, as msgspec's errors are, for what `pack` has not made."""
+    batch, parts = _decode_commands(frames[0]), frames[1:]
+    commands: list[Command] = []
+    for command in batch.commands:
+        if isinstance(command, Generate):
+            needed = count(command.request)
+            command = Generate(command.key, attach(command.request, parts[:needed]))
+            parts = parts[needed:]
+        commands.append(command)
+    if parts:
+        raise ValueError(f"{len(parts)} frames belong to nothing")
+    return Commands(batch.generation, commands)
 
 
 def largest(request: GenerateRequest) -> int:
@@ -181,7 +213,7 @@ class LoopSocket:
     def send(self, frames: list[bytes]) -> None:
         """Raises zmq.Again if the peer's queue is full, zmq.ZMQError(EHOSTUNREACH) if it has gone (on a mandatory router)."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _LARGE)
         finally:
             if self._readable():
                 self._loop.call_soon(self.drain)

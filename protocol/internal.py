@@ -4,16 +4,20 @@
 waits or is computed, then one with the handoff, or with an error envelope. After a handoff that holds KV blocks the answer stays open, and
 silent: it is the lease of the blocks. The client closes it when it needs them no more; the server ends it when they are about to go.
 
+The bodies of requests are a message behind its length, and then what it names the sizes of: the bytes of images, which nobody copies to
+pack them.
+
 `/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/embeddings.py`) in the place of the handoff.
 """
 
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MEDIA_TYPE = "application/vnd.msgpack"
 ALIVE_SECONDS = 1.0
 """Pause between the empty frames of a server that is still at it."""
@@ -43,11 +47,12 @@ class PrefillInfo(msgspec.Struct, frozen=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):
-    """`request` is an engine request, read only once version and model are known to fit."""
+    """`request` is an engine request, read only once version and model are known to fit; the bytes of its images follow."""
 
     version: int
     model: str
     request: msgspec.Raw
+    sizes: list[int]
 
 
 class EncodeInfo(msgspec.Struct, frozen=True):
@@ -65,15 +70,41 @@ class EncodeInfo(msgspec.Struct, frozen=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True):
-    """`images` is a list of image inputs (`engine/encoder.py`), read only once version and model are known to fit."""
+    """`images` is a list of image inputs (`engine/encoder.py`), read only once version and model are known to fit; their bytes follow."""
 
     version: int
     model: str
     images: msgspec.Raw
+    sizes: list[int]
     prompt: str = ""
     """The text with the images' placeholders, for a backend that encodes a whole prompt's images (TensorRT-LLM)."""
     inline: bool = False
     """Have the embeddings within the answer, whatever their size: reading them has failed."""
+
+
+H = TypeVar("H", PrefillRequest, EncodeRequest)
+
+
+def pieces(head: PrefillRequest | EncodeRequest, parts: Sequence[bytes]) -> list[bytes]:
+    """A body that has not been put together."""
+    packed = msgspec.msgpack.encode(head)
+    return [_LENGTH.pack(len(packed)) + packed, *parts]
+
+
+def head_of(body: bytes, heads: msgspec.msgpack.Decoder[H]) -> tuple[H, memoryview]:
+    """The message at its beginning, and the rest. Raises ValueError, or msgspec's errors, which are such."""
+    if len(body) < _LENGTH.size:
+        raise ValueError("it has no length")
+    end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    return heads.decode(memoryview(body)[_LENGTH.size : end]), memoryview(body)[end:]
+
+
+def parts_of(rest: memoryview, sizes: Sequence[int]) -> list[bytes]:
+    """Raises ValueError if these are not the sizes of what there is."""
+    if min(sizes, default=0) < 0 or sum(sizes) != len(rest):
+        raise ValueError(f"its parts are to have {sum(sizes)} bytes, and have {len(rest)}")
+    ends = list(accumulate(sizes, initial=0))
+    return [bytes(rest[start:end]) for start, end in pairwise(ends)]
 
 
 class Frame(NamedTuple):

@@ -6,12 +6,13 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from engine import trace
+from engine.attachments import attach_images
 from engine.encoder import ImageInput
 from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
-from protocol.internal import MEDIA_TYPE, MOST_IMAGE_BYTES, MOST_IMAGES, EncodeRequest
+from protocol.internal import MEDIA_TYPE, MOST_IMAGE_BYTES, MOST_IMAGES, EncodeRequest, head_of, parts_of
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import HttpOptions, Replica, ReplicaDep, RequestId, StateDep
 
@@ -37,7 +38,7 @@ async def encode(request: Request, state: StateDep, request_id: RequestId) -> Re
     replica, options = state["replica"], state["http"]
     service = _service(replica)
     limit = max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes) + _ENVELOPE_BYTES  # a prompt's images come together
-    wanted, images = _read(await read_message(request, options, limit), replica, options)
+    wanted, images = await asyncio.to_thread(_read, await read_message(request, options, limit), replica, options)
     return LeasedAnswer(_Encode(service, wanted, images, f"the embeddings of {request_id}"), state)
 
 
@@ -50,10 +51,10 @@ def _service(replica: Replica) -> EncodeService:
 def _read(raw: bytes, replica: Replica, options: HttpOptions) -> tuple[EncodeRequest, list[ImageInput]]:
     """Raises RequestError for what is no request or too much, HTTPException 409 for one of another version or model."""
     try:
-        envelope = _envelopes.decode(raw)
+        envelope, rest = head_of(raw, _envelopes)
         check_fits(envelope.version, envelope.model, replica)
-        images = _images.decode(envelope.images)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        images = attach_images(_images.decode(envelope.images), parts_of(rest, envelope.sizes))
+    except ValueError as error:
         raise RequestError(f"The body is no encode request: {error}", code="malformed_request") from None
     most = options.max_images if envelope.prompt else MOST_IMAGES
     if not 0 < len(images) <= most:

@@ -3,15 +3,18 @@
 Nothing here is in the OpenAPI document, and the middleware lets nobody in but who has the internal secret.
 """
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from engine import handoff, trace
+from engine.attachments import attach
 from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
-from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest
+from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest, head_of, parts_of
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import Replica, ReplicaDep, State, StateDep
 
@@ -19,6 +22,8 @@ router = APIRouter(include_in_schema=False)
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)
+_LARGE = 1 << 20
+"""Bytes from which on a body is read in a thread."""
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 
@@ -37,7 +42,8 @@ async def prefill(request: Request, state: StateDep) -> Response:
     """Compute a prompt and its first token, and hold the KV blocks for as long as the answer is open, within the lease."""
     options = state["http"]
     images = options.max_images * max(MOST_EMBEDDING_BYTES, options.max_image_bytes)
-    wanted = _read(await read_message(request, options, options.max_body_bytes + images), state["replica"])
+    body = await read_message(request, options, options.max_body_bytes + images)
+    wanted = await asyncio.to_thread(_read, body, state["replica"]) if len(body) > _LARGE else _read(body, state["replica"])
     return LeasedAnswer(_Prefill(wanted, state), state)
 
 
@@ -55,10 +61,10 @@ def no_public_routes(what: str) -> APIRouter:
 def _read(raw: bytes, replica: Replica) -> GenerateRequest:
     """Raises RequestError for what is no request, HTTPException 409 for one of another version or model."""
     try:
-        envelope = _envelopes.decode(raw)
+        envelope, rest = head_of(raw, _envelopes)
         check_fits(envelope.version, envelope.model, replica)
-        request = _requests.decode(envelope.request)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        request = attach(_requests.decode(envelope.request), parts_of(rest, envelope.sizes))
+    except ValueError as error:
         raise RequestError(f"The body is no prefill request: {error}", code="malformed_request") from None
     return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())
 

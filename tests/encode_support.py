@@ -10,13 +10,14 @@ import httpx
 import msgspec
 from disaggregated_support import BEARER, SECRET, Seen
 
+from engine.attachments import detach_images
 from engine.disaggregated.client import ENCODE, Lease, ask
 from engine.disaggregated.encoders import EncodePeers, EncoderPool
 from engine.embeddings import Embeddings
 from engine.encoder import EncodedImage, Encoder, ImageInput
 from engine.fake_encoder import FakeEncoder
 from engine.transfer.arena import Arena
-from protocol.internal import VERSION, EncodeRequest
+from protocol.internal import VERSION, EncodeRequest, pieces
 
 ARENA_BYTES = 1 << 22
 SIZE = 16 * 64 * 4
@@ -28,7 +29,9 @@ def image(index: int, size: int = 100, detail: Any = "auto") -> ImageInput:
 
 
 def body_of(images: Sequence[ImageInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    return msgspec.msgpack.encode(EncodeRequest(version, model, msgspec.Raw(msgspec.msgpack.encode(images)), **fields))
+    bare, parts = detach_images(images)
+    raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+    return b"".join(pieces(EncodeRequest(version, model, raw, [*map(len, parts)], **fields), parts))
 
 
 async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
@@ -42,7 +45,7 @@ async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
 async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[Lease[Embeddings]]:
     """What a replica hands over, held until the end."""
     async with httpx.AsyncClient(headers=BEARER) as http:
-        lease = await ask(http, ENCODE, url, body_of(images, **fields), {})
+        lease = await ask(http, ENCODE, url, [body_of(images, **fields)], {})
         try:
             yield lease
         finally:

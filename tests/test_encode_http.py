@@ -90,8 +90,8 @@ NO_IMAGE = [ImageInput(b"GIF? no")]
     [
         (b"", 400, "no encode request"),
         (b"\xc1", 400, "no encode request"),
-        (b"\x80", 400, "missing required field `version`"),
-        (msgspec.msgpack.encode({"version": VERSION, "model": "fake", "images": [{"data": "text"}]}), 400, "no encode request"),
+        (b"\0\0\0\x01\x80", 400, "missing required field `version`"),
+        (body_of(pages(1))[:-1], 400, "its parts are to have"),
         (body_of(pages(1), version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(pages(1), model="other"), 409, "'other'; this replica has 'fake'"),
         (body_of([]), 400, f"0 images; from 1 to {MOST_IMAGES}"),

@@ -10,8 +10,9 @@ from disaggregated_support import BEARER, INFO, SECRET, busy, nothing, request, 
 from http_support import application
 
 from engine import handoff
+from engine.attachments import detach
 from engine.handoff import decode_handoff
-from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest
+from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest, pieces
 from routers import leased
 
 
@@ -37,8 +38,14 @@ async def post(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.
 
 
 def body_of(version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    engine_request = request(**fields)
-    return msgspec.msgpack.encode(PrefillRequest(version, model, msgspec.Raw(msgspec.msgpack.encode(engine_request))))
+    bare, parts = detach(request(**fields))
+    raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+    return b"".join(pieces(PrefillRequest(version, model, raw, [*map(len, parts)]), parts))
+
+
+def head_alone(head: dict[str, Any]) -> bytes:
+    packed = msgspec.msgpack.encode(head)
+    return len(packed).to_bytes(4, "big") + packed
 
 
 async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
@@ -63,8 +70,10 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
     [
         (b"", 400, "no prefill request"),
         (b"\xc1", 400, "no prefill request"),
-        (b"\x80", 400, "missing required field `version`"),
-        (msgspec.msgpack.encode({"version": VERSION, "model": "fake", "request": {"request_id": 5}}), 400, "Expected `str`"),
+        (b"\0\0\0\x01\x80", 400, "missing required field `version`"),
+        (head_alone({"version": VERSION, "model": "fake", "request": {"request_id": 5}, "sizes": []}), 400, "Expected `str`"),
+        (body_of() + b"more", 400, "its parts are to have 0 bytes, and have 4"),
+        (body_of()[:-1], 400, "no prefill request"),
         (body_of(version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(model="other"), 409, "'other'; this replica has 'fake'"),
         (body_of(prompt=(600,)), 400, "from 0 to 511"),

@@ -1,7 +1,7 @@
 """One hand-over on its way: asks a peer's /prefill or /encode, reads the framed answer, and keeps it open as the lease of what is held."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -104,7 +104,7 @@ class Lease(Generic[T]):
         await self._response.aclose()
 
 
-async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
+async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]) -> Lease[T]:
     """Have the peer at `url` do it. Raises PeerError, or the error of `engine/errors` that it answers with."""
     at = urlsplit(url)
     to: trace.Attributes = {"server.address": at.hostname or "", "server.port": at.port or (443 if at.scheme == "https" else 80)}
@@ -112,9 +112,11 @@ async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: b
         return await _asked(http, service, url, body, {**headers, **trace.headers()})
 
 
-async def _asked(http: httpx.AsyncClient, service: Service[I, T], url: str, body: bytes, headers: dict[str, str]) -> Lease[T]:
-    request = http.build_request("POST", url + service.path, content=body, headers={**headers, "content-type": MEDIA_TYPE})
-    response = await _answered(http, service, request, SILENCE_SECONDS + len(body) / _SLOWEST_UPLOAD)
+async def _asked(http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]) -> Lease[T]:
+    size = sum(map(len, body))
+    headers = {**headers, "content-type": MEDIA_TYPE, "content-length": str(size)}
+    request = http.build_request("POST", url + service.path, content=_sent(body), headers=headers)
+    response = await _answered(http, service, request, SILENCE_SECONDS + size / _SLOWEST_UPLOAD)
     try:
         if response.status_code != httpx.codes.OK:
             raise _refusal(service, response.status_code, await _bounded(response))
@@ -126,6 +128,11 @@ async def _asked(http: httpx.AsyncClient, service: Service[I, T], url: str, body
     except BaseException:  # cancellation included
         await response.aclose()
         raise
+
+
+async def _sent(body: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for piece in body:
+        yield piece
 
 
 async def describe(http: httpx.AsyncClient, service: Service[I, T], url: str) -> I:

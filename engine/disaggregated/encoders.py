@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from engine.attachments import detach_images
 from engine.disaggregated.client import ENCODE, ENCODE_PROMPT, Lease
 from engine.disaggregated.peers import Observer, Peer
 from engine.disaggregated.pool import Pool, is_final
@@ -23,7 +24,7 @@ from engine.tasks import all_of
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
 from engine.types import Encoding
-from protocol.internal import MOST_IMAGE_BYTES, MOST_IMAGES, VERSION, EncodeInfo, EncodeRequest
+from protocol.internal import MOST_IMAGE_BYTES, MOST_IMAGES, VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
 T = TypeVar("T")
@@ -61,17 +62,16 @@ class EncodePeers(Pool[EncodePeer]):
     async def encode(self, images: Sequence[ImageInput], mine: EncodeInfo) -> list[EncodedImage]:
         """A batch. Raises as `Encoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
-        raw = await asyncio.to_thread(_packed, images)
 
         async def ask(peer: EncodePeer) -> list[EncodedImage]:
             if not (peer.inline or self._arena is None):
                 try:
-                    return await self._fetched(peer, _body(mine, raw), name, len(images), mine)
+                    return await self._fetched(peer, _body(mine, images), name, len(images), mine)
                 except TransferError as error:
                     log.warning("embeddings of encode replica %s cannot be read, and have to be sent: %s", peer.url, error)
                     peer.inline = True
             try:
-                return await self._fetched(peer, _body(mine, raw, inline=True), name, len(images), mine)
+                return await self._fetched(peer, _body(mine, images, inline=True), name, len(images), mine)
             except TransferError as error:
                 raise EngineUnavailable("an encode replica does not send its embeddings") from error
 
@@ -82,7 +82,7 @@ class EncodePeers(Pool[EncodePeer]):
         if self._arena is not None:
             await self._arena.close()
 
-    async def _fetched(self, peer: EncodePeer, body: bytes, name: str, count: int, mine: EncodeInfo) -> list[EncodedImage]:
+    async def _fetched(self, peer: EncodePeer, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo) -> list[EncodedImage]:
         """Raises TransferError too."""
         lease = await peer.ask(body, name, count)
         try:
@@ -209,10 +209,9 @@ class PromptPeers(Pool[PromptPeer]):
     async def encode(self, prompt: str, images: Sequence[ImageInput], mine: EncodeInfo) -> Encoding:
         """Raises as `PromptEncoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
-        raw = await asyncio.to_thread(_packed, images)
 
         async def ask(peer: PromptPeer) -> Encoding:
-            lease = await peer.ask(_body(mine, raw, prompt=prompt), name, len(images))
+            lease = await peer.ask(_body(mine, images, prompt=prompt), name, len(images))
             try:
                 await _at_end(lease)
                 return lease.handoff
@@ -251,12 +250,10 @@ class PromptEncoderPool:
         await self._peers.close()
 
 
-def _packed(images: Sequence[ImageInput]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(images))
-
-
-def _body(mine: EncodeInfo, images: msgspec.Raw, *, prompt: str = "", inline: bool = False) -> bytes:
-    return msgspec.msgpack.encode(EncodeRequest(VERSION, mine.model, images, prompt, inline))
+def _body(mine: EncodeInfo, images: Sequence[ImageInput], *, prompt: str = "", inline: bool = False) -> list[bytes]:
+    bare, parts = detach_images(images)
+    raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+    return pieces(EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline), parts)
 
 
 def _batches(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:

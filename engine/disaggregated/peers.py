@@ -147,7 +147,7 @@ class Peer(Generic[I, T]):
             self._gone = True
             self._observer.gone(self.url)
 
-    async def ask(self, body: bytes, request_id: str, work: int) -> Lease[T]:
+    async def ask(self, body: Sequence[bytes], request_id: str, work: int) -> Lease[T]:
         """Raises as `client.ask` does. `work`: how much of it there is."""
         started, outcome = time.perf_counter(), "cancelled"
         self.in_flight += work
@@ -205,7 +205,7 @@ class PrefillPeer(Peer[PrefillInfo, Handoff]):
         """Prompt tokens to compute before the first token of such a request."""
         return self.in_flight + tokens - self.prefixes.known(keys) * block_size
 
-    async def prefill(self, body: bytes, request_id: str, keys: Sequence[int], tokens: int) -> Lease[Handoff]:
+    async def prefill(self, body: Sequence[bytes], request_id: str, keys: Sequence[int], tokens: int) -> Lease[Handoff]:
         """Raises as `client.ask` does. `tokens`: how many are to be computed."""
         lease = await self.ask(body, request_id, tokens)
         self.prefixes.add(keys)

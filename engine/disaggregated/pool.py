@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 import msgspec
 
+from engine.attachments import detach
 from engine.disaggregated.client import CONNECT_SECONDS, Lease
 from engine.disaggregated.peers import Observer, Peer, PrefillPeer, block_keys, in_full
 from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
@@ -16,7 +17,7 @@ from engine.errors import ContextOverflow, EngineError, EngineUnavailable, Inval
 from engine.http_transport import Transport
 from engine.images import expands
 from engine.types import GenerateRequest, Handoff
-from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest
+from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest, pieces
 
 P = TypeVar("P", bound=Peer[Any, Any])
 T = TypeVar("T")
@@ -161,7 +162,9 @@ class PeerPool(Pool[PrefillPeer]):
         prompt = request.prompt_token_ids
         reuses = request.sampling.prompt_logprobs is None and not expands(request)
         keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
-        body = msgspec.msgpack.encode(PrefillRequest(VERSION, mine.model, msgspec.Raw(msgspec.msgpack.encode(request))))
+        bare, parts = detach(request)
+        raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+        body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 
         def cost(peer: PrefillPeer) -> int:
             return peer.cost(keys, len(prompt), mine.block_size)
