@@ -20,6 +20,7 @@ QUESTIONS = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_greedy_equals_generate(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompts = [tokenizer.encode(CHATML.format(question), add_special_tokens=False).ids for question in QUESTIONS]
@@ -27,12 +28,12 @@ def test_greedy_equals_generate(smollm2: Path) -> None:
     expected = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, pad_token_id=2)
+        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2)
         expected.append(output[0, len(prompt) :].tolist())
     del reference
     assert "Paris" in tokenizer.decode(expected[0])
     core = make_core(smollm2, max_num_tokens=100, kv_cache_memory_mb=128)
     for index, prompt in enumerate(prompts):
-        add(core, str(index), prompt, max_tokens=32, ignore_eos=False)
+        add(core, str(index), prompt, max_tokens=24, ignore_eos=False)
     deltas = run(core)
     assert [tokens(deltas[str(index)]) for index in range(len(prompts))] == expected

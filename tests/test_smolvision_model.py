@@ -145,8 +145,8 @@ def test_training_ends_in_time_with_weights_and_results(base: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not SHIPPED.exists(), reason="the weights are not trained yet")
+@pytest.mark.usefixtures("one_thread")
 def test_what_ships_answers_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
     merge(smollm2, SHIPPED, tmp_path, lambda *_: None)
-    found = evaluate(Answers(tmp_path, "cpu"), per_kind=3)
+    found = evaluate(Answers(tmp_path, "cpu"), per_kind=2)
     assert found["accuracy"] >= 0.95, found
