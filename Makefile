@@ -40,7 +40,7 @@ config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; 
 	@exec $(BIN)/python -m server config $(ARGS)
 
 test: $(DEV)  ## Run the tests; ARGS go to pytest
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(DEV)  ## Lint, formatting and types
 	$(BIN)/ruff check .

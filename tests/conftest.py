@@ -14,12 +14,6 @@ if importlib.util.find_spec("triton") is not None:
         os.environ["TRITON_INTERPRET"] = "1"  # for `cuda_support`: Triton reads it when it is imported, which transformers does
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that none is left when the other processes have nothing more to do."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with random weights: 3 layers, vocabulary 384, context 512, end of sequence 2, no tokenizer."""

@@ -21,8 +21,6 @@ from disaggregated_support import BEARER, cluster, servers, wait_empty
 from http_support import CHAT, ROOT, ServerProcess
 from test_deploy import free_port
 
-pytestmark = pytest.mark.slow
-
 LONG = {**CHAT, "max_tokens": 30, "ignore_eos": True, "stream": True}
 SLOW = ("--fake-token-delay-ms", "30")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 from disaggregated_support import servers, wait_empty
 from http_support import ROOT, ServerProcess
 from media_support import data_url, png
@@ -65,7 +64,6 @@ def test_a_chat_with_images_is_that_of_one_server_and_lives_on_its_cache() -> No
             wait_empty(prefill, front)
 
 
-@pytest.mark.slow
 def test_killed_encode_replicas_under_load_cost_no_chat() -> None:
     """One of two is killed, then the other: from then on the front encodes itself."""
     slow = (*ENCODE, "--fake-token-delay-ms", "20")

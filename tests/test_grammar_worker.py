@@ -17,7 +17,7 @@ from engine.types import Guide, GuideKind
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CATASTROPHES: list[tuple[GuideKind, str]] = [
     ("regex", "((a{1,1000}){1,1000})"),

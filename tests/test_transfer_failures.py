@@ -13,8 +13,6 @@ from engine.transfer.transfers import Transfers
 from tests.transfer_owner import content
 from tests.transfer_support import NIXL, ON_HOST, Memory, ended, held, owning
 
-pytestmark = pytest.mark.slow
-
 MIB = 1 << 20
 SIZES = (3 * MIB, 8 * MIB + 4096)
 LARGE = 256 * MIB

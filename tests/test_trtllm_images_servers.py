@@ -15,8 +15,6 @@ from engine_cases import FAKE_TRTLLM
 from http_support import ServerProcess, serving
 from vision_models import build_llava, image_bytes
 
-pytestmark = pytest.mark.slow
-
 ENVIRONMENT = {"PYTHONPATH": FAKE_TRTLLM, "FAKE_TRTLLM_CONFIG": json.dumps({"token_delay": 0.001})}
 ROWS = 16
 """What the stand-in makes of an image."""

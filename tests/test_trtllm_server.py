@@ -11,8 +11,6 @@ import pytest
 from engine_cases import FAKE_TRTLLM
 from http_support import ServerProcess, serving
 
-pytestmark = pytest.mark.slow
-
 EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_mb": 128}
 ENVIRONMENT = {"PYTHONPATH": FAKE_TRTLLM, "FAKE_TRTLLM_ENGINE": "embedded", "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED)}
 LONG = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, "ignore_eos": True}

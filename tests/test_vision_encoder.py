@@ -22,7 +22,7 @@ from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequ
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = ImageInput(image_bytes())
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
