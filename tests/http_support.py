@@ -64,7 +64,7 @@ class ServerProcess:
                     self._ready.set()
         self._ready.set()
 
-    def wait_ready(self, seconds: float = 30) -> None:
+    def wait_ready(self, seconds: float = 60) -> None:
         assert self._ready.wait(seconds), self.log
         assert self.url, self.log
 

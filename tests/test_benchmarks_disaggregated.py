@@ -26,7 +26,8 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
     assert ours.keys() - theirs.keys() == {f"300 tokens: {what}" for what in MOVED} and not theirs.keys() - ours.keys()
     assert ours["300 tokens: KV blocks, MiB"] == pytest.approx(320 * 2 * 2 * 2 * 16 * 4 / 2**20)  # ten blocks of float32
     nothing = [name for side in (ours, theirs) for name, value in side.items() if not value > 0]
-    assert set(nothing) <= {"mix: gap p50, ms", "mix: gap p90, ms"}, "on a busy machine tokens come several at a time, at most"
+    at_once = {"mix: gap p50, ms", "mix: gap p90, ms", "300 tokens: from second to third, ms"}
+    assert set(nothing) <= at_once, "on a busy machine tokens come several at a time"
     assert "mix: gap p99, ms |" in page.read_text()
 
 
