@@ -10,6 +10,7 @@ from typing import Self
 
 import msgspec
 
+from engine.attachments import data_of
 from engine.base import DeltaIterator, Engine
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
 from engine.kv_events import KvEvent
@@ -66,7 +67,7 @@ class AdmissionEngine:
             self._admit(stream)
         elif len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
-        elif (size := _image_bytes(request)) and self._waiting_bytes + size > MOST_WAITING_BYTES:
+        elif (size := sum(map(len, data_of(request)))) and self._waiting_bytes + size > MOST_WAITING_BYTES:
             return DeltaStream.failed(QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already"))
         else:
             self._queue[stream] = size
@@ -181,8 +182,3 @@ class _AdmittedStream:
     def _give_up(self) -> None:
         self._admission.leave(self)
         self.refuse(QueueTimeout(f"the request waited {time.monotonic() - self._arrived:.1f} s for its turn"))
-
-
-def _image_bytes(request: GenerateRequest) -> int:
-    files = request.media.images if request.media is not None else ()
-    return sum(len(image.data) for image in request.images) + sum(map(len, files))

@@ -8,22 +8,26 @@ from engine.encoder import ImageInput
 from engine.types import GenerateRequest
 
 
+def data_of(request: GenerateRequest) -> list[bytes]:
+    """The bytes themselves: of embeddings, then of files."""
+    files = request.media.images if request.media is not None else ()
+    return [*(image.data for image in request.images), *files]
+
+
 def detach(request: GenerateRequest) -> tuple[GenerateRequest, list[bytes]]:
     """The request without them, and them, in order."""
     media = request.media
     if not request.images and media is None:
         return request, []
     bare = tuple(msgspec.structs.replace(image, data=b"") for image in request.images)
-    parts = [image.data for image in request.images]
     if media is not None:
-        parts += media.images
         media = msgspec.structs.replace(media, images=(b"",) * len(media.images))
-    return msgspec.structs.replace(request, images=bare, media=media), parts
+    return msgspec.structs.replace(request, images=bare, media=media), data_of(request)
 
 
 def count(request: GenerateRequest) -> int:
     """How many parts `attach` needs."""
-    return len(request.images) + (len(request.media.images) if request.media is not None else 0)
+    return len(data_of(request))
 
 
 def attach(request: GenerateRequest, parts: Sequence[bytes]) -> GenerateRequest:

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 import engine.errors
-from engine.attachments import attach, count, detach
+from engine.attachments import attach, count, data_of, detach
 from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -163,8 +163,7 @@ def unpack(frames: Sequence[bytes]) -> Commands:
 
 def largest(request: GenerateRequest) -> int:
     """No fewer bytes than the prompt of a request takes in a message."""
-    images = [image.data for image in request.images] + list(request.media.images if request.media is not None else ())
-    return 5 * len(request.prompt_token_ids) + sum(len(data) + 256 for data in images)
+    return 5 * len(request.prompt_token_ids) + sum(len(data) + 256 for data in data_of(request))
 
 
 def failed(key: int, error: engine.errors.EngineError) -> Failed:
@@ -190,7 +189,7 @@ def context() -> "zmq.Context[Any]":
     """This process's ZMQ context.
 
     It is never terminated: libzmq 4.3.5 can wait there for ever, without linger too, if both ends of a connection close at once while
-    messages wait (about one close in a thousand; zeromq/libzmq issue 2586).
+    messages wait (about one close in a hundred on a busy machine; zeromq/libzmq issue 2586).
     """
     return zmq.Context.instance()
 
