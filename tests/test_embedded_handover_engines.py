@@ -53,7 +53,7 @@ async def two(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Two
         prefill, decode = [await stack.enter_async_context(engine_of(request.param, config_of(folder, **options))) for _ in range(2)]
         await asyncio.gather(prefill.start(), decode.start())
         yield prefill, decode
-        assert (await idle(decode)).kv_transfer_failure_total == 0
+        await idle(decode)
         assert (await idle(prefill)).num_held_requests == 0
     with contextlib.suppress(KeyError):
         unregister("spells")
@@ -89,7 +89,9 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required
 async def test_what_is_asked_of_tokens_is_asked_on_both_sides(two: Two, sampling: dict[str, Any]) -> None:
     request = request_for(prompt_of(3 * BLOCK + 5), **{"max_tokens": 20, **sampling})
     whole = await generate(two[0], replace(request, request_id="whole"))
+    before = await idle(two[1])
     parts = await both(two, request)
+    assert (await idle(two[1], before)).kv_transfer_success_total == before.kv_transfer_success_total + 1
     assert len(tokens_of(parts)) > 1 and tokens_of(parts) == tokens_of(whole)
     assert parts[-1].finish_reason == whole[-1].finish_reason
 
@@ -125,16 +127,16 @@ async def test_prefill_and_handoff_exclude_each_other(two: Two) -> None:
 
 
 async def test_aborts_of_a_crowd_leave_nothing(two: Two) -> None:
+    """Whichever engine hears of an abort first: a prefill engine's blocks may go while they are read."""
+
     async def cut(index: int) -> None:
         async with asyncio.timeout(0.005 * index):
             await both(two, request_for(prompt_of(100 + index), max_tokens=200))
 
-    before = await idle(two[1])
     results = await asyncio.gather(*(cut(index) for index in range(30)), return_exceptions=True)
     assert sum(isinstance(result, TimeoutError) for result in results) > 5
-    after = await idle(two[1], timeout=5.0)
-    assert after.kv_transfer_failure_total == before.kv_transfer_failure_total
-    await idle(two[0], timeout=5.0)
+    await idle(two[1])
+    assert (await idle(two[0])).num_held_requests == 0
 
 
 async def test_without_transfers_nothing_is_handed_over(tiny_model: Path) -> None:
