@@ -88,7 +88,11 @@ class _ReplicaSettings(BaseSettings):
         "auto", description="Prepare the next step of the embedded engine while the device computes; auto does on a GPU"
     )
     enable_cuda_graphs: bool = Field(True, description="Run decode steps as CUDA graphs")
-    threads: int = Field(0, ge=0, description="Compute threads of the embedded engine; 0 takes the machine's cores")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="Compute threads of the embedded engine; 0 takes the cores that it may use, a container's quota counted in",
+    )
     fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
 
     # Disaggregation

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,15 +40,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
     """For torch: tiny matrices gain nothing from two threads, which wait for each other on a busy machine."""
-    import torch  # noqa: PLC0415 - most tests do without
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
 
-pytestmark = pytest.mark.usefixtures("one_thread", "cuda_model")
+pytestmark = pytest.mark.usefixtures("cuda_model")
 
 OUTPUT = 4
 LENGTHS = (13, 4, 1, 5, 10)

@@ -16,8 +16,6 @@ from engine.embedded.native.model import NativeModel
 from engine.kv_events import Stored
 from engine.types import Delta, GenerateRequest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL: dict[str, Any] = {"kv_block_size": 8, "num_blocks": 300}
 _rng = random.Random(1)
 

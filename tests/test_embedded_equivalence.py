@@ -15,8 +15,6 @@ from engine.embedded.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OUTPUT = 24
 COUNT = 32
 

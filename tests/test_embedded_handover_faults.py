@@ -18,8 +18,6 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.transfer.base import TransferError
 from engine.types import Delta, Handoff
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = prompt_of(50)
 REQUEST = request_of("a", PROMPT)
 

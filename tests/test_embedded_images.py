@@ -14,8 +14,6 @@ from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.kv_events import KvEvent, Stored
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIONS: dict[str, Any] = {**PAIR_OPTIONS, "kv_transfer": "", "attention": "sdpa", "kv_block_size": 8, "num_blocks": 200}
 
 

@@ -16,7 +16,7 @@ from test_embedded_images_native import make_folder
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 
-pytestmark = pytest.mark.usefixtures("one_thread", "cuda_model")
+pytestmark = pytest.mark.usefixtures("cuda_model")
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 60, "max_seq_len": 96,

@@ -20,8 +20,6 @@ from engine.embedded.load import UnsupportedModelError
 from engine.embedded.native.checkpoint import Checkpoint, read_config
 from engine.embedded.native.model import NativeModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIONS: dict[str, Any] = {**PAIR_OPTIONS, "kv_transfer": "", "attention": "auto", "kv_block_size": 32, "num_blocks": 30}
 
 

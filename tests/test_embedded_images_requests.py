@@ -24,8 +24,6 @@ from engine.images import overlaps_of
 from engine.prompt import ImageTokens, check_images, check_prompt
 from engine.types import Delta, GenerateRequest, Image
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL: dict[str, Any] = {"attention": "sdpa", "kv_block_size": 8, "num_blocks": 100}
 
 

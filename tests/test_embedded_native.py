@@ -18,8 +18,6 @@ from engine.embedded.native.checkpoint import Checkpoint, read_config
 from engine.embedded.native.model import NativeModel
 from engine.embedded.scheduler import Chunk
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES: dict[str, Any] = {
     "vocab_size": 331,  # neither a multiple of a panel nor of its half
     "hidden_size": 64,

@@ -20,7 +20,6 @@ QUESTIONS = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_greedy_equals_generate(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompts = [tokenizer.encode(CHATML.format(question), add_special_tokens=False).ids for question in QUESTIONS]

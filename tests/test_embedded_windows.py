@@ -15,8 +15,6 @@ from engine.embedded.layout import Attends, share
 from engine.errors import EngineFailure
 from engine.kv_events import Created, KvEvent, Stored
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPTS = prompts()
 Case = tuple[Path, list[list[int]]]
 

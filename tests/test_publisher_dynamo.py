@@ -104,7 +104,6 @@ async def test_10000_random_requests_on_the_fake_engine() -> None:
         assert 40 < len(consumers.books.hashes) <= 80
 
 
-@pytest.mark.usefixtures("one_thread")
 async def test_random_requests_on_the_embedded_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores: list[EngineCore] = []
 

@@ -57,7 +57,7 @@ def base(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(base: Path, one_thread: None) -> Student:
+def student(base: Path) -> Student:
     return Student(base, None, torch.float32)
 
 
@@ -145,7 +145,6 @@ def test_training_ends_in_time_with_weights_and_results(base: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("one_thread")
 def test_what_ships_answers_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
     merge(smollm2, SHIPPED, tmp_path, lambda *_: None)
     found = evaluate(Answers(tmp_path, "cpu"), per_kind=2)

@@ -19,7 +19,6 @@ from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, InvalidRequest
 from engine.image_file import LOW_DETAIL, decode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_PIXELS = 1_000_000
 
 

@@ -18,7 +18,6 @@ from engine.embedded.vision.facts import has_vision, vision_facts
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(40, 30), (64, 20), (17, 60), (8, 8), (40, 30), (300, 200)]
 MAX_PIXELS = 1_000_000
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import random
 import threading
@@ -15,6 +14,7 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
+from engine.embedded.cores import compute_threads
 from engine.embedded.grammar import GrammarCompiler, Matcher
 from engine.embedded.handover import resume
 from engine.embedded.sampler import SamplerState
@@ -190,7 +190,7 @@ class EmbeddedEngine:
 
     def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
         started = time.monotonic()
-        torch.set_num_threads(self._config.threads or os.cpu_count() or 1)
+        torch.set_num_threads(compute_threads(self._config.threads))
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
         model, config = core.model, self._config
         self._capacity, self._layout, self._takes_images = core.blocks.capacity, core.layout, model.takes_images

@@ -4,7 +4,6 @@ Beside the other models (`engine/embedded/model.py`), which run whatever transfo
 bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
-import os
 import weakref
 from collections.abc import Sequence as Sequence_
 from itertools import chain
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.config import EmbeddedConfig
+from engine.embedded.cores import compute_threads
 from engine.embedded.images import ImageRows, image_rows
 from engine.embedded.layout import Attends, LayerGroup, share
 from engine.embedded.load import UnsupportedModelError
@@ -56,7 +56,7 @@ class NativeModel(PendingTokens):
         )
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
         self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
-        threads = config.threads or os.cpu_count() or 1
+        threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward = code.decoder_forward
         weakref.finalize(self, code.decoder_delete, self._decoder)

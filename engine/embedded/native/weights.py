@@ -3,12 +3,12 @@
 import ctypes
 import math
 import mmap
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from engine.embedded.cores import compute_threads
 from engine.embedded.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.native.structures import Layer, Matrix, Model
 
@@ -45,7 +45,7 @@ class Weights:
         self.embedding = self._matrix(["model.embed_tokens"])
         self.head = self.embedding if tied else self._matrix(["lm_head"])
         self.norm = self._vector("model.norm.weight")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(compute_threads()) as pool:
             for done in [pool.submit(work) for work in self._work]:
                 done.result()
         self._work.clear()

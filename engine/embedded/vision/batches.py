@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -11,13 +10,14 @@ import torch
 from PIL import Image
 
 from engine.config import EncoderConfig
+from engine.embedded.cores import compute_threads
 from engine.embedded.vision.facts import VisionFacts
 from engine.embedded.vision.processing import ImageProcessing, Prepared
 from engine.embedded.vision.tower import Tower
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 
-_THREADS = min(16, max(4, (os.cpu_count() or 0) // 2))
+_THREADS = min(16, max(4, compute_threads() // 2))
 _GPU_IMAGES = 8
 """Images that the tower waits for to compute them together. A CPU gains nothing by that, and begins with the first."""
 _CALL_VALUES = 32 << 20

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EncoderConfig
+from engine.embedded.cores import compute_threads
 from engine.embedded.load import device_of, dtype_of
 from engine.embedded.vision.processing import Prepared
 from engine.encoder import Dtype
@@ -28,8 +29,8 @@ class Tower:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
         self.dtype_name = _NAMES[self.dtype]
-        if self.device.type == "cpu" and config.threads:
-            torch.set_num_threads(config.threads)
+        if self.device.type == "cpu":
+            torch.set_num_threads(compute_threads(config.threads))
         self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
         load = _random if config.load_format == "dummy" else _load
         self._model = _without_language(load(config.model, self.dtype)).to(self.device)

@@ -1,0 +1,35 @@
+"""How many threads compute."""
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def compute_threads(configured: int = 0, cgroup: Path = _CGROUP) -> int:
+    """`configured`, or else one for each core that the process may use.
+
+    Those are the cores that it is bound to, and no more than its container's quota (`docker run --cpus`, limits.cpu of Kubernetes): threads
+    that wait for one another lose most of each period, 100 ms as a rule, to a quota that is too small for all of them.
+    """
+    return configured or min(_bound_to(), _quota(cgroup))
+
+
+def _bound_to() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quota(cgroup: Path) -> int:
+    """Whole cores, at least one, of cgroup v2's cpu.max or v1's cpu.cfs_quota_us; many without a limit."""
+    try:
+        if (file := cgroup / "cpu.max").exists():
+            quota, period = file.read_text().split()
+        else:
+            quota, period = (_read(cgroup / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else 1 << 30
+    except (OSError, ValueError):  # none, or "max"
+        return 1 << 30
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip()
