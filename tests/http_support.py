@@ -99,7 +99,7 @@ class ServerProcess:
         deadline = time.monotonic() + timeout
         while (now := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
 
 @contextmanager
