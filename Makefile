@@ -10,7 +10,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 # The interpreter's own pip installs into the environment, so that making one needs no ensurepip, which some systems leave out.
-PIP := $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check
+# Modules are compiled as they are imported: most never are.
+PIP := $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check --no-compile
 # Named after what was installed, so that another commit or an edit installs again and nothing else does.
 RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')

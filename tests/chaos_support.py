@@ -153,10 +153,10 @@ class Load:
     """Streams to all decode replicas, each followed by the next, while the context lasts; then `outcomes` holds every request.
 
     With `failover`, a client that is refused, or hung up on before anything was said, asks another replica, as nginx does. `pause`: seconds
-    between two requests of a stream.
+    between two requests of a stream, so that what is restarted gets a turn.
     """
 
-    def __init__(self, cluster: Cluster, failover: bool = False, pause: float = 0.0) -> None:
+    def __init__(self, cluster: Cluster, failover: bool = False, pause: float = 1.0) -> None:
         self.outcomes: list[Outcome] = []
         self._cluster, self._failover, self._pause = cluster, failover, pause
         self._over = threading.Event()

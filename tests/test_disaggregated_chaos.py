@@ -43,7 +43,7 @@ def test_hung_prefill_replica(cluster: Cluster, part: str) -> None:  # noqa: F81
 
 def test_every_replica_restarted_in_turn(cluster: Cluster) -> None:  # noqa: F811
     """No client that asks another replica when one refuses notices anything."""
-    with Load(cluster, failover=True, pause=1.0) as load:
+    with Load(cluster, failover=True, pause=2.0) as load:
         load.wait(8)
         for replica in cluster.replicas:
             replica.server.process.terminate()

@@ -95,7 +95,7 @@ def test_what_another_request_has_computed_is_not_lost(family: Family, prompts: 
 
 
 def test_a_preempted_decode_ends(family: Family, prompts: list[Prompt]) -> None:
-    """Its blocks are gone, and nobody can compute them again here."""
+    """Its blocks are gone, and nobody can compute them again here; the other, whichever that is, goes on."""
     small = {**SMALL, "kv_block_size": 2}
     pressed = {**small, "enable_block_reuse": False, "num_blocks": sum(-(-len(prompt.tokens) // 2) for prompt in prompts[:2]) + 4}
     last: dict[str, Any] = {}
@@ -105,8 +105,9 @@ def test_a_preempted_decode_ends(family: Family, prompts: list[Prompt]) -> None:
             last |= dict(pair.decode.step())
             pair.decode.scheduler.audit()
         assert pair.decode.stats().num_preemptions == 1
-        assert isinstance(last["0"], Delta) and last["0"].finish_reason == "length"
-        assert type(last["1"]) is EngineUnavailable and str(last["1"]) == NO_IMAGES
+        ended, whole = sorted(last.values(), key=lambda output: isinstance(output, Delta))
+        assert isinstance(whole, Delta) and whole.finish_reason == "length"
+        assert type(ended) is EngineUnavailable and str(ended) == NO_IMAGES
         pair.finish()
 
 
