@@ -8,10 +8,12 @@ WORKERS ?= 2
 # Where torch's CPU build is looked for on Linux without an NVIDIA driver; empty looks nowhere else than pip does.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Many processes are started, by tests and by hand, and none needs to compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # The interpreter's own pip installs into the environment, so that making one needs no ensurepip, which some systems leave out.
-# Modules are compiled as they are imported: most never are.
-PIP := $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check --no-compile
+PIP := $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check
 # Named after what was installed, so that another commit or an edit installs again and nothing else does.
 RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')

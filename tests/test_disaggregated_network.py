@@ -19,11 +19,13 @@ from tests.test_transfer_network import hosts, ip, pytestmark  # noqa: F401 - th
 PREFILL, DECODE = "http://10.213.7.1:8000", "http://10.213.7.2:8000"
 LONGEST = max(range(len(PROMPTS)), key=lambda index: len(PROMPTS[index]))
 ASK = """
-import json, sys, httpx
+import json, sys, urllib.request
 url, fields = json.loads(sys.argv[1])
-answer = httpx.get(url, timeout=20) if fields is None else httpx.post(url, json=fields, timeout=20)
-print(json.dumps([answer.status_code, answer.text]))
+body = None if fields is None else json.dumps(fields).encode()
+with urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"}), timeout=20) as answer:
+    print(json.dumps([answer.status, answer.read().decode()]))
 """
+"""Starts ten times sooner than with httpx: it has to see what lasts two seconds."""
 
 
 def within(host: str, *command: str, **options: Any) -> subprocess.Popen[str]:
@@ -70,12 +72,12 @@ def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None
     """Also where the cable is slow, and where it is pulled out while blocks are read: then the decode replica computes the prompt."""
     model = tmp_path / "model"
     write_model(model)
-    common = ("--model", str(model), "--kv-transfer", "tcp", "--transfer-timeout-seconds", "1")  # processes here could share memory
+    common = ("--model", str(model), "--kv-transfer", "tcp", "--transfer-timeout-seconds", "2")  # processes here could share memory
     with ExitStack() as stack:
         with replica(hosts[1], tmp_path / "whole.log", *common):
             expected = text_of(hosts[1], "")
         stack.enter_context(
-            replica(hosts[0], tmp_path / "prefill.log", *common, "--disaggregation-mode", "prefill", "--lease-seconds", "3")
+            replica(hosts[0], tmp_path / "prefill.log", *common, "--disaggregation-mode", "prefill", "--lease-seconds", "4")
         )
         decode = (*common, "--disaggregation-mode", "decode", "--prefill-urls", PREFILL, "--prefill-attempts", "1")
         stack.enter_context(replica(hosts[1], tmp_path / "decode.log", *decode))
