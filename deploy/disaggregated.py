@@ -13,12 +13,14 @@ import signal
 import socket
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from engine.embedded.cores import compute_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 900.0
@@ -34,7 +36,7 @@ class Group:
         self._arguments = arguments
         self._processes: dict[str, Process] = {}
         self._logs: set[asyncio.Task[None]] = set()
-        given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+        given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, compute_threads() // count))}
         self._environment = {**given, **os.environ}
 
     async def replicas(self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str) -> list[str]:
@@ -46,18 +48,18 @@ class Group:
             await self.start(f"{role}-{index}", [sys.executable, "-m", "server", *self._arguments], environment)
             urls.append(f"http://127.0.0.1:{port}")
         for url in urls:
-            await self._ready(url)
+            await self.ready(url)
         return urls
 
     async def router(self, port: int, **variables: str) -> None:
         """Start a router at `port`; returns when it is ready."""
         environment = {**self._environment, **variables, "DISAGGREGATION_MODE": "router", "HOST": "127.0.0.1", "PORT": str(port)}
         await self.start("router", [sys.executable, "-m", "server", *self._arguments], environment)
-        await self._ready(f"http://127.0.0.1:{port}")
+        await self.ready(f"http://127.0.0.1:{port}")
 
     async def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=environment, stderr=PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, stdin=DEVNULL, start_new_session=True
         )
         self._processes[name] = process
         self._logs.add(asyncio.create_task(_pass_on(name, process)))
@@ -80,7 +82,8 @@ class Group:
         if self._logs:
             await asyncio.wait(self._logs, timeout=1)
 
-    async def _ready(self, url: str) -> None:
+    async def ready(self, url: str) -> None:
+        """Return once requests are answered there. Raises SystemExit if a process ends meanwhile."""
         async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
             while True:
                 for name, process in self._processes.items():
@@ -112,8 +115,8 @@ def _key() -> dict[str, str]:
 
 
 async def _pass_on(name: str, process: Process) -> None:
-    assert process.stderr is not None
-    async for line in process.stderr:
+    assert process.stdout is not None
+    async for line in process.stdout:
         sys.stderr.write(f"{name}: {line.decode(errors='replace')}")
 
 
@@ -166,6 +169,7 @@ async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
         (folder / "nginx.conf").write_text(nginx_configuration(decode, port, folder))
         directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
         await group.start("nginx", [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
+        await group.ready(f"http://127.0.0.1:{port}")
         sys.stdout.write(f"ready: http://127.0.0.1:{port}/v1\n")
     sys.stdout.flush()
     return await group.first_end()
