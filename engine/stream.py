@@ -90,6 +90,7 @@ class DeltaStream:
     async def __anext__(self) -> Delta:
         while not self._deltas:
             if self._finished:
+                await asyncio.sleep(0)  # a consumer that did not wait for the end is not ahead of the callbacks either
                 error, self._error = self._error, None
                 raise StopAsyncIteration if error is None else error
             assert self._waiter is None, "a stream has one consumer"
@@ -118,7 +119,7 @@ class DeltaStream:
             self._on_abort()
 
     def _finish(self) -> None:
-        """Have the callbacks run, before a consumer that waits gets to know."""
+        """Have the callbacks run, before the consumer gets to know."""
         self._finished = True
         for callback in self._on_done:
             self._loop.call_soon(callback)

@@ -236,7 +236,7 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
                     three[index // 20].process.kill()
             assert max(await asyncio.gather(*asked)) < 10
             assert seen.retries > 0 and not seen.local
-            assert three[0].metric("trtllm_embeddings_held_bytes") == 0
+            await asyncio.to_thread(three[0].wait_metric, "trtllm_embeddings_held_bytes", 0)
             last = [asyncio.create_task(ask(index)) for index in range(8)]
             await asyncio.sleep(0.05)
             three[0].process.kill()

@@ -127,6 +127,14 @@ async def test_done_is_called_once_however_the_stream_ends(end: str) -> None:
     assert done == [end]
 
 
+async def test_done_is_called_before_the_consumer_knows() -> None:
+    """One that did not wait, too: what it asks for next may need what the end has freed."""
+    stream, done = DeltaStream(Aborts()), []
+    stream.when_done(lambda: done.append("done"))
+    stream.put(LAST)
+    assert [delta async for delta in stream] == [LAST] and done == ["done"]
+
+
 @given(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1), st.booleans())
 def test_merging_keeps_everything(parts: list[list[int]], logprobs: bool) -> None:
     deltas = [Delta(tuple(part), tuple((Logprob(token, -1.0, 1),) for token in part) if logprobs else ()) for part in parts]
