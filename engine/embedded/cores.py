@@ -25,11 +25,7 @@ def _quota(cgroup: Path) -> int:
         if (file := cgroup / "cpu.max").exists():
             quota, period = file.read_text().split()
         else:
-            quota, period = (_read(cgroup / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return max(1, int(quota) // int(period)) if int(quota) > 0 else 1 << 30
     except (OSError, ValueError):  # none, or "max"
         return 1 << 30
-
-
-def _read(file: Path) -> str:
-    return file.read_text().strip()
