@@ -263,18 +263,20 @@ class _Exporter(SpanExporter):
             self.spans.labels(outcome)
         self._otlp = otlp
         self._answers = True
+        self._closed = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._otlp.export(spans)
         answers = result is SpanExportResult.SUCCESS
         self.done += len(spans)
         self.spans.labels("exported" if answers else "failed").inc(len(spans))
-        if answers != self._answers:
+        if answers != self._answers and not self._closed:  # what is under way when the server ends is already said to be lost
             self._answers = answers
             log.log(logging.INFO if answers else logging.WARNING, "the collector of traces %s", "answers" if answers else "takes none")
         return result
 
     def shutdown(self) -> None:
+        self._closed = True
         self._otlp.shutdown()  # type: ignore[no-untyped-call]
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
