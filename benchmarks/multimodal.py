@@ -29,6 +29,7 @@ from PIL import Image
 from benchmarks import transfer
 from benchmarks.client import Load, Sample, Target, exchange
 from benchmarks.gpu.__main__ import settings_of
+from benchmarks.gpu.report import describe_gpu
 from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
@@ -53,6 +54,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server is stopped
     facts: dict[str, object] = {
         **describe_machine(),
+        **(describe_gpu() if args.device == "cuda" else {}),
         "model": args.model,
         "device": args.device,
         "repeats": args.repeats,
