@@ -93,6 +93,7 @@ def cuda_model(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(model, "_SHORT_PROMPT", 0)  # a graph for a step of every size would leave nothing to the others
     monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)  # as many as are worth dividing a sequence for when they run in turn
     monkeypatch.setattr(model, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(model.CudaModel, "_capture", capture)

@@ -1,4 +1,4 @@
-"""Images in the GPU's model without a GPU: eager steps take embeddings, and graphs go on from there."""
+"""Images in the GPU's model without a GPU: graphs and eager steps take embeddings."""
 
 from typing import Any
 
@@ -17,7 +17,6 @@ from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 
 pytestmark = pytest.mark.usefixtures("cuda_model")
-
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 60, "max_seq_len": 96,
     "overlap_scheduler": "on",
@@ -39,8 +38,15 @@ def expected(family: Family, prompts: list[Prompt]) -> list[list[int]]:
     return [family.generate(prompt, 4) for prompt in prompts]
 
 
-def test_greedy_equals_generate(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("most", [24, 16])
+def test_greedy_equals_generate(
+    family: Family, prompts: list[Prompt], expected: list[list[int]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images in graphs alone, and in steps of which some are too large for one."""
+    monkeypatch.setattr("engine.embedded.cuda.model._SHORT_PROMPT", most)
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
-    deltas = answers(core, [request_for(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)])
-    assert [tokens(deltas[str(index)]) for index in range(len(prompts))] == expected
+    assert max(core.model._graphs) == most  # type: ignore[union-attr]
+    for turn in "ab":  # the second time from blocks that the first has left
+        deltas = answers(core, [request_for(f"{turn}{index}", prompt, max_tokens=4) for index, prompt in enumerate(prompts)])
+        assert [tokens(deltas[f"{turn}{index}"]) for index in range(len(prompts))] == expected
     assert expected[0] != expected[1]

@@ -37,15 +37,20 @@ class _Layer:
 
 
 class LlamaDecoder:
-    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers."""
+    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers.
 
-    def __init__(self, model: Any, context_length: int) -> None:
+    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the vocabulary, as if they were
+    of more tokens, so that a CUDA graph takes them too.
+    """
+
+    def __init__(self, model: Any, context_length: int, most_shown: int = 0) -> None:
         inner = model.get_decoder()
         first = inner.layers[0].self_attn
         dim = first.head_dim
         self.scale: float = first.scaling
         self.heads = first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim
-        self._embedding = inner.embed_tokens.weight
+        self.vocabulary = len(inner.embed_tokens.weight)
+        self._embedding = _extended(inner.embed_tokens.weight, most_shown)
         self._norm: Norm = (inner.norm.weight, inner.norm.variance_epsilon)
         self._head = model.get_output_embeddings().weight
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
@@ -69,6 +74,10 @@ class LlamaDecoder:
         for rows in range(256, max_rows + 1, 256):
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 self._products.load(weight, rows)
+
+    def show(self, embeddings: torch.Tensor) -> None:
+        """Have token ids from `vocabulary` on stand for these, [rows, hidden size], from here on."""
+        self._embedding[self.vocabulary : self.vocabulary + len(embeddings)] = embeddings
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What goes in for token ids, int [tokens]: [tokens, hidden size]."""
@@ -152,6 +161,10 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
 
 def _joined(products: Products, name: str, *linears: Any) -> Weight:
     return products.join(name, [linear.weight.detach() for linear in linears])
+
+
+def _extended(embedding: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat((embedding, embedding.new_zeros((rows, embedding.shape[1])))) if rows else embedding
 
 
 def _rotations(rotary: Any, context_length: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for the device."""
+"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for the device but for the
+embeddings of images."""
 
 import logging
 import time
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
 """Below how many rows graphs are how far apart, from 16 on."""
+_SHORT_PROMPT = 256
+"""Tokens of a step that has a graph, however few sequences run: what a chat that goes on adds to its prompt is often no more."""
 _MOST_READ = 1 << 17
 """Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning takes."""
 
@@ -55,7 +58,7 @@ class CudaModel(Model):
         with torch.inference_mode():
             self._decoder.load_products(config.max_num_tokens)
         if config.enable_cuda_graphs:
-            self._capture(config.max_batch_size)
+            self._capture(max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens)))
 
     def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
         """Decodes first."""
@@ -66,14 +69,14 @@ class CudaModel(Model):
         self._attention.note_blocks(chunks)
         count = sum(chunk.length for chunk in chunks)
         images = image_rows(chunks, self.dtype, self.device)
-        if images is None and (size := self._graph_size(chunks, count)):
-            return self._replay(self._graphs[size], self._inputs(chunks, size), rows)
-        tokens, positions, slots, _ = self._inputs(chunks, count)
-        step = self._attention.mixed(chunks, slots, positions)
-        x = self._decoder.embed(self._token_ids(tokens))
         if images is not None:
-            x[self._to_device(images.rows)] = images.embeddings
-        return self._decoder(x, positions, self._attention, step, self._to_device(rows))
+            self._decoder.show(images.embeddings)
+        shown = images.rows if images is not None else []
+        if size := self._graph_size(chunks, count):
+            return self._replay(self._graphs[size], self._inputs(chunks, size, shown), rows)
+        tokens, positions, slots, _ = self._inputs(chunks, count, shown)
+        step = self._attention.mixed(chunks, slots, positions)
+        return self._decoder(self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, self._to_device(rows))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
@@ -90,7 +93,7 @@ class CudaModel(Model):
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
             expected = trial_by_transformers(self._module)
-            self._decoder = LlamaDecoder(self._module, self.context_length)
+            self._decoder = LlamaDecoder(self._module, self.context_length, config.max_num_tokens if self.takes_images else 0)
             if not self._agrees(expected, _TOLERANCE):
                 raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
             if config.quantization == "fp8":
@@ -137,8 +140,9 @@ class CudaModel(Model):
         pending = self._sampled[(-1 - tokens).clamp_(min=0).long()]
         return torch.where(tokens < 0, pending, tokens.long())
 
-    def _inputs(self, chunks: Sequence_[Chunk], size: int) -> torch.Tensor:
-        """int32 [4, size] on the device: token ids, positions, slots and slots of what is sampled, filled up with the spare slot."""
+    def _inputs(self, chunks: Sequence_[Chunk], size: int, shown: Sequence_[int]) -> torch.Tensor:
+        """int32 [4, size] on the device: token ids, positions, slots and slots of what is sampled, filled up with the spare slot. The
+        tokens in the rows `shown` are those that the decoder has been shown embeddings for, in order."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -157,6 +161,7 @@ class CudaModel(Model):
         values = np.zeros((4, size), dtype=np.int32)
         values[2:] = self._spare_slot
         values[:, : len(tokens)] = tokens, positions, slots, targets
+        values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))
         return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
 
     def _to_device(self, indices: Sequence_[int]) -> torch.Tensor:
