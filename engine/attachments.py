@@ -1,20 +1,22 @@
-"""The bytes of a request's images, which travel beside the request, so that nobody copies them to pack them."""
+"""The bytes of a request's images, which travel beside the request, so that nobody copies them to pack them: in parts of their own, or not
+at all, where both sides can read the same memory."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.encoder import ImageInput
+from engine.transfer.shared_bytes import Data
 from engine.types import GenerateRequest
 
 
-def data_of(request: GenerateRequest) -> list[bytes]:
+def data_of(request: GenerateRequest) -> list[Data]:
     """The bytes themselves: of embeddings, then of files."""
     files = request.media.images if request.media is not None else ()
     return [*(image.data for image in request.images), *files]
 
 
-def detach(request: GenerateRequest) -> tuple[GenerateRequest, list[bytes]]:
+def detach(request: GenerateRequest) -> tuple[GenerateRequest, list[Data]]:
     """The request without them, and them, in order."""
     media = request.media
     if not request.images and media is None:
@@ -30,7 +32,7 @@ def count(request: GenerateRequest) -> int:
     return len(data_of(request))
 
 
-def attach(request: GenerateRequest, parts: Sequence[bytes]) -> GenerateRequest:
+def attach(request: GenerateRequest, parts: Sequence[Data]) -> GenerateRequest:
     """What `detach` has taken apart. Raises ValueError if they do not belong together."""
     if len(parts) != count(request):
         raise ValueError(f"{count(request)} parts are needed, not {len(parts)}")

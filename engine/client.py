@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -14,6 +15,7 @@ from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequ
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.stream import DeltaStream, EventFeed, Latest
+from engine.transfer.shared_bytes import SharedBytes
 from engine.types import EngineInfo, GenerateRequest
 
 _RECONNECT_MS = 50
@@ -33,10 +35,13 @@ class EngineClient:
         self._ready = asyncio.Event()
         self._info: EngineInfo | None = None
         self._engine_healthy = False
+        self._shares = False
+        self._sample = SharedBytes.create(1)
+        """For the host to try whether it can open such."""
         self._heard = 0.0
         self._generation = 0
         self._keys = itertools.count()
-        self._streams: dict[int, DeltaStream] = {}
+        self._running: dict[int, _Running] = {}
         self._outbox: list[wire.Command] = []
         self._topics: set[wire.Topic] = set()
         self._stats: Latest[IterationStats] = Latest()
@@ -72,10 +77,11 @@ class EngineClient:
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if not self._ready.is_set():
             return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
-        if wire.largest(request) > wire.MAX_MESSAGE_BYTES:
+        if wire.largest(request, self._shares) > wire.MAX_MESSAGE_BYTES:
             return DeltaStream.failed(InvalidRequest("the prompt, images included, is too large", "prompt"))
         key = next(self._keys)
-        stream = self._streams[key] = DeltaStream(lambda: self._abort(key))
+        stream = DeltaStream(lambda: self._abort(key))
+        self._running[key] = _Running(stream, request)
         self._send(wire.Generate(key, request))
         return stream
 
@@ -102,7 +108,7 @@ class EngineClient:
         self._events.close()
 
     def _abort(self, key: int) -> None:
-        if self._streams.pop(key, None) is not None and self._ready.is_set():
+        if self._running.pop(key, None) is not None and self._ready.is_set():
             self._send(wire.Abort(key))
 
     def _subscribe(self, topic: wire.Topic) -> None:
@@ -122,17 +128,17 @@ class EngineClient:
         commands, self._outbox = self._outbox, []
         if not commands or self._link is None:
             return
-        frames = wire.pack(self._generation, commands)
+        frames = wire.pack(self._generation, commands, self._shares)
         if len(frames[0]) <= wire.MAX_MESSAGE_BYTES:
             self._link.send(frames)
         else:
             for command in commands:
-                self._link.send(wire.pack(self._generation, [command]))
+                self._link.send(wire.pack(self._generation, [command], self._shares))
 
     def _greet(self) -> None:
         """A host has accepted the connection: introduce ourselves."""
         self._generation += 1
-        self._outbox = [wire.Hello(), *map(wire.Subscribe, self._topics)]
+        self._outbox = [wire.Hello(self._sample.reference), *map(wire.Subscribe, self._topics)]
         self._flush()
 
     def _lose(self) -> None:
@@ -142,9 +148,9 @@ class EngineClient:
         self._fail_all(EngineDied("the engine process was lost while the request ran"))
 
     def _fail_all(self, error: EngineDied | EngineNotReady) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(error)
+        running, self._running = self._running, {}
+        for request in running.values():
+            request.stream.fail(error)
 
     def _receive(self, frames: list[bytes]) -> None:
         batch = wire.decode_reports(frames[-1])
@@ -153,22 +159,22 @@ class EngineClient:
         self._heard = time.monotonic()
         for report in batch.reports:
             if isinstance(report, wire.Output):
-                stream = self._streams.get(report.key)
-                if stream is not None:
-                    stream.put(report.delta)
+                running = self._running.get(report.key)
+                if running is not None:
+                    running.stream.put(report.delta)
                     if report.delta.finish_reason is not None:
-                        del self._streams[report.key]
+                        del self._running[report.key]
             else:
                 self._note(report)
 
     def _note(self, report: wire.Report) -> None:
         match report:
             case wire.Failed():
-                stream = self._streams.pop(report.key, None)
-                if stream is not None:
-                    stream.fail(wire.error_of(report))
+                running = self._running.pop(report.key, None)
+                if running is not None:
+                    running.stream.fail(wire.error_of(report))
             case wire.Welcome():
-                self._info = report.info
+                self._info, self._shares = report.info, report.shares
                 self._engine_healthy = True
                 self._ready.set()
             case wire.Beat():
@@ -181,6 +187,13 @@ class EngineClient:
             case wire.Dropped():
                 self._lose()
                 self._greet()
+
+
+class _Running(NamedTuple):
+    """A request that the host has; what it has opened of the request stays open here."""
+
+    stream: DeltaStream
+    request: GenerateRequest
 
 
 class _Link:
@@ -204,7 +217,7 @@ class _Link:
         self._monitor = wire.LoopSocket(monitor, self._observe)
         self._dealer.connect(address)
 
-    def send(self, frames: list[bytes]) -> None:
+    def send(self, frames: Sequence[wire.Buffer]) -> None:
         self._socket.send(frames)
 
     def close(self) -> None:

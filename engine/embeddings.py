@@ -6,6 +6,7 @@ What was read is checked against a digest, so that no clock has to say whether i
 import asyncio
 import logging
 from collections.abc import Sequence
+from mmap import mmap
 from typing import Literal, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from engine.encoder import EncodedImage, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
+from engine.transfer.shared_bytes import Data, readable
 from engine.transfer.transfers import MethodName
 from protocol import internal
 
@@ -102,7 +104,7 @@ class EmbeddingStore:
 
     async def put(self, images: Sequence[EncodedImage], inline: bool) -> tuple[bytes, Place | None]:
         """The answer, as bytes, and what has to be freed once it is read. Raises QueueFull if there is no room for it anywhere."""
-        parts = [image.data for image in images]
+        parts = [readable(image.data) for image in images]
         size = sum(map(len, parts))
         place = None
         if self._arena is not None and not inline and size > self._inline_bytes:
@@ -110,7 +112,7 @@ class EmbeddingStore:
         if place is None or self._arena is None:
             if size > handoff.MAX_BYTES - (1 << 20):
                 raise QueueFull(f"there is no room for embeddings of {size} bytes")
-            refs = tuple(_ref(image, image.data) for image in images)
+            refs = tuple(_ref(image, bytes(part)) for image, part in zip(images, parts, strict=True))
             return _encoded(Embeddings(version=handoff.VERSION, images=refs)), None
         self._count(self._arena)
         digest = await self._written(self._arena, place, parts)
@@ -131,7 +133,7 @@ class EmbeddingStore:
         taken = arena.taken
         self._observer.holds(len(taken), sum(place.size for place in taken))
 
-    async def _written(self, arena: Arena, place: Place, parts: Sequence[bytes]) -> bytes:
+    async def _written(self, arena: Arena, place: Place, parts: "Sequence[bytes | mmap]") -> bytes:
         """Copy in a thread, which holds the place for as long as it writes, cancelled or not."""
 
         def write() -> bytes:
@@ -148,12 +150,12 @@ class EmbeddingStore:
 
 async def fetch(found: Embeddings, arena: Arena | None, seconds: float) -> list[EncodedImage]:
     """The images of an answer, their embeddings here. Raises TransferError."""
-    parts = [ref.data for ref in found.images]
+    parts: list[Data] = [ref.data for ref in found.images]
     if found.offers:
         if arena is None:
             raise TransferError("this replica reads nothing by transfer")
         parts = await arena.read(found.offers, found.offset, [ref.size for ref in found.images], seconds)
-        if await asyncio.to_thread(_digest, parts) != found.digest:
+        if await asyncio.to_thread(_digest, [readable(part) for part in parts]) != found.digest:
             raise TransferError("they were given up before they had been read")
     return [
         EncodedImage(text=ref.text, rows=ref.rows, data=part, dtype=ref.dtype, grid=ref.grid)
@@ -176,7 +178,7 @@ def _ref(image: EncodedImage, data: bytes = b"") -> EmbeddingRef:
     return EmbeddingRef(text=image.text, rows=image.rows, dtype=image.dtype, size=len(image.data), grid=image.grid, data=data)
 
 
-def _digest(parts: Sequence[bytes]) -> bytes:
+def _digest(parts: "Sequence[bytes | mmap]") -> bytes:
     hashed = blake3()
     for part in parts:
         hashed.update(part)

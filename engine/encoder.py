@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from engine.transfer.shared_bytes import Data
 from engine.types import Encoding
 
 Detail = Literal["auto", "low", "high"]
@@ -25,7 +26,7 @@ class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """As the model's processor expands one placeholder, special tokens included. Tokenised, it has `rows` image tokens."""
     rows: int
-    data: bytes
+    data: Data
     """The embeddings, row by row: contiguous [rows, hidden size of the language model], of `dtype`."""
     dtype: Dtype
     grid: tuple[int, int, int] = (0, 0, 0)

@@ -92,7 +92,7 @@ class EngineHost:
                 if identity in self._clients:
                     self.forget(self._clients[identity])
                 client = self._clients[identity] = _Client(self, identity, batch.generation)
-                client.report(wire.Welcome(self.engine.info))
+                client.report(wire.Welcome(self.engine.info, bool(wire.opened(command.sample))))
             elif identity in self._clients and self._clients[identity].generation == batch.generation:
                 self._clients[identity].obey(command)
 

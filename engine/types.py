@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from engine.transfer.shared_bytes import Data
+
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
@@ -177,7 +179,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: int
     """Image tokens in the span."""
     dtype: str
-    data: bytes = b""
+    data: Data = b""
     """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere (`handoff`)."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, height and width, for models with mRoPE; zeros for others."""

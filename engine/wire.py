@@ -1,5 +1,5 @@
 """What `engine/client` and `engine/host` say to each other: msgpack over one ZMQ socket on each side. The bytes of images are frames of
-their own behind it.
+their own behind it, or in memory that the host opens for itself.
 
 Either side sends a batch: all that became ready in one turn of its loop, in order. The client counts its connections, its
 *generation*, and each batch carries the number, so that nothing meant for a host that has gone reaches the one after it.
@@ -7,8 +7,9 @@ Either side sends a batch: all that became ready in one turn of its loop, in ord
 
 import asyncio
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import zmq
@@ -18,9 +19,13 @@ from engine.attachments import attach, count, data_of, detach
 from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
+from engine.transfer.base import TransferError
+from engine.transfer.shared_bytes import Data, Reference, SharedBytes, readable
 from engine.types import Delta, EngineInfo, GenerateRequest
 
 Topic = Literal["stats", "kv_events"]
+Buffer: TypeAlias = bytes | mmap
+"""What a frame is sent from."""
 
 MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
@@ -46,7 +51,9 @@ class HostOptions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first message of a connection: answered by Welcome."""
+    """The first message of a connection: answered by Welcome. `sample` is to be opened, to see whether that can be done here."""
+
+    sample: Reference
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -54,6 +61,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     key: int
     request: GenerateRequest
+    shared: dict[int, Reference] = {}
+    """Which of its parts come as these, and not as frames. The client keeps them open until the request has ended."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -77,6 +86,8 @@ Command = Hello | Generate | Abort | Subscribe | Goodbye
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: EngineInfo
+    shares: bool
+    """Whether the sample could be opened."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -133,37 +144,47 @@ _ERRORS = {
 }
 
 
-def pack(generation: int, commands: Sequence[Command]) -> list[bytes]:
-    """A batch of commands as frames."""
+def pack(generation: int, commands: Sequence[Command], shares: bool = False) -> list[Buffer]:
+    """A batch of commands as frames. `shares`: whether the host opens what is shared."""
     bare: list[Command] = []
-    parts: list[bytes] = []
+    frames: list[Buffer] = []
     for command in commands:
         if isinstance(command, Generate):
-            request, more = detach(command.request)
-            command = Generate(command.key, request)
-            parts += more
+            request, parts = detach(command.request)
+            shared = {index: part.reference for index, part in enumerate(parts) if shares and isinstance(part, SharedBytes)}
+            frames += [readable(part) for index, part in enumerate(parts) if index not in shared]
+            command = Generate(command.key, request, shared)
         bare.append(command)
-    return [encode(Commands(generation, bare)), *parts]
+    return [encode(Commands(generation, bare)), *frames]
 
 
 def unpack(frames: Sequence[bytes]) -> Commands:
     """Raises ValueError, as msgspec's errors are, for what `pack` has not made."""
-    batch, parts = _decode_commands(frames[0]), frames[1:]
+    batch, rest = _decode_commands(frames[0]), iter(frames[1:])
     commands: list[Command] = []
     for command in batch.commands:
         if isinstance(command, Generate):
-            needed = count(command.request)
-            command = Generate(command.key, attach(command.request, parts[:needed]))
-            parts = parts[needed:]
+            shared = command.shared
+            parts = [opened(shared[index]) if index in shared else next(rest, None) for index in range(count(command.request))]
+            command = Generate(command.key, attach(command.request, [part for part in parts if part is not None]))
         commands.append(command)
-    if parts:
-        raise ValueError(f"{len(parts)} frames belong to nothing")
+    if more := len(list(rest)):
+        raise ValueError(f"{more} frames belong to nothing")
     return Commands(batch.generation, commands)
 
 
-def largest(request: GenerateRequest) -> int:
+def opened(reference: Reference) -> Data:
+    """Empty if it is no more: nobody waits for what it was meant for."""
+    try:
+        return SharedBytes.open(reference)
+    except (TransferError, OSError):
+        return b""
+
+
+def largest(request: GenerateRequest, shares: bool) -> int:
     """No fewer bytes than the prompt of a request takes in a message."""
-    return 5 * len(request.prompt_token_ids) + sum(len(data) + 256 for data in data_of(request))
+    sizes = (256 + (0 if shares and isinstance(data, SharedBytes) else len(data)) for data in data_of(request))
+    return 5 * len(request.prompt_token_ids) + sum(sizes)
 
 
 def failed(key: int, error: engine.errors.EngineError) -> Failed:
@@ -209,7 +230,7 @@ class LoopSocket:
         self._loop.add_reader(self._fd, self.drain)
         self._loop.call_soon(self.drain)
 
-    def send(self, frames: list[bytes]) -> None:
+    def send(self, frames: Sequence[Buffer]) -> None:
         """Raises zmq.Again if the peer's queue is full, zmq.ZMQError(EHOSTUNREACH) if it has gone (on a mandatory router)."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _LARGE)

@@ -27,6 +27,7 @@ from engine.disaggregated.peers import block_keys
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION, handoff_of
 from engine.handoff import encode as encode_handoff
+from engine.transfer.shared_bytes import SharedBytes
 from engine.types import Delta, GenerateRequest, Held, Image, Media
 from protocol.internal import frame
 
@@ -42,6 +43,12 @@ def showing(*keys: str, size: int = 64, **sampling: Any) -> GenerateRequest:
     """A prompt with images one behind the other."""
     images = tuple(image(key, 20 + 10 * index, size=size) for index, key in enumerate(keys))
     return replace(request(**{"max_tokens": 20, **sampling}), images=images)
+
+
+def shared(image: Image) -> Image:
+    memory = SharedBytes.create(len(image.data))
+    memory.written()[:] = image.data  # type: ignore[assignment]
+    return replace(image, data=memory)
 
 
 class Asked:
@@ -81,12 +88,14 @@ async def test_embeddings_go_to_prefill_and_stay_with_decode_which_may_have_to_c
         assert seen.outcomes == {"ok": 3} and not seen.local
 
 
-async def test_embeddings_of_many_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [False, True])
+async def test_embeddings_of_many_megabytes(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (peer, engine, seen):
         there, _ = asked(peer, engine, monkeypatch)
         wanted = showing("a", "b", "c", "d", size=8 * SIZE)
-        assert tokens_of(await all_of(engine, wanted)) == tokens_of(await aggregated(wanted))
-        assert [len(each.data) for each in there.requests[0].images] == [8 * SIZE] * 4 and seen.outcomes == {"ok": 1}
+        given = replace(wanted, images=tuple(map(shared, wanted.images))) if share else wanted
+        assert tokens_of(await all_of(engine, given)) == tokens_of(await aggregated(wanted))
+        assert there.requests[0].images == wanted.images and seen.outcomes == {"ok": 1}
 
 
 async def test_more_than_prefill_takes_is_computed_here() -> None:

@@ -13,6 +13,7 @@ import engine.errors
 from engine import wire
 from engine.attachments import attach, detach
 from engine.errors import EngineError, EngineFailure, InvalidRequest
+from engine.transfer.shared_bytes import SharedBytes
 from engine.types import GenerateRequest, Image, Media, SamplingParams
 from protocol.internal import PrefillRequest, head_of, parts_of, pieces
 
@@ -48,7 +49,8 @@ REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)
 
 
 def test_requests_come_with_their_images() -> None:
-    commands: list[wire.Command] = [wire.Hello(), *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)), wire.Abort(1)]
+    hello = wire.Hello(SharedBytes.create(1).reference)
+    commands: list[wire.Command] = [hello, *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)), wire.Abort(1)]
     frames = wire.pack(7, commands)
     assert wire.unpack(frames) == wire.Commands(7, commands)
     data = [image.data for request in REQUESTS for image in request.images]

@@ -16,6 +16,7 @@ from engine.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
 from engine.http_transport import Transport
 from engine.images import expands
+from engine.transfer.shared_bytes import Data, readable
 from engine.types import GenerateRequest, Handoff
 from protocol.internal import SILENCE_SECONDS, VERSION, PrefillInfo, PrefillRequest, pieces
 
@@ -162,7 +163,8 @@ class PeerPool(Pool[PrefillPeer]):
         prompt = request.prompt_token_ids
         reuses = request.sampling.prompt_logprobs is None and not expands(request)
         keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
-        bare, parts = detach(request)
+        bare, data = detach(request)
+        parts = await asyncio.to_thread(_copied, data) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 
@@ -177,3 +179,7 @@ class PeerPool(Pool[PrefillPeer]):
 
     def _peer(self, url: str) -> PrefillPeer:
         return PrefillPeer(url, self._http, self._observer)
+
+
+def _copied(parts: Sequence[Data]) -> list[bytes]:
+    return [bytes(readable(part)) for part in parts]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.prompt import ImageTokens
+from engine.transfer.shared_bytes import readable
 from engine.types import GenerateRequest
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class PromptImages:
         for index, first, last in self._parts(start, length):
             if index not in self._decoded:
                 image = self._images[index]
-                stored = torch.frombuffer(bytearray(image.data), dtype=getattr(torch, image.dtype))
+                data = readable(image.data)
+                stored = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=getattr(torch, image.dtype))
                 self._decoded[index] = stored.view(-1, self._hidden).to(device, dtype)
             yield (self.places[index][first:last] - start).tolist(), self._decoded[index][first:last]
         if start + length >= self._end:

@@ -4,9 +4,12 @@ import asyncio
 import ctypes
 from bisect import insort
 from collections.abc import Sequence
+from itertools import accumulate
+from mmap import mmap
 from typing import NamedTuple
 
 from engine.transfer.base import Offer, Read, Region, Transfer, TransferError
+from engine.transfer.shared_bytes import SHARED_FROM, Data, SharedBytes, kept
 from engine.transfer.shared_memory import shared_memory
 from engine.transfer.transfers import MethodName, Transfers
 
@@ -67,15 +70,16 @@ class Arena:
         self._free = joined
         self._room.set()
 
-    def write(self, place: Place, parts: Sequence[bytes]) -> None:
+    def write(self, place: Place, parts: "Sequence[bytes | mmap]") -> None:
         """One part after the other into `place`, without the interpreter's lock."""
         assert sum(map(len, parts)) <= place.size and place in self._taken, "bytes for another place"
         address = self._address + place.offset
         for part in parts:
-            ctypes.memmove(address, part, len(part))
+            source = part if isinstance(part, bytes) else (ctypes.c_char * len(part)).from_buffer(part)
+            ctypes.memmove(address, source, len(part))
             address += len(part)
 
-    async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[bytes]:
+    async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[Data]:
         """What a peer has from `offset` of its arena, in parts of these sizes. Raises TransferError; not done after `seconds` is one."""
         place = await self.take(sum(sizes), seconds)
         if place is None:
@@ -107,7 +111,7 @@ class Arena:
         if self._orphans:
             await asyncio.wait(self._orphans)
 
-    async def _copied(self, transfer: Transfer, place: Place, sizes: Sequence[int]) -> list[bytes]:
+    async def _copied(self, transfer: Transfer, place: Place, sizes: Sequence[int]) -> list[Data]:
         try:
             while not transfer.done():  # noqa: ASYNC110 - it is polled
                 await asyncio.sleep(_POLL_SECONDS)
@@ -115,14 +119,11 @@ class Arena:
         finally:
             self.free(place)
 
-    def _parts(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
-        address, parts = self._address + place.offset, []
-        for size in sizes:
-            parts.append(ctypes.string_at(address, size))
-            address += size
-        return parts
+    def _parts(self, place: Place, sizes: Sequence[int]) -> list[Data]:
+        starts = accumulate(sizes, initial=self._address + place.offset)
+        return [_copied(start, size) for start, size in zip(starts, sizes, strict=False)]
 
-    def _keep(self, copying: "asyncio.Future[list[bytes]]") -> None:
+    def _keep(self, copying: "asyncio.Future[list[Data]]") -> None:
         async def end() -> None:
             await asyncio.gather(copying, return_exceptions=True)
 
@@ -139,6 +140,14 @@ class Arena:
                 self._taken.add(place)
                 return place
         return None
+
+
+def _copied(address: int, size: int) -> Data:
+    if size < SHARED_FROM:
+        return ctypes.string_at(address, size)
+    memory = SharedBytes.create(size)
+    ctypes.memmove((ctypes.c_char * size).from_buffer(memory.written()), address, size)
+    return kept(memory)
 
 
 def _aligned(size: int) -> int:

@@ -1,4 +1,4 @@
-"""KV blocks of processes on one host: memory that a peer maps and copies from.
+"""Memory of processes on one host that others map: KV blocks, which a peer copies from there.
 
 The memory is a memfd. It has no name, so nothing is left behind however its owner ends, and a peer reaches it through
 /proc/PID/fd, which the kernel allows to processes of the same user only. It is sealed at its size: a peer that maps it cannot be hurt by
@@ -56,12 +56,35 @@ class _Owner(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[_Memory, ...]
 
 
-def shared_memory(size: int) -> mmap.mmap:
-    """`size` bytes of zeros that peers on this host can read, freed with the object. Raises OSError."""
-    fd = os.memfd_create("trellis-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def make_memory(size: int) -> int:
+    """A descriptor of a memfd with `size` bytes of zeros, which processes on this host can read. Raises OSError."""
+    fd = os.memfd_create("trellis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memory(process: Process, number: int, inode: int) -> int:
+    """A descriptor of our own for the memfd that `process`, on this host, has open as `number`. Raises NotFromHere, OSError."""
+    strange = NotFromHere(f"descriptor {number} of process {process.pid} is not the memory it offered")
+    path = f"/proc/{process.pid}/fd/{number}"
+    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
+        raise strange
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if os.fstat(fd).st_ino != inode or not lives(process) or not _is_sealed(fd):
+        os.close(fd)
+        raise strange
+    return fd
+
+
+def shared_memory(size: int) -> mmap.mmap:
+    """`size` bytes of zeros that peers on this host can read, freed with the object. Raises OSError."""
+    fd = make_memory(size)
+    try:
         return mmap.mmap(fd, size)  # keeps a descriptor of its own
     finally:
         os.close(fd)
@@ -113,17 +136,12 @@ def _map(owner: _Owner) -> list[_Mapping]:
 
 
 def _open(owner: _Owner, memory: _Memory) -> _Mapping:
-    path = f"/proc/{owner.process.pid}/fd/{memory.fd}"
-    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
-        raise NotFromHere(f"descriptor {memory.fd} of process {owner.process.pid} is not the memory it offered")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_memory(owner.process, memory.fd, memory.inode)
     try:
-        facts = os.fstat(fd)
-        if facts.st_ino != memory.inode or not lives(owner.process) or not _is_sealed(fd):
-            raise NotFromHere(f"descriptor {memory.fd} of process {owner.process.pid} is not the memory it offered")
-        if memory.offset < 0 or memory.offset + memory.size > facts.st_size:
-            raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {facts.st_size}")
-        return _Mapping(fd, facts.st_size)
+        size = os.fstat(fd).st_size
+        if memory.offset < 0 or memory.offset + memory.size > size:
+            raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
+        return _Mapping(fd, size)
     finally:
         os.close(fd)
 

@@ -1,6 +1,7 @@
 """What the encoder and its process say to each other over a socket pair: a length, msgpack of that length, then bytes that it announces.
 
-Images and embeddings travel behind the message and not in it, so that neither side copies them to pack them.
+Images and small embeddings travel behind the message and not in it, so that neither side copies them to pack them; larger ones are
+`SharedBytes`, whose descriptors come behind all else, with one byte.
 """
 
 import struct
@@ -33,20 +34,21 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An `EncodedImage` whose data, `size` bytes, follow."""
+    """An `EncodedImage` whose data, `size` bytes, follow, or the descriptor for them."""
 
     text: str
     rows: int
     dtype: Dtype
     grid: tuple[int, int, int]
     size: int
+    shared: bool
 
 
 Result = Encoded | Failed
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of images of a batch, by their indices in it. Their embeddings follow, in this order."""
+    """Of images of a batch, by their indices in it. Their embeddings follow in this order, then the descriptors, if there are any."""
 
     results: dict[int, Result]
 

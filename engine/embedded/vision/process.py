@@ -14,10 +14,11 @@ import msgspec
 
 import engine
 from engine import wire
-from engine.embedded.vision.messages import HEADER, Answer, Batch, Options, Result, Welcome, packed
+from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Welcome, packed
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import environment
+from engine.transfer.shared_bytes import Data, SharedBytes, kept
 
 _STOP_SECONDS = 5.0
 """How long the process may take to end once its socket is closed."""
@@ -71,10 +72,17 @@ class EncoderProcess:
     async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
         """Outcomes of the oldest batch that still lacks some, by index; None if the process has gone."""
         try:
-            answer = msgspec.msgpack.decode(await self._message(), type=Answer)
-            return {index: await self._outcome(result) for index, result in answer.results.items()}
+            results = msgspec.msgpack.decode(await self._message(), type=Answer).results
+            encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
+            data: dict[int, Data] = {index: await self._read(result.size) for index, result in encoded.items() if not result.shared}
+            if shared := [index for index, result in encoded.items() if result.shared]:
+                data |= zip(shared, map(kept, await self._shared(len(shared))), strict=True)
         except (EOFError, ConnectionError):
             return None
+        return {
+            index: wire.error_of(result) if isinstance(result, wire.Failed) else _image(result, data[index])
+            for index, result in results.items()
+        }
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -101,11 +109,6 @@ class EncoderProcess:
             raise wire.error_of(reply)
         return reply.info
 
-    async def _outcome(self, result: Result) -> EncodedImage | EngineError:
-        if isinstance(result, wire.Failed):
-            return wire.error_of(result)
-        return EncodedImage(text=result.text, rows=result.rows, data=await self._read(result.size), dtype=result.dtype, grid=result.grid)
-
     async def _write(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._channel, data)
 
@@ -122,3 +125,29 @@ class EncoderProcess:
                 raise EOFError
             view = view[count:]
         return bytes(data)
+
+    async def _shared(self, count: int) -> list[SharedBytes]:
+        """What so many descriptors stand for. Raises EOFError, also if this process may have no more of them."""
+        while True:
+            try:
+                byte, fds, _, _ = socket.recv_fds(self._channel, 1, count, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                await _until_readable(self._channel)
+                continue
+            memories = [SharedBytes(fd) for fd in fds]
+            if not byte or len(memories) != count:
+                raise EOFError
+            return memories
+
+
+def _image(result: Encoded, data: Data) -> EncodedImage:
+    return EncodedImage(text=result.text, rows=result.rows, data=data, dtype=result.dtype, grid=result.grid)
+
+
+async def _until_readable(channel: socket.socket) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(channel)

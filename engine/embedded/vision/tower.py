@@ -14,6 +14,7 @@ from engine.embedded.load import device_of, dtype_of
 from engine.embedded.vision.processing import Prepared
 from engine.encoder import Dtype
 from engine.errors import EngineFailure
+from engine.transfer.shared_bytes import SHARED_FROM, Data, SharedBytes
 
 _LANGUAGE_MODELS = ("language_model", "text_model")
 """Where the families' models keep it."""
@@ -45,7 +46,7 @@ class Tower:
         return digest.hexdigest(16)
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[Prepared]) -> list[bytes]:
+    def encode(self, images: Sequence[Prepared]) -> list[Data]:
         """The embeddings of images of equal shapes, [rows, hidden size] each, row by row. Raises EngineFailure."""
         names = images[0].tensors
         inputs = {name: torch.cat([image.tensors[name] for image in images]).to(self.device) for name in names}
@@ -56,7 +57,15 @@ class Tower:
             raise EngineFailure("the device has too little memory to encode these images") from error
         if [feature.shape for feature in features] != [(image.rows, self.hidden_size) for image in images]:
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [feature.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes() for feature in features]
+        return [_stored(feature.to(self.dtype)) for feature in features]
+
+
+def _stored(values: torch.Tensor) -> Data:
+    if values.nbytes < SHARED_FROM:
+        return values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    memory = SharedBytes.create(values.nbytes)
+    torch.frombuffer(memory.written(), dtype=values.dtype).view(values.shape).copy_(values)
+    return memory
 
 
 def _small(folder: str) -> Any:

@@ -22,6 +22,7 @@ from engine.embedded.vision.facts import vision_facts
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Result, Welcome, packed
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
+from engine.transfer.shared_bytes import SharedBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,10 +68,7 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
         channel.sendall(packed(Welcome(encoder.info)))
         while True:
             for outcomes in encoder.embed(batches.get()):
-                channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes})))
-                for _, outcome in outcomes:
-                    if isinstance(outcome, EncodedImage):
-                        channel.sendall(outcome.data)
+                _send(channel, dict(outcomes))
     except EngineFailure as error:
         channel.sendall(packed(wire.failed(0, error)))
     except ConnectionError:
@@ -81,10 +79,20 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
         os._exit(1)  # without this thread the process is of no use
 
 
+def _send(channel: socket.socket, outcomes: "dict[int, EncodedImage | EngineError]") -> None:
+    channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes.items()})))
+    data = [outcome.data for outcome in outcomes.values() if isinstance(outcome, EncodedImage)]
+    for inline in data:
+        if not isinstance(inline, SharedBytes):
+            channel.sendall(inline)
+    if shared := [memory.fd for memory in data if isinstance(memory, SharedBytes)]:
+        socket.send_fds(channel, [b"\0"], shared)
+
+
 def _result(outcome: EncodedImage | EngineError) -> Result:
     if isinstance(outcome, EngineError):
         return wire.failed(0, outcome)
-    return Encoded(outcome.text, outcome.rows, outcome.dtype, outcome.grid, len(outcome.data))
+    return Encoded(outcome.text, outcome.rows, outcome.dtype, outcome.grid, len(outcome.data), isinstance(outcome.data, SharedBytes))
 
 
 def _receive_message(channel: socket.socket) -> bytes:
