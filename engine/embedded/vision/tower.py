@@ -57,10 +57,11 @@ class Tower:
             raise EngineFailure("the device has too little memory to encode these images") from error
         if [feature.shape for feature in features] != [(image.rows, self.hidden_size) for image in images]:
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [_stored(feature.to(self.dtype)) for feature in features]
+        return [stored(feature.to(self.dtype)) for feature in features]
 
 
-def _stored(values: torch.Tensor) -> Data:
+def stored(values: torch.Tensor) -> Data:
+    """The bytes of a tensor of any device, row by row."""
     if values.nbytes < SHARED_FROM:
         return values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     memory = SharedBytes.create(values.nbytes)
