@@ -39,7 +39,7 @@ from engine.embedded.model_store import resolve_model
 from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.encoder import ImageInput
 from engine.transfer.base import Read
-from engine.transfer.shared_bytes import readable
+from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
 
 EMBEDDING_BYTES = 576 * 4096 * 2
@@ -196,14 +196,14 @@ def _through_host(repeats: int) -> Rows:
     """As the encoder puts it there, and the engine takes it from there."""
     import torch  # noqa: PLC0415 - not needed without a GPU
 
-    from engine.embedded.vision.tower import stored  # noqa: PLC0415
-
     values = torch.randint(0, 255, (EMBEDDING_BYTES,), dtype=torch.uint8, device="cuda")
+    staging = torch.empty(EMBEDDING_BYTES, dtype=torch.uint8, pin_memory=True)
     there, back = [], []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        data = readable(stored(values))
+        staging.copy_(values)
+        data = SharedBytes.of(staging.numpy()).read()
         there.append(time.perf_counter() - began)
         torch.frombuffer(data, dtype=torch.uint8).to("cuda")
         torch.cuda.synchronize()

@@ -36,7 +36,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._engine_healthy = False
         self._shares = False
-        self._sample = SharedBytes.create(1)
+        self._sample = SharedBytes.of(b"\0")
         """For the host to try whether it can open such."""
         self._heard = 0.0
         self._generation = 0

@@ -46,9 +46,7 @@ def showing(*keys: str, size: int = 64, **sampling: Any) -> GenerateRequest:
 
 
 def shared(image: Image) -> Image:
-    memory = SharedBytes.create(len(image.data))
-    memory.written()[:] = image.data  # type: ignore[assignment]
-    return replace(image, data=memory)
+    return replace(image, data=SharedBytes.of(image.data))  # type: ignore[arg-type]
 
 
 class Asked:

@@ -49,7 +49,7 @@ REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)
 
 
 def test_requests_come_with_their_images() -> None:
-    hello = wire.Hello(SharedBytes.create(1).reference)
+    hello = wire.Hello(SharedBytes.of(b"1").reference)
     commands: list[wire.Command] = [hello, *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)), wire.Abort(1)]
     frames = wire.pack(7, commands)
     assert wire.unpack(frames) == wire.Commands(7, commands)

@@ -37,12 +37,6 @@ ROWS = (SIDE // 7) ** 2
 CONTENT = os.urandom(SHARED_FROM)
 
 
-def shared(content: bytes = CONTENT) -> SharedBytes:
-    memory = SharedBytes.create(len(content))
-    memory.written()[:] = content
-    return memory
-
-
 def in_another_process(reference: Reference) -> "subprocess.Popen[str]":
     """One that opens what is referred to, says so, and, once it is asked to, prints its digest."""
     code = f"""
@@ -57,7 +51,7 @@ print(blake3.blake3(memory.read()).hexdigest())
 
 
 def test_another_process_reads_them_when_their_owner_has_let_go() -> None:
-    memory = shared()
+    memory = SharedBytes.of(CONTENT)
     with in_another_process(memory.reference) as process:
         assert process.stdout is not None and int(process.stdout.readline()) == len(CONTENT)
         del memory
@@ -66,7 +60,7 @@ def test_another_process_reads_them_when_their_owner_has_let_go() -> None:
 
 
 def test_nothing_else_is_taken_for_them(tmp_path: Path) -> None:
-    memory, other = shared(), (tmp_path / "file").open("w+b")
+    memory, other = SharedBytes.of(CONTENT), (tmp_path / "file").open("w+b")
     reference = memory.reference
     with pytest.raises(NotFromHere):
         SharedBytes.open(replace(reference, inode=reference.inode + 1))
@@ -82,14 +76,14 @@ def test_nothing_else_is_taken_for_them(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_writes_is_its_own() -> None:
-    memory = shared()
+    memory = SharedBytes.of(CONTENT)
     SharedBytes.open(memory.reference).read()[:4] = b"1234"
     assert bytes(memory.read()) == CONTENT
 
 
 def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     here, before = psutil.Process(), psutil.Process().num_fds()
-    memories = [shared(b"some") for _ in range(20)]
+    memories = [SharedBytes.of(b"some") for _ in range(20)]
     assert here.num_fds() == before + 20 and kept(memories[0]) is memories[0]
     monkeypatch.setattr(shared_bytes.resource, "getrlimit", lambda _: (40, 40))
     assert kept(memories[0]) == b"some"
@@ -110,7 +104,7 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
 
 
 def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
-    request = request_of(b"few", shared(), b"more", shared(CONTENT[::-1]))
+    request = request_of(b"few", SharedBytes.of(CONTENT), b"more", SharedBytes.of(CONTENT[::-1]))
     for shares, frames in ((True, 3), (False, 5)):
         packed = wire.pack(3, [wire.Generate(1, request)], shares)
         assert len(packed) == frames
@@ -125,7 +119,10 @@ def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> N
 async def test_from_one_replica_to_another(inline: bool) -> None:
     async with arena() as there, arena() as here:
         store = EmbeddingStore(there, 0, Mock())
-        images = [EncodedImage(text="x", rows=1, data=data, dtype="float32") for data in (shared(), b"few", shared(CONTENT[::-1]))]
+        images = [
+            EncodedImage(text="x", rows=1, data=data, dtype="float32")
+            for data in (SharedBytes.of(CONTENT), b"few", SharedBytes.of(CONTENT[::-1]))
+        ]
         answer, place = await store.put(images, inline)
         assert (place is None) == inline
         found = await fetch(decode_embeddings(answer), here, 5)
@@ -188,7 +185,7 @@ async def test_from_the_encoder_to_the_engine(folder: Path) -> None:
         client._shares = False  # a host elsewhere
         assert await said(client, encoded) == answers[0]
         with pytest.raises(InvalidRequest, match="bytes of embeddings"):
-            async for _ in client.generate(request_of(shared())):
+            async for _ in client.generate(request_of(SharedBytes.of(CONTENT))):
                 pass
     finally:
         await client.close()

@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 from bisect import insort
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from mmap import mmap
 from typing import NamedTuple
 
@@ -120,8 +120,8 @@ class Arena:
             self.free(place)
 
     def _parts(self, place: Place, sizes: Sequence[int]) -> list[Data]:
-        starts = accumulate(sizes, initial=self._address + place.offset)
-        return [_copied(start, size) for start, size in zip(starts, sizes, strict=False)]
+        ends = accumulate(sizes, initial=place.offset)
+        return [_copied(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
 
     def _keep(self, copying: "asyncio.Future[list[Data]]") -> None:
         async def end() -> None:
@@ -142,12 +142,8 @@ class Arena:
         return None
 
 
-def _copied(address: int, size: int) -> Data:
-    if size < SHARED_FROM:
-        return ctypes.string_at(address, size)
-    memory = SharedBytes.create(size)
-    ctypes.memmove((ctypes.c_char * size).from_buffer(memory.written()), address, size)
-    return kept(memory)
+def _copied(part: memoryview) -> Data:
+    return bytes(part) if len(part) < SHARED_FROM else kept(SharedBytes.of(part))
 
 
 def _aligned(size: int) -> int:

@@ -29,12 +29,14 @@ class Tower:
     def __init__(self, config: EncoderConfig) -> None:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
+        torch.backends.cudnn.allow_tf32 = False  # where float32 is asked for it is meant
         self.dtype_name = _NAMES[self.dtype]
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(config.threads))
         self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
         load = _random if config.load_format == "dummy" else _load
         self._model = _without_language(load(config.model, self.dtype)).to(self.device)
+        self._staging = torch.empty(0)
 
     def fingerprint(self, more: str) -> str:
         """32 hex digits that stand for the weights, of which a sample is taken, for the type, and for `more`."""
@@ -55,18 +57,25 @@ class Tower:
             features = self._model.get_image_features(**inputs, return_dict=True).pooler_output
         except torch.OutOfMemoryError as error:
             raise EngineFailure("the device has too little memory to encode these images") from error
-        if [feature.shape for feature in features] != [(image.rows, self.hidden_size) for image in images]:
+        rows = torch.cat([feature.reshape(-1, self.hidden_size) for feature in features]).to(self.dtype)
+        counts = [image.rows for image in images]
+        if len(rows) != sum(counts):
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [stored(feature.to(self.dtype)) for feature in features]
+        return [_bytes_of(part) for part in torch.split(self._on_host(rows), counts)]
+
+    def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
+        """From a GPU in memory that it writes to at its full speed, and that is there already: fresh pages take longer than the copy. They
+        are valid until the next call."""
+        if self.device.type == "cpu":
+            return rows
+        if len(self._staging) < len(rows):
+            self._staging = torch.empty_like(rows, device="cpu", pin_memory=True)
+        return self._staging[: len(rows)].copy_(rows)
 
 
-def stored(values: torch.Tensor) -> Data:
-    """The bytes of a tensor of any device, row by row."""
-    if values.nbytes < SHARED_FROM:
-        return values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    memory = SharedBytes.create(values.nbytes)
-    torch.frombuffer(memory.written(), dtype=values.dtype).view(values.shape).copy_(values)
-    return memory
+def _bytes_of(values: torch.Tensor) -> Data:
+    data = values.view(torch.uint8).numpy().data
+    return data.tobytes() if data.nbytes < SHARED_FROM else SharedBytes.of(data)
 
 
 def _small(folder: str) -> Any:
