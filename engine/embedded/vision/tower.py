@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EncoderConfig
 from engine.embedded.cores import compute_threads
 from engine.embedded.load import device_of, dtype_of
+from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
 from engine.encoder import Dtype
 from engine.errors import EngineFailure
@@ -36,7 +37,8 @@ class Tower:
         self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
         load = _random if config.load_format == "dummy" else _load
         self._model = _without_language(load(config.model, self.dtype)).to(self.device)
-        self._staging = torch.empty(0)
+        self._graphs = Graphs(self._features)
+        self._to_device, self._from_device = Staging(), Staging()
 
     def fingerprint(self, more: str) -> str:
         """32 hex digits that stand for the weights, of which a sample is taken, for the type, and for `more`."""
@@ -50,27 +52,38 @@ class Tower:
     @torch.inference_mode()
     def encode(self, images: Sequence[Prepared]) -> list[Data]:
         """The embeddings of images of equal shapes, [rows, hidden size] each, row by row. Raises EngineFailure."""
-        names = images[0].tensors
-        inputs = {name: torch.cat([image.tensors[name] for image in images]).to(self.device) for name in names}
-        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         try:
-            features = self._model.get_image_features(**inputs, return_dict=True).pooler_output
+            rows = self._on_host(self._compute([image.tensors for image in images]))
         except torch.OutOfMemoryError as error:
             raise EngineFailure("the device has too little memory to encode these images") from error
-        rows = torch.cat([feature.reshape(-1, self.hidden_size) for feature in features]).to(self.dtype)
         counts = [image.rows for image in images]
         if len(rows) != sum(counts):
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [_bytes_of(part) for part in torch.split(self._on_host(rows), counts)]
+        return [_bytes_of(part) for part in torch.split(rows, counts)]
+
+    def _compute(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """All rows of all images, on the device."""
+        pixels = self._pixels([image["pixel_values"] for image in images])
+        if self.device.type != "cpu" and images[0].keys() == {"pixel_values"}:
+            return self._graphs(pixels)
+        others = {name: torch.cat([image[name] for image in images]).to(self.device) for name in images[0].keys() - {"pixel_values"}}
+        return self._features(pixels, **others)
+
+    def _features(self, pixel_values: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        features = self._model.get_image_features(pixel_values=pixel_values, **others, return_dict=True).pooler_output
+        return torch.cat([feature.reshape(-1, self.hidden_size) for feature in features]).to(self.dtype)
+
+    def _pixels(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Of all images, in the tower's type, on the device."""
+        if self.device.type == "cpu":
+            return torch.cat(images).to(self.dtype)
+        count = sum(map(len, images))
+        staged = self._to_device.tensor(torch.Size((count, *images[0].shape[1:])), self.dtype)
+        return torch.cat(images, out=staged).to(self.device, non_blocking=True)
 
     def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
-        """From a GPU in memory that it writes to at its full speed, and that is there already: fresh pages take longer than the copy. They
-        are valid until the next call."""
-        if self.device.type == "cpu":
-            return rows
-        if len(self._staging) < len(rows):
-            self._staging = torch.empty_like(rows, device="cpu", pin_memory=True)
-        return self._staging[: len(rows)].copy_(rows)
+        """Valid until the next call. Waits for the device."""
+        return rows if self.device.type == "cpu" else self._from_device.tensor(rows.shape, rows.dtype).copy_(rows)
 
 
 def _bytes_of(values: torch.Tensor) -> Data:

@@ -1,0 +1,64 @@
+"""What a vision tower needs to be fast on a GPU: memory that is there already, and CUDA graphs."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+_MOST_GRAPHS = 16
+
+log = logging.getLogger(__name__)
+
+
+class Staging:
+    """Memory of the host that the GPU copies to and from at its full speed, used again and again: fresh pages take longer to get than the
+    values to copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised, and in the place of the one before."""
+        size = shape.numel() * dtype.itemsize
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._memory[:size].view(dtype).view(shape)
+
+
+class Graphs:
+    """`compute`, pixels to embeddings, with a CUDA graph for each shape of pixels: Python takes longer to launch a tower's hundreds of
+    kernels than the GPU to compute a few images."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compute = compute
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._most = _MOST_GRAPHS
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Valid until the next call."""
+        shape = pixels.shape
+        if shape not in self._graphs and len(self._graphs) < self._most:
+            try:
+                self._capture(pixels)
+            except RuntimeError as error:  # a tower may do what no graph can hold
+                log.info("the vision tower runs without CUDA graphs: %s", error)
+                self._most = 0
+        if shape not in self._graphs:
+            return self._compute(pixels)
+        graph, inputs, outputs = self._graphs[shape]
+        inputs.copy_(pixels)
+        graph.replay()
+        return outputs
+
+    def _capture(self, pixels: torch.Tensor) -> None:
+        inputs = pixels.clone()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._compute(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((known.pool() for known, _, _ in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            outputs = self._compute(inputs)
+        self._graphs[pixels.shape] = graph, inputs, outputs
