@@ -203,7 +203,7 @@ def _through_host(repeats: int) -> Rows:
         torch.cuda.synchronize()
         began = time.perf_counter()
         staging.copy_(values)
-        data = SharedBytes.of(staging.numpy()).read()
+        data = SharedBytes.of(staging.numpy().data).read()
         there.append(time.perf_counter() - began)
         torch.frombuffer(data, dtype=torch.uint8).to("cuda")
         torch.cuda.synchronize()

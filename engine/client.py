@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from engine import wire
+from engine.attachments import data_of
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -81,7 +82,7 @@ class EngineClient:
             return DeltaStream.failed(InvalidRequest("the prompt, images included, is too large", "prompt"))
         key = next(self._keys)
         stream = DeltaStream(lambda: self._abort(key))
-        self._running[key] = _Running(stream, request)
+        self._running[key] = _Running(stream, [part for part in data_of(request) if isinstance(part, SharedBytes)])
         self._send(wire.Generate(key, request))
         return stream
 
@@ -190,10 +191,10 @@ class EngineClient:
 
 
 class _Running(NamedTuple):
-    """A request that the host has; what it has opened of the request stays open here."""
+    """A request that the host has, and what it opens of ours, which has to stay open until then."""
 
     stream: DeltaStream
-    request: GenerateRequest
+    shared: list[SharedBytes]
 
 
 class _Link:

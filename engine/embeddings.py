@@ -6,7 +6,6 @@ What was read is checked against a digest, so that no clock has to say whether i
 import asyncio
 import logging
 from collections.abc import Sequence
-from mmap import mmap
 from typing import Literal, Protocol
 
 import msgspec
@@ -133,7 +132,7 @@ class EmbeddingStore:
         taken = arena.taken
         self._observer.holds(len(taken), sum(place.size for place in taken))
 
-    async def _written(self, arena: Arena, place: Place, parts: "Sequence[bytes | mmap]") -> bytes:
+    async def _written(self, arena: Arena, place: Place, parts: Sequence[bytes | memoryview]) -> bytes:
         """Copy in a thread, which holds the place for as long as it writes, cancelled or not."""
 
         def write() -> bytes:
@@ -178,7 +177,7 @@ def _ref(image: EncodedImage, data: bytes = b"") -> EmbeddingRef:
     return EmbeddingRef(text=image.text, rows=image.rows, dtype=image.dtype, size=len(image.data), grid=image.grid, data=data)
 
 
-def _digest(parts: "Sequence[bytes | mmap]") -> bytes:
+def _digest(parts: Sequence[bytes | memoryview]) -> bytes:
     hashed = blake3()
     for part in parts:
         hashed.update(part)

@@ -23,7 +23,7 @@ import zmq
 from engine import stdio, wire
 from engine.base import Engine
 from engine.config import create_engine, more_stop_seconds
-from engine.errors import EngineError, EngineFailure
+from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.stream import DeltaStream
 from engine.types import Delta
 
@@ -92,7 +92,7 @@ class EngineHost:
                 if identity in self._clients:
                     self.forget(self._clients[identity])
                 client = self._clients[identity] = _Client(self, identity, batch.generation)
-                client.report(wire.Welcome(self.engine.info, bool(wire.opened(command.sample))))
+                client.report(wire.Welcome(self.engine.info, wire.can_open(command.sample)))
             elif identity in self._clients and self._clients[identity].generation == batch.generation:
                 self._clients[identity].obey(command)
 
@@ -127,6 +127,9 @@ class _Client:
         match command:
             case wire.Generate():
                 self._generate(command)
+            case wire.Unopened():
+                error = EngineUnavailable(f"the embeddings of an image cannot be opened: {command.reason}")
+                self.report(wire.failed(command.key, error))
             case wire.Abort():
                 if command.key in self._requests:
                     self._requests[command.key].close()

@@ -7,7 +7,6 @@ Either side sends a batch: all that became ready in one turn of its loop, in ord
 
 import asyncio
 from collections.abc import Callable, Sequence
-from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,11 +19,11 @@ from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.transfer.base import TransferError
-from engine.transfer.shared_bytes import Data, Reference, SharedBytes, readable
+from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, readable
 from engine.types import Delta, EngineInfo, GenerateRequest
 
 Topic = Literal["stats", "kv_events"]
-Buffer: TypeAlias = bytes | mmap
+Buffer: TypeAlias = bytes | memoryview
 """What a frame is sent from."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -79,7 +78,14 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The last message of a connection: whatever still runs for it is aborted."""
 
 
-Command = Hello | Generate | Abort | Subscribe | Goodbye
+class Unopened(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """What `unpack` makes of a Generate whose images it cannot open. Nobody sends it."""
+
+    key: int
+    reason: str
+
+
+Command = Hello | Generate | Abort | Subscribe | Goodbye | Unopened
 
 # Host to client.
 
@@ -164,21 +170,24 @@ def unpack(frames: Sequence[bytes]) -> Commands:
     commands: list[Command] = []
     for command in batch.commands:
         if isinstance(command, Generate):
-            shared = command.shared
-            parts = [opened(shared[index]) if index in shared else next(rest, None) for index in range(count(command.request))]
-            command = Generate(command.key, attach(command.request, [part for part in parts if part is not None]))
+            needed = [index for index in range(count(command.request)) if index not in command.shared]
+            parts: dict[int, Data] = dict(zip(needed, rest, strict=False))
+            try:
+                parts |= {index: opened(reference) for index, reference in command.shared.items()}
+                command = Generate(command.key, attach(command.request, [parts[index] for index in sorted(parts)]))
+            except (TransferError, OSError) as error:
+                command = Unopened(command.key, str(error))
         commands.append(command)
     if more := len(list(rest)):
         raise ValueError(f"{more} frames belong to nothing")
     return Commands(batch.generation, commands)
 
 
-def opened(reference: Reference) -> Data:
-    """Empty if it is no more: nobody waits for what it was meant for."""
+def can_open(reference: Reference) -> bool:
     try:
-        return SharedBytes.open(reference)
+        return bool(opened(reference))
     except (TransferError, OSError):
-        return b""
+        return False
 
 
 def largest(request: GenerateRequest, shares: bool) -> int:

@@ -265,7 +265,9 @@ def check_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= _FILES:
         return Finding("ok", "open files suffice")
     return Finding(
-        "warning", f"{limit} open files allowed; each connection takes one", "docker run --ulimit nofile=65536, or ulimit -n 65536"
+        "warning",
+        f"{limit} open files allowed; each connection takes one, and each large image that is kept",
+        "docker run --ulimit nofile=65536, or ulimit -n 65536",
     )
 
 

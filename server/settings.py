@@ -87,7 +87,7 @@ class _ReplicaSettings(BaseSettings):
     overlap_scheduler: Literal["auto", "on", "off"] = Field(
         "auto", description="Prepare the next step of the embedded engine while the device computes; auto does on a GPU"
     )
-    enable_cuda_graphs: bool = Field(True, description="Run decode steps as CUDA graphs")
+    enable_cuda_graphs: bool = Field(True, description="Run steps of few tokens as CUDA graphs")
     threads: int = Field(
         0,
         ge=0,

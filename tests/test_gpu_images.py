@@ -14,6 +14,7 @@ from engine.config import EmbeddedConfig, EncoderConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.facts import vision_facts
+from engine.embedded.vision.gpu import Graphs
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
 from engine.encoder import EncodedImage, ImageInput
@@ -49,7 +50,7 @@ def test_embeddings_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
 def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None:
-    """For each number of images, the second time with others; a tower that fits none runs without."""
+    """For each number of images, the second time with others; a tower that takes more than pixels has none."""
     folder = BUILDERS[kind](tmp_path)
     config = EncoderConfig(model=str(folder), device=DEVICE, dtype="float32")
     tower, processing = Tower(config), ImageProcessing(config, vision_facts(folder))
@@ -61,6 +62,19 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
             with torch.inference_mode():
                 assert torch.allclose(rows, tower._features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
     assert len(tower._graphs._graphs) == (3 if kind == "llava" else 0)
+
+
+def test_what_fits_no_graph_is_computed_without() -> None:
+    def compute(pixels: torch.Tensor) -> torch.Tensor:
+        return pixels * 2 if pixels.sum().item() > 0 else pixels
+
+    graphs, pixels = Graphs(compute), torch.ones(2, 3, device=DEVICE)
+    stream = torch.cuda.current_stream()
+    for _ in range(3):
+        assert torch.equal(graphs(pixels), pixels * 2)
+        assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    others = Graphs(lambda pixels: pixels * 3)
+    assert torch.equal(others(pixels), pixels * 3) and len(others._graphs) == 1
 
 
 @pytest.mark.parametrize(

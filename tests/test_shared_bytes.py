@@ -1,16 +1,23 @@
 """Embeddings that processes of this host share: found where a reference says, alive as long as somebody has them, and right."""
 
+import asyncio
+import errno
+import gc
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from unittest.mock import Mock
+from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import psutil
 import pytest
+import pytest_asyncio
 import torch
 from blake3 import blake3
 from encode_support import arena
@@ -23,15 +30,17 @@ from engine import wire
 from engine.client import EngineClient
 from engine.config import EmbeddedConfig, EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
+from engine.embedded.vision.process import EncoderProcess
 from engine.embeddings import EmbeddingStore, decode_embeddings, fetch
 from engine.encoder import EncodedImage, ImageInput
-from engine.errors import InvalidRequest
+from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
 from engine.process import EngineProcess
 from engine.transfer import shared_bytes
 from engine.transfer.base import NotFromHere
-from engine.transfer.shared_bytes import SHARED_FROM, Data, Reference, SharedBytes, kept, readable
+from engine.transfer.shared_bytes import SHARED_FROM, Data, Reference, SharedBytes, crowded, opened, readable, shared_or_copied
 from engine.types import GenerateRequest, Image, SamplingParams, TokenLogprobs
 
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 HIDDEN, SIDE = 2048, 84
 ROWS = (SIDE // 7) ** 2
 CONTENT = os.urandom(SHARED_FROM)
@@ -41,11 +50,11 @@ def in_another_process(reference: Reference) -> "subprocess.Popen[str]":
     """One that opens what is referred to, says so, and, once it is asked to, prints its digest."""
     code = f"""
 import sys, blake3, msgspec
-from engine.transfer.shared_bytes import Reference, SharedBytes
-memory = SharedBytes.open(msgspec.json.decode({msgspec.json.encode(reference)!r}, type=Reference))
+from engine.transfer.shared_bytes import Reference, opened
+memory = opened(msgspec.json.decode({msgspec.json.encode(reference)!r}, type=Reference))
 print(len(memory), flush=True)
 sys.stdin.readline()
-print(blake3.blake3(memory.read()).hexdigest())
+print(blake3.blake3(memory).hexdigest())
 """
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -61,34 +70,66 @@ def test_another_process_reads_them_when_their_owner_has_let_go() -> None:
 
 def test_nothing_else_is_taken_for_them(tmp_path: Path) -> None:
     memory, other = SharedBytes.of(CONTENT), (tmp_path / "file").open("w+b")
-    reference = memory.reference
-    with pytest.raises(NotFromHere):
-        SharedBytes.open(replace(reference, inode=reference.inode + 1))
-    with pytest.raises(NotFromHere):
-        SharedBytes.open(replace(reference, fd=other.fileno(), inode=os.fstat(other.fileno()).st_ino))
-    with pytest.raises(NotFromHere):
-        SharedBytes.open(replace(reference, process=replace(reference.process, boot="another")))
+    reference, before = memory.reference, descriptors()
+    wrong = [
+        replace(reference, inode=reference.inode + 1),
+        replace(reference, size=reference.size - 1),
+        replace(reference, fd=other.fileno(), inode=os.fstat(other.fileno()).st_ino),
+        replace(reference, process=replace(reference.process, boot="another")),
+    ]
+    for each in wrong:
+        with pytest.raises(NotFromHere):
+            opened(each)
+        assert not wire.can_open(each)
+    assert wire.can_open(reference) and descriptors() == before
     del memory
-    with pytest.raises((NotFromHere, OSError)):
-        SharedBytes.open(reference)
-    assert wire.opened(reference) == b""
+    assert not wire.can_open(reference)
     other.close()
 
 
-def test_what_a_reader_writes_is_its_own() -> None:
-    memory = SharedBytes.of(CONTENT)
-    SharedBytes.open(memory.reference).read()[:4] = b"1234"
-    assert bytes(memory.read()) == CONTENT
+def test_what_a_reader_writes_is_its_own_and_what_it_has_mapped_stays() -> None:
+    memory, before = SharedBytes.of(CONTENT), mappings()
+    one, other = opened(memory.reference), memory.read()
+    one[:4] = b"1234"
+    assert mappings() == before + 2
+    assert bytes(other) == memory.copy() == CONTENT
+    del memory
+    assert bytes(one) == b"1234" + CONTENT[4:] and bytes(other) == CONTENT
+    tail = one[-4:]
+    del one, other
+    assert bytes(tail) == CONTENT[-4:] and mappings() == before + 1
+    del tail
+    assert mappings() == before
+
+
+def mappings() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:trellis")
+
+
+def descriptors() -> int:
+    gc.collect()
+    return sum("memfd:trellis" in os.readlink(f"/proc/self/fd/{fd}") for fd in shared_bytes._open)
 
 
 def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, before = psutil.Process(), psutil.Process().num_fds()
+    before = descriptors()
     memories = [SharedBytes.of(b"some") for _ in range(20)]
-    assert here.num_fds() == before + 20 and kept(memories[0]) is memories[0]
-    monkeypatch.setattr(shared_bytes.resource, "getrlimit", lambda _: (40, 40))
-    assert kept(memories[0]) == b"some"
+    views = [memory.read() for memory in memories]
+    assert descriptors() == before + 20 and not crowded()
+    memories.append(cast(SharedBytes, shared_or_copied(CONTENT)))
+    assert type(memories[-1]) is SharedBytes and shared_or_copied(b"few") == b"few"
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_bytes.resource, "getrlimit", lambda _: (40, 40))
+        assert crowded() and shared_or_copied(CONTENT) == CONTENT
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_bytes, "make_memory", Mock(side_effect=OSError(errno.EMFILE, "")))
+        assert shared_or_copied(CONTENT) == CONTENT
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_bytes, "Mapping", Mock(side_effect=OSError(errno.ENOMEM, "")))
+        assert readable(memories[0]) == b"some"
     memories.clear()
-    assert here.num_fds() == before
+    assert descriptors() == before and bytes(views[0]) == b"some"
 
 
 def request_of(*images: Data, **fields: object) -> GenerateRequest:
@@ -100,7 +141,7 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
         shown.append(Image(key=f"{index:064}", start=len(prompt), length=ROWS, rows=ROWS, dtype="float32", data=data))
         prompt += [TOKENS["<image>"]] * ROWS
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
-    return GenerateRequest(request_id="r", prompt_token_ids=(*prompt, *text(3, 9)), sampling=params, images=tuple(shown))
+    return GenerateRequest(request_id=uuid.uuid4().hex, prompt_token_ids=(*prompt, *text(3, 9)), sampling=params, images=tuple(shown))
 
 
 def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
@@ -151,42 +192,98 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def said(client: EngineClient, images: Sequence[EncodedImage]) -> list[TokenLogprobs]:
-    deltas = [delta async for delta in client.generate(request_of(*(image.data for image in images)))]
-    return [token for delta in deltas for token in delta.logprobs]
-
-
-async def test_from_the_encoder_to_the_engine(folder: Path) -> None:
-    """Through three processes, and the answers of embeddings that were copied."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
     encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1))
     await encoder.start()
-    try:
-        files = [ImageInput(image_bytes(90, 90, seed)) for seed in range(2)]
-        encoded = await encoder.encode([*files, ImageInput(image_bytes(20, 20, 3))])
-        before = psutil.Process().num_fds()
-        again = await encoder.encode(files)
-    finally:
-        await encoder.close()
-    assert all(isinstance(image.data, SharedBytes) and image.rows == ROWS for image in encoded)
-    assert psutil.Process().num_fds() <= before + len(again)
-    for one, other in zip(encoded, again, strict=False):
-        assert bytes(readable(one.data)) == bytes(readable(other.data))
+    yield encoder
+    await encoder.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder: Path) -> AsyncIterator[EngineClient]:
     options = {"dtype": "float32", "num_blocks": 60, "max_seq_len": 512, "threads": 1, "enable_block_reuse": False}
     process = EngineProcess(EmbeddedConfig(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
-    try:
-        await client.start()
-        assert client._shares
-        answers = []
-        for images in (encoded, [replace(image, data=bytes(readable(image.data))) for image in encoded], encoded[::-1]):
-            answers.append(await said(client, images))
-        assert answers[0] == answers[1] != answers[2]
-        client._shares = False  # a host elsewhere
-        assert await said(client, encoded) == answers[0]
-        with pytest.raises(InvalidRequest, match="bytes of embeddings"):
-            async for _ in client.generate(request_of(SharedBytes.of(CONTENT))):
-                pass
-    finally:
-        await client.close()
-        await process.close()
+    await client.start()
+    assert client._shares and process.pid is not None
+    client.host = process.pid  # type: ignore[attr-defined]
+    yield client
+    await client.close()
+    await process.close()
+
+
+FILES = [ImageInput(image_bytes(90, 90, seed)) for seed in range(3)]
+
+
+@in_one_loop
+async def test_from_the_encoder_to_the_engine(encoder: EmbeddedEncoder, engine: EngineClient) -> None:
+    """Through three processes, and the answers of embeddings that were copied."""
+    encoded = await encoder.encode(FILES)
+    assert all(isinstance(image.data, SharedBytes) and image.rows == ROWS for image in encoded)
+    copied = [replace(image, data=bytes(readable(image.data))) for image in encoded]
+    answers = [await said(engine, images) for images in (encoded, copied, encoded[::-1])]
+    assert answers[0] == answers[1] != answers[2]
+    engine._shares = False  # a host elsewhere
+    assert await said(engine, encoded) == answers[0]
+    engine._shares = True
+    with pytest.raises(InvalidRequest, match="bytes of embeddings"):
+        await said(engine, [replace(encoded[0], data=SharedBytes.of(CONTENT))])
+
+
+@in_one_loop
+async def test_what_cannot_be_opened_fails_alone(encoder: EmbeddedEncoder, engine: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = await encoder.encode(FILES)
+    expected = await said(engine, encoded)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBytes, "reference", replace(SharedBytes.of(b"1").reference, fd=999))
+        with pytest.raises(EngineUnavailable, match="cannot be opened"):
+            await said(engine, encoded)
+    assert await said(engine, encoded) == expected
+
+
+@in_one_loop
+async def test_a_host_with_few_descriptors_takes_many_images(encoder: EmbeddedEncoder, engine: EngineClient) -> None:
+    """It has none open for an image, however many requests wait."""
+    encoded = await encoder.encode(FILES)
+    host = psutil.Process(engine.host)  # type: ignore[attr-defined]
+    host.rlimit(psutil.RLIMIT_NOFILE, (host.num_fds() + 8, host.rlimit(psutil.RLIMIT_NOFILE)[1]))
+    answers = await asyncio.gather(*(said(engine, encoded) for _ in range(20)))
+    assert len(answers) == 20 and len({str(answer) for answer in answers}) <= 2, "alike, but for how they were batched"
+
+
+@in_one_loop
+async def test_a_server_with_few_descriptors_goes_on(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings are copied then, those for which there is no descriptor at all fail alone, and the tower's process stays."""
+    pid = encoder.pid
+    expected = [bytes(readable(image.data)) for image in await encoder.encode(FILES)]
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_bytes.resource, "getrlimit", lambda _: (0, 0))
+        held = [SharedBytes.of(b"1")]
+        assert [image.data for image in await encoder.encode(FILES)] == expected
+        held.clear()
+    receive = socket.recv_fds
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", lambda *args: (receive(*args)[0], [], 0, None))
+        with pytest.raises(EngineFailure, match="too many files"):
+            await encoder.encode(FILES[:1])
+    assert [bytes(readable(image.data)) for image in await encoder.encode(FILES)] == expected and encoder.pid == pid
+
+
+@in_one_loop
+async def test_an_encoder_that_cannot_be_talked_to_is_restarted(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = encoder.pid
+    with monkeypatch.context() as patch:
+        patch.setattr(EncoderProcess, "_message", AsyncMock(side_effect=OSError(errno.ENOMEM, "")))
+        task = asyncio.create_task(encoder.encode(FILES[:1]))
+        async with asyncio.timeout(30):
+            while encoder.healthy:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    (image,) = await task
+    assert image.rows == ROWS and encoder.pid != pid
+
+
+async def said(client: EngineClient, images: Sequence[EncodedImage]) -> list[TokenLogprobs]:
+    deltas = [delta async for delta in client.generate(request_of(*(image.data for image in images)))]
+    return [token for delta in deltas for token in delta.logprobs]

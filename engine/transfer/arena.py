@@ -5,11 +5,10 @@ import ctypes
 from bisect import insort
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from mmap import mmap
 from typing import NamedTuple
 
 from engine.transfer.base import Offer, Read, Region, Transfer, TransferError
-from engine.transfer.shared_bytes import SHARED_FROM, Data, SharedBytes, kept
+from engine.transfer.shared_bytes import Data, shared_or_copied
 from engine.transfer.shared_memory import shared_memory
 from engine.transfer.transfers import MethodName, Transfers
 
@@ -70,7 +69,7 @@ class Arena:
         self._free = joined
         self._room.set()
 
-    def write(self, place: Place, parts: "Sequence[bytes | mmap]") -> None:
+    def write(self, place: Place, parts: Sequence[bytes | memoryview]) -> None:
         """One part after the other into `place`, without the interpreter's lock."""
         assert sum(map(len, parts)) <= place.size and place in self._taken, "bytes for another place"
         address = self._address + place.offset
@@ -121,7 +120,7 @@ class Arena:
 
     def _parts(self, place: Place, sizes: Sequence[int]) -> list[Data]:
         ends = accumulate(sizes, initial=place.offset)
-        return [_copied(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
+        return [shared_or_copied(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
 
     def _keep(self, copying: "asyncio.Future[list[Data]]") -> None:
         async def end() -> None:
@@ -140,10 +139,6 @@ class Arena:
                 self._taken.add(place)
                 return place
         return None
-
-
-def _copied(part: memoryview) -> Data:
-    return bytes(part) if len(part) < SHARED_FROM else kept(SharedBytes.of(part))
 
 
 def _aligned(size: int) -> int:

@@ -1,8 +1,10 @@
 """Bytes that processes of this host hand to each other without copying them: each in a memfd, which travels as its number.
 
-Embeddings of images are megabytes, made in one process, kept in a second and used in a third.
+Embeddings of images are megabytes, made in one process, kept in a second and used in a third. The one that keeps them has a descriptor
+open for each; who reads them maps them and has none.
 """
 
+import ctypes
 import mmap
 import os
 import resource
@@ -12,13 +14,12 @@ from weakref import finalize
 
 import msgspec
 
+from engine.transfer.base import NotFromHere
 from engine.transfer.process import Process, check_reachable, this_process
-from engine.transfer.shared_memory import make_memory, open_memory
+from engine.transfer.shared_memory import Mapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20
 """Bytes from which it pays: less is copied in the time that it takes to open a descriptor."""
-
-
 _open: set[int] = set()
 """Descriptors of this process's."""
 
@@ -33,7 +34,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedBytes:
-    """What one descriptor of a memfd stands for. It is closed with the object, and the memory freed with the last one of any process."""
+    """What one descriptor of a memfd stands for. It is closed with the object; the memory is freed when nobody has it open or mapped."""
 
     def __init__(self, fd: int) -> None:
         """Takes the descriptor over."""
@@ -52,12 +53,6 @@ class SharedBytes:
             view = view[os.write(memory.fd, view) :]
         return memory
 
-    @classmethod
-    def open(cls, reference: Reference) -> Self:
-        """Raises NotFromHere, OSError."""
-        check_reachable(reference.process)
-        return cls(open_memory(reference.process, reference.fd, reference.inode))
-
     def __len__(self) -> int:
         return self._size
 
@@ -65,27 +60,67 @@ class SharedBytes:
     def reference(self) -> Reference:
         return Reference(_here(os.getpid()), self.fd, self._inode, self._size)
 
-    def read(self) -> mmap.mmap:
-        """To read from: what is written there is seen by nobody else. Lives for itself."""
-        return mmap.mmap(self.fd, self._size, access=mmap.ACCESS_COPY)
+    def read(self) -> memoryview:
+        """The bytes, mapped; what is written there nobody else sees. Lives for itself. Raises OSError."""
+        return _mapped(self.fd, self._size)
+
+    def copy(self) -> bytes:
+        """Without another descriptor or mapping."""
+        return os.pread(self.fd, self._size, 0)
 
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    Data: TypeAlias = bytes | SharedBytes
+    Data: TypeAlias = bytes | memoryview | SharedBytes
 else:
     Data = bytes  # as a field of a message it is that alone: what is shared travels as a Reference, beside it
 
 
-def readable(data: Data) -> bytes | mmap.mmap:
+def shared_or_copied(data: "Buffer") -> Data:
+    """By its size, and as there is room for."""
+    view = memoryview(data).cast("B")
+    if len(view) < SHARED_FROM or crowded():
+        return bytes(view)
+    try:
+        return SharedBytes.of(view)
+    except OSError:
+        return bytes(view)
+
+
+def crowded() -> bool:
+    """Whether a quarter of the descriptors that this process may have are such already."""
+    return len(_open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def readable(data: Data) -> bytes | memoryview:
     """What holds the bytes."""
-    return data.read() if isinstance(data, SharedBytes) else data
+    if not isinstance(data, SharedBytes):
+        return data
+    try:
+        return data.read()
+    except OSError:
+        return data.copy()
 
 
-def kept(memory: SharedBytes) -> Data:
-    """As it is, or copied if a quarter of the descriptors that this process may have are such already."""
-    return bytes(memory.read()) if len(_open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 else memory
+def opened(reference: Reference) -> memoryview:
+    """What another process shares, mapped: it stays readable when that process lets go. Raises NotFromHere, OSError."""
+    check_reachable(reference.process)
+    fd = open_memory(reference.process, reference.fd, reference.inode)
+    try:
+        if os.fstat(fd).st_size != reference.size:
+            raise NotFromHere(f"the memory has not the {reference.size} bytes that it is said to have")
+        return _mapped(fd, reference.size)
+    finally:
+        os.close(fd)
+
+
+def _mapped(fd: int, size: int) -> memoryview:
+    """Python's own mmap would keep a descriptor open."""
+    mapping = Mapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    array = (ctypes.c_char * size).from_address(mapping.address)
+    finalize(array, lambda _: None, mapping).atexit = False  # the mapping lives as long as the array, and the array as long as its views
+    return memoryview(array).cast("B")
 
 
 def _close(fd: int) -> None:

@@ -75,9 +75,12 @@ def open_memory(process: Process, number: int, inode: int) -> int:
     if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
         raise strange
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if os.fstat(fd).st_ino != inode or not lives(process) or not _is_sealed(fd):
+    try:
+        if os.fstat(fd).st_ino != inode or not lives(process) or not _is_sealed(fd):
+            raise strange
+    except BaseException:
         os.close(fd)
-        raise strange
+        raise
     return fd
 
 
@@ -117,17 +120,17 @@ class SharedMemory:
         self._peers.clear()
 
 
-class _Mapping:
-    """A whole memfd, read-only, as long as this object lives."""
+class Mapping:
+    """A whole memfd, read-only, as long as this object lives. Raises OSError."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.address: int = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    def __init__(self, fd: int, size: int, protection: int = mmap.PROT_READ, flags: int = mmap.MAP_SHARED) -> None:
+        self.address: int = _libc.mmap(None, size, protection, flags, fd, 0)
         if self.address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         finalize(self, _libc.munmap, self.address, size).atexit = False
 
 
-def _map(owner: _Owner) -> list[_Mapping]:
+def _map(owner: _Owner) -> list[Mapping]:
     """Raises NotFromHere."""
     try:
         return [_open(owner, memory) for memory in owner.regions]
@@ -135,13 +138,13 @@ def _map(owner: _Owner) -> list[_Mapping]:
         raise NotFromHere(f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}") from error
 
 
-def _open(owner: _Owner, memory: _Memory) -> _Mapping:
+def _open(owner: _Owner, memory: _Memory) -> Mapping:
     fd = open_memory(owner.process, memory.fd, memory.inode)
     try:
         size = os.fstat(fd).st_size
         if memory.offset < 0 or memory.offset + memory.size > size:
             raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
-        return _Mapping(fd, size)
+        return Mapping(fd, size)
     finally:
         os.close(fd)
 

@@ -52,7 +52,8 @@ class LlamaDecoder:
         self.vocabulary = len(inner.embed_tokens.weight)
         self._embedding = _extended(inner.embed_tokens.weight, most_shown)
         self._norm: Norm = (inner.norm.weight, inner.norm.variance_epsilon)
-        self._head = model.get_output_embeddings().weight
+        head = model.get_output_embeddings().weight
+        self._head = self._embedding[: self.vocabulary] if head is inner.embed_tokens.weight else head
         self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
         width = self.heads[0] * dim
         self._fetch = not width & (width - 1)

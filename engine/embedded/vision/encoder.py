@@ -97,7 +97,10 @@ class EmbeddedEncoder:
         try:
             while True:
                 since = time.monotonic()
-                await self._serve(process)
+                try:
+                    await self._serve(process)
+                except Exception:
+                    log.exception("the encoder process can no longer be talked to")
                 self._process = None
                 reason = f"the encoder process died ({await process.stop()})"
                 self._recover(reason)

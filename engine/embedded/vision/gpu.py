@@ -40,6 +40,9 @@ class Graphs:
         if shape not in self._graphs and len(self._graphs) < self._most:
             try:
                 self._capture(pixels)
+            except torch.OutOfMemoryError:
+                log.warning("there is too little memory for another CUDA graph of the vision tower")
+                self._most = len(self._graphs)
             except RuntimeError as error:  # a tower may do what no graph can hold
                 log.info("the vision tower runs without CUDA graphs: %s", error)
                 self._most = 0
@@ -59,6 +62,10 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next((known.pool() for known, _, _ in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outputs = self._compute(inputs)
+        current = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = self._compute(inputs)
+        finally:
+            torch.cuda.set_stream(current)  # torch itself leaves another one behind when a capture fails
         self._graphs[pixels.shape] = graph, inputs, outputs

@@ -18,7 +18,7 @@ from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Opti
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import environment
-from engine.transfer.shared_bytes import Data, SharedBytes, kept
+from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 
 _STOP_SECONDS = 5.0
 """How long the process may take to end once its socket is closed."""
@@ -37,7 +37,10 @@ class EncoderProcess:
     @classmethod
     async def start(cls, options: Options) -> tuple[Self, EncoderInfo]:
         """Raises EngineFailure, with nothing left running, if there is no encoder to be had."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise EngineFailure(f"the encoder process cannot be talked to: {error}") from error
         ours.setblocking(False)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -76,11 +79,11 @@ class EncoderProcess:
             encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
             data: dict[int, Data] = {index: await self._read(result.size) for index, result in encoded.items() if not result.shared}
             if shared := [index for index, result in encoded.items() if result.shared]:
-                data |= zip(shared, map(kept, await self._shared(len(shared))), strict=True)
+                data |= zip(shared, await self._shared(len(shared)), strict=False)
         except (EOFError, ConnectionError):
             return None
         return {
-            index: wire.error_of(result) if isinstance(result, wire.Failed) else _image(result, data[index])
+            index: wire.error_of(result) if isinstance(result, wire.Failed) else _image(result, data.get(index))
             for index, result in results.items()
         }
 
@@ -126,21 +129,22 @@ class EncoderProcess:
             view = view[count:]
         return bytes(data)
 
-    async def _shared(self, count: int) -> list[SharedBytes]:
-        """What so many descriptors stand for. Raises EOFError, also if this process may have no more of them."""
+    async def _shared(self, count: int) -> list[Data]:
+        """What so many descriptors stand for: the first of them, if this process may not have more. Raises EOFError."""
         while True:
             try:
                 byte, fds, _, _ = socket.recv_fds(self._channel, 1, count, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 await _until_readable(self._channel)
                 continue
-            memories = [SharedBytes(fd) for fd in fds]
-            if not byte or len(memories) != count:
+            if not byte:
                 raise EOFError
-            return memories
+            return [memory.copy() if crowded() else memory for memory in map(SharedBytes, fds)]
 
 
-def _image(result: Encoded, data: Data) -> EncodedImage:
+def _image(result: Encoded, data: Data | None) -> EncodedImage | EngineFailure:
+    if data is None:
+        return EngineFailure("the server has too many files open to take the embeddings of an image")
     return EncodedImage(text=result.text, rows=result.rows, data=data, dtype=result.dtype, grid=result.grid)
 
 

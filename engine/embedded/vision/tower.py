@@ -15,7 +15,7 @@ from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
 from engine.encoder import Dtype
 from engine.errors import EngineFailure
-from engine.transfer.shared_bytes import SHARED_FROM, Data, SharedBytes
+from engine.transfer.shared_bytes import Data, shared_or_copied
 
 _LANGUAGE_MODELS = ("language_model", "text_model")
 """Where the families' models keep it."""
@@ -57,7 +57,7 @@ class Tower:
         except torch.OutOfMemoryError as error:
             raise EngineFailure("the device has too little memory to encode these images") from error
         counts = [image.rows for image in images]
-        if len(rows) != sum(counts):
+        if rows.shape != (sum(counts), self.hidden_size):
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
         return [_bytes_of(part) for part in torch.split(rows, counts)]
 
@@ -71,7 +71,7 @@ class Tower:
 
     def _features(self, pixel_values: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
         features = self._model.get_image_features(pixel_values=pixel_values, **others, return_dict=True).pooler_output
-        return torch.cat([feature.reshape(-1, self.hidden_size) for feature in features]).to(self.dtype)
+        return torch.cat([feature.flatten(0, -2) for feature in features]).to(self.dtype)
 
     def _pixels(self, images: list[torch.Tensor]) -> torch.Tensor:
         """Of all images, in the tower's type, on the device."""
@@ -87,8 +87,7 @@ class Tower:
 
 
 def _bytes_of(values: torch.Tensor) -> Data:
-    data = values.view(torch.uint8).numpy().data
-    return data.tobytes() if data.nbytes < SHARED_FROM else SharedBytes.of(data)
+    return shared_or_copied(values.view(torch.uint8).numpy().data)
 
 
 def _small(folder: str) -> Any:
