@@ -44,7 +44,8 @@ from engine.transfer.transfers import Transfers
 
 EMBEDDING_BYTES = 576 * 4096 * 2
 AT_ONCE = (1, 8, 32)
-SIDES = (256, 1024)
+SIDES = (256, 1024, 3072)
+"""Of a thumbnail, a picture on a page and a photograph, in pixels."""
 LLAVA_7B = "llava-7b"
 QUESTIONS = ("What is in this image?", "Which colours do you see?")
 Rows = dict[str, float]
