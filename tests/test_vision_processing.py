@@ -1,5 +1,7 @@
 """Images become what transformers makes of them: the same pixels, the same tokens in a prompt, the same embeddings."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from vision_models import BUILDERS, TOKENS, build_llava, image, image_bytes
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.facts import has_vision, vision_facts
+from engine.embedded.vision.processing import PixelRoom
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
 
@@ -188,3 +191,22 @@ def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
     save_file({name: value for name, value in weights.items() if name != lost}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineFailure, match="lack 1 weights of the vision tower"):
         new_encoder(folder)
+
+
+def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for_ever() -> None:
+    room, order, most = PixelRoom(100), [], []
+
+    def take(count: int) -> None:
+        with room.take(count):
+            order.append(count)
+            most.append(room._most - room._free)
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=take, args=(count,)) for count in (40, 60, 1000, 10, 20, 30, 50)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(5)
+    assert order[:3] == [40, 60, 1000] and sorted(order[3:]) == [10, 20, 30, 50]
+    assert max(most) == most[2] == 100 and room._free == 100

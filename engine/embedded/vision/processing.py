@@ -5,7 +5,8 @@ Each image is processed for itself, so that its embeddings do not depend on what
 
 import json
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,6 @@ _PROCESSORS: dict[str, Any] = {
     "idefics3": Idefics3Processor,
     "smolvlm": Idefics3Processor,  # expands images alike; SmolVLM's own asks for a library that spells out numbers, for videos
 }
-_LARGE = 8_000_000
-"""Pixels from which images are decoded and processed one at a time: copies of one of 64 million take a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,30 @@ class Prepared:
     text: str
     rows: int
     grid: tuple[int, int, int]
+
+
+class PixelRoom:
+    """Room for as many pixels at a time as the largest image may have: its copies take a gigabyte (64 million), and so do those of many
+    smaller ones. Whoever waits for room is not overtaken. For threads."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._free = most
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Wait until there is room for so many, or, if they are more than ever fit, for nobody else."""
+        count = min(count, self._most)
+        with self._turn, self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify()
 
 
 class ImageProcessing:
@@ -59,7 +82,7 @@ class ImageProcessing:
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise EngineFailure(f"the model's image processor cannot be loaded: {error}") from error
         self._wanted = {"return_row_col_info": True} if facts.family in ("idefics3", "smolvlm") else {}
-        self._one_large = threading.Lock()
+        self._room = PixelRoom(config.max_image_pixels)
         self.placeholder: str = self._processor.image_token
         """What the chat template writes for an image, and the text of an image token."""
         self.description = json.dumps([facts.family, self._image_processor.to_dict(), settings], sort_keys=True, default=str)
@@ -67,7 +90,7 @@ class ImageProcessing:
 
     def prepare(self, image: ImageInput) -> Prepared:
         """Raises InvalidRequest."""
-        with self._one_large if pixels(image) > _LARGE else nullcontext():
+        with self._room.take(pixels(image)):
             picture = decode(image, self._max_pixels)
             try:
                 inputs = self._image_processor([picture], return_tensors="pt", **self._wanted)
