@@ -191,7 +191,7 @@ class EngineClient:
 
 
 class _Running(NamedTuple):
-    """A request that the host has, and what it opens of ours, which has to stay open until then."""
+    """A request that the host has, and what it has to open of ours, which stays open here until the request has ended."""
 
     stream: DeltaStream
     shared: list[SharedBytes]

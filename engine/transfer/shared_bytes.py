@@ -119,7 +119,7 @@ def _mapped(fd: int, size: int) -> memoryview:
     """Python's own mmap would keep a descriptor open."""
     mapping = Mapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
     array = (ctypes.c_char * size).from_address(mapping.address)
-    finalize(array, lambda _: None, mapping).atexit = False  # the mapping lives as long as the array, and the array as long as its views
+    array.mapping = mapping  # type: ignore[attr-defined] # it lives as long as the array, and the array as long as its views
     return memoryview(array).cast("B")
 
 
