@@ -60,7 +60,7 @@ def products(rows: int) -> None:
 
 def fp8_products(rows: int) -> None:
     """What `Fp8Products` runs, beside `products`: the product, and what quantises its input in the pass that makes it."""
-    from engine.embedded.cuda import fp8_kernels
+    from engine.embedded.models.cuda import fp8_kernels
 
     total = 0.0
     for name, (n, k) in SHAPES.items():
@@ -87,7 +87,7 @@ def fp8_products(rows: int) -> None:
 
 
 def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from engine.embedded.cuda import fp8_kernels
+    from engine.embedded.models.cuda import fp8_kernels
 
     values, channels = fp8_kernels.quantise(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
     return values, channels.flatten()
@@ -95,7 +95,7 @@ def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gemvs(fp8: bool) -> None:
     """The best three tiles for each product of one row."""
-    from engine.embedded.cuda import kernels
+    from engine.embedded.models.cuda import kernels
 
     tiles = [(4, 1024, 4), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (16, 512, 4), (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (16, 256, 4)]
     if fp8:
@@ -118,7 +118,7 @@ def decode_attention(batch: int, length: int) -> None:
     """Ours beside FlashInfer's, each between products, so that nothing is warm."""
     import flashinfer
 
-    from engine.embedded.cuda.decode_attention import DecodeAttention
+    from engine.embedded.models.cuda.decode_attention import DecodeAttention
 
     width = -(-length // BLOCK)
     cache = torch.randn(batch * width, COPIES, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -174,7 +174,7 @@ def prefill_attention(count: int, length: int) -> None:
 
 
 def between(rows: int) -> None:
-    from engine.embedded.cuda import kernels
+    from engine.embedded.models.cuda import kernels
 
     x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -34,8 +34,8 @@ from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, serving
+from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
-from engine.embedded.model_store import resolve_model
 from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.encoder import ImageInput
 from engine.transfer.base import Read

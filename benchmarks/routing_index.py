@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import describe_machine, table
-from engine.publisher.messages import BlockStored, EventBatch, encode
-from engine.routing.events import decode
-from engine.routing.index import PrefixIndex
+from engine.replicas.publisher.messages import BlockStored, EventBatch, encode
+from engine.replicas.routing.events import decode
+from engine.replicas.routing.index import PrefixIndex
 
 BLOCK = 32
 
@@ -35,7 +35,7 @@ def _stored(tokens: list[int]) -> BlockStored:
 
 
 class Ours:
-    """`engine/routing`."""
+    """`engine/replicas/routing`."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex()

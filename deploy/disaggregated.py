@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from engine.embedded.cores import compute_threads
+from engine.embedded.threads import compute_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 900.0

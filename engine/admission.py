@@ -10,13 +10,13 @@ from typing import Self
 
 import msgspec
 
-from engine.attachments import data_of
 from engine.base import DeltaIterator, Engine
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
+from engine.kit.priority import rank
+from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
-from engine.priority import rank
+from engine.process.attachments import data_of
 from engine.stats import IterationStats
-from engine.stream import DeltaStream
 from engine.types import Delta, EngineInfo, GenerateRequest, PromptReport
 
 MOST_WAITING_BYTES = 4 << 30

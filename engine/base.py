@@ -9,7 +9,7 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 
 
 class DeltaIterator(Protocol):
-    """What `generate` returns: an iterator that can be closed (`contextlib.aclosing`). `engine.stream.DeltaStream` is one."""
+    """What `generate` returns: an iterator that can be closed (`contextlib.aclosing`). `engine.kit.stream.DeltaStream` is one."""
 
     def __aiter__(self) -> Self: ...
 

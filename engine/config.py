@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from engine.processors import ProcessorConfig, register_all
+from engine.kit.processors import ProcessorConfig, register_all
 
 if TYPE_CHECKING:
     from engine.base import Engine
@@ -26,7 +26,7 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
 
 
 class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
-    """The PyTorch engine. The fields mean what the settings of the same name say (`server/settings.py`); 0 takes the default there."""
+    """The PyTorch engine. The fields mean what the settings of the same name say (`server/settings/replica.py`); 0 takes the default there."""
 
     model: str
     """Folder with config.json, safetensors and tokenizer.json."""
@@ -102,7 +102,7 @@ def more_stop_seconds(config: EngineConfig) -> float:
 def create_engine(config: EngineConfig) -> Engine:
     """The engine for `config`, not yet started."""
     if isinstance(config, FakeConfig):
-        from engine.fake import FakeEngine  # noqa: PLC0415
+        from engine.fake.engine import FakeEngine  # noqa: PLC0415
 
         return FakeEngine(config)
     register_all(config.processors)

@@ -10,7 +10,7 @@
     │   └── QueueTimeout      the request waited too long for its turn
     └── EngineFailure         one request failed inside the engine: our bug or the hardware's
 
-Backends translate foreign exceptions into these, once, where the foreign library is called; `server/errors.py` renders them, once.
+Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py` renders them, once.
 """
 
 

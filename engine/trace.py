@@ -1,4 +1,4 @@
-"""What is traced of a request, told to whoever traces it: the seam between the stages and `server/tracing.py`, free of any library.
+"""What is traced of a request, told to whoever traces it: the seam between the stages and `server/http/tracing.py`, free of any library.
 
 The span of whatever is being done is in a context variable, as the request's id is: tasks inherit it. There is none, and then all of this
 does next to nothing, unless the server was told to trace. Spans carry names, numbers and codes; never what a user has written.

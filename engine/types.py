@@ -1,6 +1,6 @@
 """The values that cross the engine seam: token ids and numbers, frozen, and free of HTTP, OpenAI and tokenizers.
 
-They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/host`, `engine/client`).
+They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/process/host`, `engine/process/client`).
 """
 
 from typing import Literal, get_args
@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     guide: Guide | None = None
     processors: tuple[str, ...] = ()
-    """Names of registered logits processors (`engine/logits.py`), applied in order."""
+    """Names of registered logits processors (`engine/kit/logits.py`), applied in order."""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

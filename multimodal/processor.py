@@ -8,18 +8,18 @@ from uuid import uuid4
 from engine import trace
 from engine.base import Engine
 from engine.types import EngineInfo, GenerateRequest
-from multimodal.choices import Choice, TextOptions
-from multimodal.chunks import ChunkBuilder, Header
+from multimodal.answers.choices import Choice, TextOptions
+from multimodal.answers.chunks import ChunkBuilder, Header
+from multimodal.answers.generation import Generation
+from multimodal.answers.shapes import ChatShape, CompletionShape, Shape
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.fields import check_fields
 from multimodal.genai import describe_request
-from multimodal.generation import Generation
 from multimodal.guides import guide_field
 from multimodal.metrics import GenerationMetrics
-from multimodal.prompt import Prompt
-from multimodal.prompts import Prompts, off_loop
 from multimodal.sampling import Limits, Sampling
-from multimodal.shapes import ChatShape, CompletionShape, Shape
+from multimodal.text.prompt import Prompt
+from multimodal.text.prompts import Prompts, off_loop
 from protocol.chat import ChatCompletionRequest
 from protocol.common import GenerationFields
 from protocol.completions import CompletionRequest

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from engine.types import EngineInfo, SamplingParams
 from multimodal.errors import ContextLengthExceeded, RequestError
 from multimodal.guides import guide_of
-from multimodal.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer
 from protocol.chat import ChatCompletionRequest
 from protocol.common import GenerationFields
 from protocol.completions import CompletionRequest

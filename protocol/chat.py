@@ -24,7 +24,7 @@ class ContentPart(Wire):
     refusal: str | None = None
     image_url: ImageUrl | LongUrl | None = None
 
-    # Refused by name (`multimodal/messages.py`).
+    # Refused by name (`multimodal/text/messages.py`).
     video_url: Any = None
     input_audio: Any = None
     audio_url: Any = None

@@ -7,7 +7,7 @@ silent: it is the lease of the blocks. The client closes it when it needs them n
 The bodies of requests are a message behind its length, and then what it names the sizes of: the bytes of images, which nobody copies to
 pack them.
 
-`/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/embeddings.py`) in the place of the handoff.
+`/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/replicas/encode_answers.py`) in the place of the handoff.
 """
 
 import struct

@@ -30,7 +30,7 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """What `openapi_extra` says of a body that `json_body` reads; `server/openapi.py` adds the schema."""
+    """What `openapi_extra` says of a body that `json_body` reads; `server/http/openapi.py` adds the schema."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -6,10 +6,10 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from engine import trace
-from engine.attachments import attach_images
 from engine.encoder import ImageInput
-from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
+from engine.process.attachments import attach_images
+from engine.replicas.encode_service import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
 from protocol.internal import MEDIA_TYPE, MOST_IMAGE_BYTES, MOST_IMAGES, EncodeRequest, head_of, parts_of

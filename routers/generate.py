@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
-from multimodal.generation import Generation
+from multimodal.answers.generation import Generation
 from routers.sse import EventStream
 from routers.state import state_of
 

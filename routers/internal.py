@@ -9,9 +9,9 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from engine import handoff, trace
-from engine.attachments import attach
 from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
+from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest, head_of, parts_of

@@ -15,10 +15,10 @@ from fastapi.exceptions import RequestValidationError
 
 from engine import trace
 from engine.errors import EngineDied, EngineNotReady
-from engine.routing.fleet import NoReplica, Prompt
-from engine.routing.load import Work
-from engine.routing.replica import Replica
-from engine.routing.upstream import Connection, Header, UpstreamError
+from engine.replicas.routing.fleet import NoReplica, Prompt
+from engine.replicas.routing.load import Work
+from engine.replicas.routing.replica import Replica
+from engine.replicas.routing.upstream import Connection, Header, UpstreamError
 from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
 from routers.body import read_body

@@ -7,7 +7,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineDied
-from engine.routing.upstream import Connection, Header, UpstreamError
+from engine.replicas.routing.upstream import Connection, Header, UpstreamError
 from routers.generate import disconnect
 
 REPLICA_HEADER = b"x-trellis-replica"

@@ -2,7 +2,7 @@
 
 Compared with it: the status waits for the first event, so that errors found before it get one of their own; events come framed and are
 sent without a lock, a timer or a log line for each; keep-alive comments are sent in silence only; and a shutdown lets streams run
-(`server/serving.py` waits for them).
+(`server/process/serving.py` waits for them).
 """
 
 import asyncio

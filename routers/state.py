@@ -9,12 +9,12 @@ from fastapi import Depends, Request
 
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder, PromptEncoder
-from engine.encoding import EncodeService
 from engine.errors import EngineNotReady
-from engine.routing.fleet import Fleet
+from engine.replicas.encode_service import EncodeService
+from engine.replicas.routing.fleet import Fleet
 from multimodal.processor import Processor
-from multimodal.prompt import ImagePrompts
-from multimodal.routed_prompts import RoutedPrompts
+from multimodal.text.prompt import ImagePrompts
+from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 
 
@@ -143,7 +143,7 @@ class State(TypedDict):
     replica: Replica
     http: HttpOptions
     render_error: Callable[[Exception], bytes]
-    """The error envelope for an exception (`server/errors.py`)."""
+    """The error envelope for an exception (`server/http/errors.py`)."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """How the replica runs, as far as is known now."""

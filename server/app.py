@@ -8,15 +8,17 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
 from routers import chat, completions, encode, health, internal, metrics, models, proxy, server_info, tokenize, version
-from server import __version__, errors, http_metrics, openapi
-from server.compose import served_name
+from server import __version__
+from server.compose.engine import served_name
+from server.http import errors, openapi
+from server.http.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
 from server.lifespan import make_lifespan
-from server.metrics import ServerMetrics
-from server.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
+from server.metrics import http as http_metrics
+from server.metrics.page import ServerMetrics
 from server.settings import Settings
 
 if TYPE_CHECKING:
-    from server.tracing import Tracing
+    from server.http.tracing import Tracing
 
 OPERATIONS = (health.router, metrics.router, server_info.router, version.router)
 PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
@@ -57,7 +59,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
 def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | None":
     if not settings.otel_endpoint:
         return None
-    from server.tracing import Tracing  # noqa: PLC0415 - an extra, and most replicas do without
+    from server.http.tracing import Tracing  # noqa: PLC0415 - an extra, and most replicas do without
 
     return Tracing(settings, server_metrics.registry)
 

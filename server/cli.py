@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings import EngineArgsError, Settings, read_settings, role_shortage, visible_devices
+from server.settings.replica import EngineArgsError, Settings, read_settings, role_shortage, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
 """What the first argument may be; `serve` is what is meant without."""
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _listing(settings: Settings) -> list[str]:
     """What `config` prints; making it finds what is wrong with the engine's arguments."""
-    from server import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
+    from server.compose import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
 
     return list(engine_args.listing(settings))
 
@@ -58,11 +58,12 @@ def _check_servable(settings: Settings) -> None:
         raise SettingsError(": ".join(lacking_of_role))
     if settings.otel_endpoint:
         try:
-            from server import tracing  # noqa: F401, PLC0415 - most replicas do without
+            from server.http import tracing  # noqa: F401, PLC0415 - most replicas do without
         except ImportError as error:
             raise SettingsError(f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}") from error
     if settings.engine == "trtllm" and not settings.engine_address and settings.disaggregation_mode != "router":
-        from server import engine_args, gpus  # noqa: PLC0415 - most engines do without
+        from server.compose import engine_args  # noqa: PLC0415 - most engines do without
+        from server.process import gpus  # noqa: PLC0415 - most engines do without
 
         answer = gpus.nvidia_smi()
         present = gpus.visible(gpus.parse_gpus(answer), visible_devices())
@@ -73,7 +74,7 @@ def _check_servable(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`; several API processes are started with the same `arguments`."""
-    from server import launch, logs, serving  # noqa: PLC0415 - a wrong setting need not wait for them
+    from server.process import launch, logs, serving  # noqa: PLC0415
 
     logs.configure(settings.log_level, settings.log_format)
     share = settings.api_processes > 1

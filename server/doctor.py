@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from engine.trtllm.arguments import Effective
-from server.engine_args import Parallelism, effective, parallelism
-from server.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
-from server.serving import listen
-from server.settings import DEFAULT_MODEL, EngineArgsError, Settings, role_shortage, visible_devices
+from server.compose.engine_args import Parallelism, effective, parallelism
+from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
+from server.process.serving import listen
+from server.settings.replica import DEFAULT_MODEL, EngineArgsError, Settings, role_shortage, visible_devices
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""

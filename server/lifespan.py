@@ -12,27 +12,29 @@ from fastapi import FastAPI
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
-from engine.client import EngineClient
 from engine.config import create_engine
 from engine.errors import EngineFailure
-from engine.process import EngineProcess
-from engine.tasks import all_of
+from engine.kit.tasks import all_of
+from engine.process.child import EngineProcess
+from engine.process.client import EngineClient
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.prompts import Prompts
-from multimodal.templates import ChatTemplate
-from multimodal.tokenizer import Tokenizer
+from multimodal.text.prompts import Prompts
+from multimodal.text.templates import ChatTemplate
+from multimodal.text.tokenizer import Tokenizer
 from routers.state import HttpOptions, Replica, State
-from server import __version__, compose, encoders
-from server.errors import render_event
-from server.health import Health
-from server.metrics import ServerMetrics
-from server.publishing import publish_events
-from server.routing import add_router
-from server.runtime import runtime_of, shown_settings
+from server import __version__
+from server.compose import encoders
+from server.compose import engine as compose
+from server.compose.publishing import publish_events
+from server.compose.routing import add_router
+from server.compose.runtime import runtime_of, shown_settings
+from server.compose.vision import image_prompts
+from server.health.readiness import Health
+from server.http.errors import render_event
+from server.metrics.page import ServerMetrics
+from server.process.tasks import background, in_thread, one_line
 from server.settings import Settings
-from server.tasks import background, in_thread, one_line
-from server.vision import image_prompts
 
 _HEALTH_PAUSE = 1.0
 

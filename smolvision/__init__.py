@@ -9,5 +9,5 @@
     train.py          `python -m smolvision`: the training, and its results
     evaluate.py       greedy answers to held-out questions
 
-The server needs the file of weights alone: `engine/embedded/model_merge.py` makes a model folder of it and SmolLM2.
+The server needs the file of weights alone: `engine/checkpoints/merge.py` makes a model folder of it and SmolLM2.
 """

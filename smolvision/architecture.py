@@ -1,7 +1,7 @@
 """What the model is made of, and the one file that holds all that was trained.
 
 The file's tensors are the tower's and the projector's, and a pair `lora_down`, `lora_up` for each linear layer of the language model. Its
-metadata are the files that a model folder has beside the weights; `engine/embedded/model_merge.py` says how the two are read.
+metadata are the files that a model folder has beside the weights; `engine/checkpoints/merge.py` says how the two are read.
 """
 
 import json

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engine.embedded.model_merge import merge
-from engine.embedded.model_store import BUILTIN, resolve_model
+from engine.checkpoints.merge import merge
+from engine.checkpoints.store import BUILTIN, resolve_model
 from smolvision.conversations import TWO_IMAGE_KINDS, Chat, held_out_chats
 from smolvision.images import render
 from smolvision.questions import KINDS

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from engine.embedded.gguf_convert import convert
-from engine.embedded.model_merge import merge
+from engine.checkpoints.gguf_convert import convert
+from engine.checkpoints.merge import merge
 from smolvision.architecture import save
 from smolvision.batches import Batch, Chats, loader
 from smolvision.evaluate import Answers, evaluate

@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is not None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # for `cuda_support`: Triton reads it when it is imported, which transformers does
+        os.environ["TRITON_INTERPRET"] = "1"  # for `tests.support.cuda`: Triton reads it when it is imported, which transformers does
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +61,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of the default model, converted into the user's cache on first use."""
-    from engine.embedded.model_store import resolve_model  # noqa: PLC0415 - most tests do without
-    from server.settings import Settings  # noqa: PLC0415
+    from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - most tests do without
+    from server.settings.replica import Settings  # noqa: PLC0415
 
     settings = Settings()
     return resolve_model(settings.model, settings.cache_dir)

@@ -23,8 +23,8 @@ from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.worker import measure
 from engine.base import Engine
 from engine.config import EmbeddedConfig, create_engine
-from server.compose import engine_config
-from server.settings import read_settings
+from server.compose.engine import engine_config
+from server.settings.replica import read_settings
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""The embedded engine: scheduler, paged KV cache, models, sampler and guided decoding."""

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 
 from engine.config import EmbeddedConfig
-from engine.embedded.blocks import BlockPool, EventData
-from engine.embedded.fetches import Fetches
-from engine.embedded.groups import BlockGroups
-from engine.embedded.handover import held_of, layout_of
-from engine.embedded.images import NO_IMAGES, PromptImages, lost_chunks
-from engine.embedded.leases import Leases
-from engine.embedded.load import load_model
+from engine.embedded.handoff.fetches import Fetches
+from engine.embedded.handoff.leases import Leases
+from engine.embedded.handoff.state import held_of, layout_of
+from engine.embedded.kv.blocks import BlockPool, EventData
+from engine.embedded.kv.groups import BlockGroups
+from engine.embedded.models.embeddings import NO_IMAGES, PromptImages, lost_chunks
+from engine.embedded.models.load import load_model
 from engine.embedded.reports import batching, ending, failure_of, prompt_report
 from engine.embedded.rows import prompt_rows, report_prompts, sample_rows
-from engine.embedded.sampler import Drawn, Sampled, Sampler
+from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler
 from engine.embedded.scheduler import Chunk, Scheduler, note_pending
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineFailure, EngineUnavailable

@@ -14,18 +14,18 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
-from engine.embedded.cores import compute_threads
-from engine.embedded.grammar import GrammarCompiler, Matcher
-from engine.embedded.handover import resume
-from engine.embedded.sampler import SamplerState
+from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
+from engine.embedded.handoff.state import resume
+from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
+from engine.embedded.threads import compute_threads
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.kit.checks import check_images, check_prompt
+from engine.kit.kv_log import KvEventLog
+from engine.kit.priority import rank
+from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
-from engine.kv_log import KvEventLog
-from engine.priority import rank
-from engine.prompt import check_images, check_prompt
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, Latest
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 
 log = logging.getLogger(__name__)

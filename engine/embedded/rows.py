@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.embedded.sampler import prompt_logprobs
+from engine.embedded.sampling.sampler import prompt_logprobs
 from engine.embedded.scheduler import Chunk
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
-from engine.embedded.groups import MISSING, BlockGroups, Table
+from engine.embedded.kv.groups import MISSING, BlockGroups, Table
 from engine.embedded.sequence import Sequence
 
 PROMPT_LOGPROB_TOKENS = 256

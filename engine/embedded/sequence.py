@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.embedded.blocks import BlockKey, block_key, root_key
-from engine.images import MmKeys, mm_keys_of, overlaps_of
+from engine.embedded.kv.blocks import BlockKey, block_key, root_key
+from engine.kit.spans import MmKeys, mm_keys_of, overlaps_of
 from engine.types import GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.embedded.handover import HeldState
-    from engine.embedded.images import PromptImages
-    from engine.embedded.leases import Lease
-    from engine.embedded.sampler import SamplerState
+    from engine.embedded.handoff.leases import Lease
+    from engine.embedded.handoff.state import HeldState
+    from engine.embedded.models.embeddings import PromptImages
+    from engine.embedded.sampling.sampler import SamplerState
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +28,7 @@ class Sequence:
     request: GenerateRequest
     sampler: SamplerState
     rank: float
-    """Order of service, smaller first (`engine/priority.py`)."""
+    """Order of service, smaller first (`engine/kit/priority.py`)."""
     arrival: float
     """`time.monotonic()` at submission."""
     tokens: list[int]
@@ -37,7 +37,7 @@ class Sequence:
     computed: int = 0
     """How many tokens have keys and values, the step under way included."""
     tables: list[list[int]] = field(default_factory=list)
-    """Its blocks in each group of layers, by their index (`engine/embedded/groups.py`); none while it waits."""
+    """Its blocks in each group of layers, by their index (`engine/embedded/kv/groups.py`); none while it waits."""
     slot: int = -1
     """Its number among the running sequences, for what a model keeps of each; -1 while it waits."""
     starts: int = 0

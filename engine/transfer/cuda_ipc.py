@@ -14,7 +14,17 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
+from engine.transfer.base import (
+    NotFromHere,
+    Offer,
+    Read,
+    Region,
+    TransferError,
+    check_cancelled,
+    check_remote,
+    decode_offer,
+    split_reads,
+)
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
 from engine.transfer.process import Mappings, Process, check_survived, this_process
 

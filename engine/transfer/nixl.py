@@ -23,7 +23,17 @@ from uuid import uuid4
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Offer, Read, Region, TransferError, check_cancelled, check_remote, decode_offer, split_reads
+from engine.transfer.base import (
+    NotFromHere,
+    Offer,
+    Read,
+    Region,
+    TransferError,
+    check_cancelled,
+    check_remote,
+    decode_offer,
+    split_reads,
+)
 
 HOST_PIECE = 32 << 20
 DEVICE_PIECE = 1 << 30

@@ -1,0 +1,1 @@
+"""The TensorRT-LLM backend."""

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
-from engine.images import expands
+from engine.kit.spans import expands
 from engine.types import Delta, Encoding, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from engine import handoff
 from engine.config import TrtllmConfig
 from engine.errors import EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.kit.stream import DeltaStream, EventFeed, Latest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, EventFeed, Latest
 from engine.trtllm.disaggregation import BACKEND
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.media import inputs_of

@@ -12,17 +12,17 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
+from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.kit.checks import check_prompt
+from engine.kit.kv_log import KvEventLog
+from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
-from engine.kv_log import KvEventLog
-from engine.prompt import check_prompt
 from engine.stats import IterationStats
-from engine.stream import DeltaStream, Latest
 from engine.trtllm import library
 from engine.trtllm.events import iteration_stats, kv_capacity
 from engine.trtllm.media import Deferred, inputs_of
-from engine.trtllm.model_facts import ModelFacts, read_model_facts
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_kv_events, poll_stats
 from engine.trtllm.run import Run

@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from engine.client import EngineClient
 from engine.config import TrtllmConfig
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure
 from engine.handoff import decode_encoding
-from engine.process import EngineProcess
+from engine.process.child import EngineProcess
+from engine.process.client import EngineClient
 from engine.types import Encoding, GenerateRequest, Media, SamplingParams
 
 

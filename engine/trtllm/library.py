@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engine.checkpoints.facts import ModelFacts
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
-from engine.image_file import limit_pixels
-from engine.images import expands
-from engine.logits import factory
+from engine.kit.image_file import limit_pixels
+from engine.kit.logits import factory
+from engine.kit.spans import expands
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
-from engine.trtllm.model_facts import ModelFacts
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
 

@@ -8,8 +8,8 @@ from PIL.Image import Image
 
 from engine.encoder import ImageInput
 from engine.errors import EngineError, EngineFailure
-from engine.image_file import decode
-from engine.stream import DeltaStream
+from engine.kit.image_file import decode
+from engine.kit.stream import DeltaStream
 from engine.types import Delta, Media
 
 log = logging.getLogger(__name__)

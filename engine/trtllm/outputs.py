@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import EngineFailure
-from engine.images import expands
+from engine.kit.spans import expands
 from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 FLOOR = -9999.0

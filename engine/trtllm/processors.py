@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.logits import Factory, LogitsProcessor
+from engine.kit.logits import Factory, LogitsProcessor
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from engine.stream import DeltaStream
+from engine.kit.stream import DeltaStream
 from engine.trtllm.disaggregation import held_of
 from engine.types import Delta, GenerateRequest
 

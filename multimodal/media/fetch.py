@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 import httpx
 
-from engine.http_transport import Transport
+from engine.replicas.http_transport import Transport
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
 from multimodal.media.address import Address, host_allowed, may_fetch
 from multimodal.media.limits import MediaLimits

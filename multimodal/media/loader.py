@@ -12,9 +12,9 @@ from typing import Literal
 
 from engine.errors import EngineNotReady
 from multimodal.errors import MediaError, UnsupportedMedia
-from multimodal.inflight import InFlight
 from multimodal.media.embeddings import Embeddings, read_embeddings
 from multimodal.media.fetch import Fetcher
+from multimodal.media.inflight import InFlight
 from multimodal.media.limits import MediaLimits
 from multimodal.media.sniff import check_image
 from multimodal.media.sources import decode_data_url, local_path, read_file

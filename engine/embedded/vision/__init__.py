@@ -1,0 +1,1 @@
+"""Vision towers, each in a process of its own."""

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from engine.config import EncoderConfig
-from engine.embedded.cores import compute_threads
+from engine.embedded.threads import compute_threads
 from engine.embedded.vision.facts import VisionFacts
 from engine.embedded.vision.processing import ImageProcessing, Prepared
 from engine.embedded.vision.tower import Tower

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.config import EncoderConfig
 from engine.encoder import Detail, Dtype, EncoderInfo
-from engine.wire import Failed
+from engine.process.wire import Failed
 
 HEADER = struct.Struct("<I")
 

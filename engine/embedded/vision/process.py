@@ -13,11 +13,11 @@ from typing import Self
 import msgspec
 
 import engine
-from engine import wire
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Welcome, packed
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
-from engine.process import environment
+from engine.process import wire
+from engine.process.child import environment
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 
 _STOP_SECONDS = 5.0

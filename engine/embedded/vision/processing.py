@@ -25,7 +25,7 @@ from engine.config import EncoderConfig
 from engine.embedded.vision.facts import VisionFacts
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure, InvalidRequest
-from engine.image_file import decode, limit_pixels, pixels
+from engine.kit.image_file import decode, limit_pixels, pixels
 
 _PROCESSORS: dict[str, Any] = {
     "llava": LlavaProcessor,

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EncoderConfig
-from engine.embedded.cores import compute_threads
-from engine.embedded.load import device_of, dtype_of
+from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
 from engine.encoder import Dtype

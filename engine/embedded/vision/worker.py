@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from engine import wire
 from engine.embedded.vision.facts import vision_facts
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Result, Welcome, packed
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
+from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
 
 if TYPE_CHECKING:

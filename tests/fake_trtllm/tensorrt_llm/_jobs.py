@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from engine import logits
 from engine.base import DeltaIterator, Engine
 from engine.errors import EngineError, EngineUnavailable
-from engine.stream import merge
+from engine.kit import logits
+from engine.kit.stream import merge
 from engine.types import Delta, GenerateRequest, Image, TokenLogprobs
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob

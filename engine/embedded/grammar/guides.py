@@ -1,0 +1,113 @@
+"""From a guide to xgrammar's compiled grammar, the same way in the grammar worker and in the engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import xgrammar
+from tokenizers import Tokenizer
+
+from engine.embedded.grammar.json_schema import UnsupportedSchemaError, prepare
+from engine.types import Guide
+
+MAX_WHITESPACE = 16
+"""Whitespace characters between two JSON tokens: enough for an indented answer, too few for a model that gets stuck in them."""
+
+_FREE_OBJECT = '{"type": "object"}'
+_RULE_CACHE_BYTES = 64 << 20
+_START = "start_of_output"
+_NOISE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Warning: )?", re.MULTILINE)
+
+
+class UnsupportedGuideError(ValueError):
+    """The guide cannot be compiled; the message is for the user."""
+
+
+def load_tokenizer_info(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
+    """What xgrammar must know of the tokenizer. Ids without text (padding of the vocabulary, special tokens) are never allowed by a
+    grammar, but for the end-of-sequence ids once it is complete.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    encoded = [""] * vocab_size
+    for text, token_id in vocabulary.items():
+        if token_id < vocab_size and token_id not in special:
+            encoded[token_id] = text
+    metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    return xgrammar.TokenizerInfo(
+        encoded,
+        vocab_type=metadata["vocab_type"],
+        vocab_size=vocab_size,
+        stop_token_ids=list(eos_token_ids),
+        add_prefix_space=metadata["add_prefix_space"],
+    )
+
+
+def new_compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True, cache_limit_bytes=_RULE_CACHE_BYTES)
+
+
+def compile_guide(compiler: xgrammar.GrammarCompiler, guide: Guide) -> xgrammar.CompiledGrammar:
+    """Compile in the calling thread: uninterruptible C++ work without the GIL. Raises UnsupportedGuideError."""
+    try:
+        match guide.kind:
+            case "json_schema":
+                return _compile_schema(compiler, guide.spec)
+            case "json_object":
+                return _compile_schema(compiler, _FREE_OBJECT)
+            case "regex":
+                return compiler.compile_regex(guide.spec)
+            case "grammar":
+                return _compile_ebnf(compiler, guide.spec)
+            case "choice":
+                return compiler.compile_grammar(_choices(guide.spec))
+    except UnsupportedSchemaError as error:
+        raise UnsupportedGuideError(str(error)) from None
+    except RuntimeError as error:
+        raise UnsupportedGuideError(plain(str(error))) from error
+
+
+def plain(message: str) -> str:
+    """xgrammar's message without its time stamps and source lines, each line once."""
+    return "; ".join(dict.fromkeys(line.strip() for line in _NOISE.sub("", message).splitlines() if line.strip()))
+
+
+def _compile_schema(compiler: xgrammar.GrammarCompiler, schema: str) -> xgrammar.CompiledGrammar:
+    return compiler.compile_json_schema(prepare(schema, _is_exact), strict_mode=True, max_whitespace_cnt=MAX_WHITESPACE)
+
+
+def _compile_ebnf(compiler: xgrammar.GrammarCompiler, grammar: str) -> xgrammar.CompiledGrammar:
+    """Compile under a start rule of our own: where the start rule refers to itself, xgrammar masks tokens that end an inner one and
+    go on.
+    """
+    return compiler.compile_grammar(f"{grammar}\n{_START} ::= root", root_rule_name=_START)
+
+
+def _is_exact(pattern: str) -> bool:
+    """Whether xgrammar turns a pattern into one automaton over JSON-safe characters. What it cannot, it expands without that care."""
+    if not pattern.isascii() or not pattern.isprintable():
+        return False
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    return "json_string=true" in str(grammar)
+
+
+def _choices(spec: str) -> str:
+    try:
+        choices = json.loads(spec)
+    except json.JSONDecodeError:
+        raise UnsupportedGuideError("the choices are not valid JSON") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise UnsupportedGuideError("the choices must be a non-empty array of strings")
+    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+
+
+def _escaped(character: str) -> str:
+    if character.isascii() and character.isalnum():
+        return character
+    if 0xD800 <= ord(character) < 0xE000:
+        raise UnsupportedGuideError("a choice contains half of a surrogate pair")
+    return f"\\U{ord(character):08x}"

@@ -1,0 +1,181 @@
+"""The process in which grammars are compiled first, because xgrammar's C++ cannot be interrupted: this process can be killed.
+
+`python -m engine.embedded.grammar_worker` reads a `Setup` and then guides from stdin and answers each on stdout; messages are msgpack
+behind a four-byte length. A guide passes if it compiles within the parent's patience and the memory limit, without a warning (xgrammar
+warns about what it leaves out), and can be followed quickly on trial walks. Quick compilations are done again by the parent; the result
+of a slow one travels. The process ends when stdin closes, even in the middle of a compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import resource
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from engine.types import Guide
+
+if TYPE_CHECKING:
+    import xgrammar
+
+HEADER = struct.Struct("<I")
+
+_REPEATABLE_SECONDS = 0.5
+"""Compilations up to this are repeated by the parent: the result of compiling is large, and reading it back is slow."""
+_MEMORY = 2 << 30
+_STACK = 4 << 20
+"""Half of what the parent's threads have, so that what compiles here does not overflow there."""
+_WALK_TOKENS = 96
+_MAX_STEP_SECONDS = 0.1
+_MAX_WALK_SECONDS = 1.0
+
+
+class Setup(msgspec.Struct, frozen=True):
+    tokenizer_folder: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`error` refuses the guide. `compiled` is xgrammar's serialisation, or empty where compiling again is quicker than reading it."""
+
+    error: str = ""
+    compiled: bytes = b""
+
+
+def main() -> None:
+    """Read frames in this thread, compile in another, so that a closed stdin ends the process at once."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.stack_size(_STACK)
+    threading.Thread(target=_serve, args=(frames, answers), daemon=True).start()
+    while header := sys.stdin.buffer.read(HEADER.size):
+        frames.put(sys.stdin.buffer.read(HEADER.unpack(header)[0]))
+    os._exit(0)
+
+
+def _serve(frames: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
+    try:
+        worker = _Worker(msgspec.msgpack.decode(frames.get(), type=Setup))
+        _answer(answers, Reply())
+        while True:
+            _answer(answers, worker.compile(msgspec.msgpack.decode(frames.get(), type=Guide)))
+    finally:
+        # Without this thread the process is of no use; the parent sees the pipe close.
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _answer(answers: BinaryIO, reply: Reply) -> None:
+    body = msgspec.msgpack.encode(reply)
+    answers.write(HEADER.pack(len(body)) + body)
+    answers.flush()
+
+
+class _Worker:
+    def __init__(self, setup: Setup) -> None:
+        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415 - slow to import, in this thread
+
+        self._vocab_size = setup.vocab_size
+        self._info = load_tokenizer_info(Path(setup.tokenizer_folder), setup.vocab_size, setup.eos_token_ids)
+        self._compiler = new_compiler(self._info)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        _limit_memory()
+
+    def compile(self, guide: Guide) -> Reply:
+        from engine.embedded.grammar.guides import UnsupportedGuideError, compile_guide  # noqa: PLC0415
+
+        started = time.monotonic()
+        saved = self._divert_stderr()
+        try:
+            compiled = compile_guide(self._compiler, guide)
+        except UnsupportedGuideError as error:
+            return Reply(error=str(error) or "it is not valid")
+        except MemoryError:
+            return Reply(error="it needs too much memory")
+        finally:
+            warnings = self._restore_stderr(saved)
+        if warnings:
+            return Reply(error=f"it cannot be enforced in full: {warnings}")
+        seconds = time.monotonic() - started
+        if reason := _try_out(compiled, self._vocab_size, self._info.stop_token_ids):
+            return Reply(error=reason)
+        return Reply(compiled=compiled.serialize_json().encode() if seconds > _REPEATABLE_SECONDS else b"")
+
+    def _divert_stderr(self) -> int:
+        saved = os.dup(2)
+        os.dup2(self._stderr.fileno(), 2)
+        return saved
+
+    def _restore_stderr(self, saved: int) -> str:
+        """Put stderr back and return the warnings that xgrammar wrote meanwhile."""
+        from engine.embedded.grammar.guides import plain  # noqa: PLC0415
+
+        os.dup2(saved, 2)
+        os.close(saved)
+        self._stderr.seek(0)
+        written = self._stderr.read().decode(errors="replace")
+        self._stderr.seek(0)
+        self._stderr.truncate()
+        return plain("\n".join(line for line in written.splitlines() if "Warning: " in line))
+
+
+def _limit_memory() -> None:
+    """Let the address space grow by `_MEMORY` from here. Only Linux says how large it is."""
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _try_out(compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]) -> str:
+    """Follow the grammar as a model would, twice at random and twice as a model stuck on one token. Returns why it is refused, or ""."""
+    for seed, sticky in ((0, False), (1, False), (2, True), (3, True)):
+        if error := _walk(compiled, vocab_size, set(stop_token_ids), random.Random(seed), sticky):
+            return error
+    return ""
+
+
+def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int, stops: set[int], choose: random.Random, sticky: bool) -> str:
+    import numpy as np  # noqa: PLC0415
+    import xgrammar  # noqa: PLC0415
+
+    matcher = xgrammar.GrammarMatcher(compiled)
+    bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    bits = bitmask.numpy().view(np.uint8)
+    token, spent = -1, 0.0
+    for _ in range(_WALK_TOKENS):
+        started = time.thread_time()
+        matcher.fill_next_token_bitmask(bitmask)
+        seconds = time.thread_time() - started
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        going_on = [token_id for token_id in choose.choices(allowed, k=8) if token_id not in stops] if len(allowed) else []
+        if not len(allowed):
+            return "nothing that the model can write matches it"
+        if not going_on:
+            return ""
+        if not sticky or token < 0 or not bits[0, token >> 3] >> (token & 7) & 1:
+            token = int(going_on[0])
+        started = time.thread_time()
+        matcher.accept_token(token)
+        seconds += time.thread_time() - started
+        spent += seconds
+        if seconds > _MAX_STEP_SECONDS or spent > _MAX_WALK_SECONDS:
+            return "it is too ambiguous to be followed token by token; avoid nested repetition and alternatives that overlap"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Handing a prefilled sequence to another replica, and fetching its KV blocks."""

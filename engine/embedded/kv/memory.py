@@ -1,0 +1,44 @@
+"""A model's KV memory, as those who move blocks between replicas see it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.embedded.kv.layout import Attends
+from engine.transfer.base import Region
+from engine.transfer.shared_memory import shared_memory
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The memory of every group of layers. The first dimension of each tensor counts blocks, and a block is one contiguous range."""
+
+    form: str
+    """What distinguishes the order of values within a block from other orders."""
+    attends: Attends
+    blocks: list[torch.Tensor]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.blocks[0].dtype).removeprefix("torch.")
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Of each group."""
+        return tuple(blocks[0].nbytes for blocks in self.blocks)
+
+    @property
+    def regions(self) -> list[Region]:
+        """One for each group."""
+        return [region_of(blocks) for blocks in self.blocks]
+
+
+def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host that other processes of this machine can be let read. Pages take memory once they are written."""
+    return torch.frombuffer(shared_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    device = -1 if tensor.device.type == "cpu" else tensor.device.index or 0
+    return Region(tensor.data_ptr(), tensor.nbytes, device)

@@ -1,0 +1,1 @@
+"""Model runners: what computes one step on a device."""

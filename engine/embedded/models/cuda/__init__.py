@@ -1,0 +1,1 @@
+"""The fast model runner for NVIDIA GPUs: Triton kernels, FlashInfer and CUDA graphs."""

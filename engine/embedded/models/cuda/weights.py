@@ -1,0 +1,138 @@
+"""A layer's products with what surrounds them: in the model's type here, in eight bits in `fp8`.
+
+Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a norm returns is
+for the next product alone: a single row is normalised by the product itself, and eight bits come with scales.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from engine.embedded.models.cuda import kernels
+from engine.embedded.models.cuda.products import MAX_ROWS, Product, fits_product
+
+Norm = tuple[torch.Tensor, float]
+"""Weight and epsilon of an RMSNorm."""
+Tile = tuple[int, int, int]
+"""What `kernels.gemv` gives each program: rows of the weight, columns, warps."""
+
+_FEW_ROWS = range(33, MAX_ROWS + 1)
+"""Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
+_FEW_TILES = {"out": (64, 128, 2, 4, 4), "gate_up": (64, 128, 1, 4, 4), "down": (64, 128, 2, 6, 4)}
+
+
+class Weight(NamedTuple):
+    """One or several linears, joined: `values` [N, K], of float8_e4m3fn with `scales`, float32 [N]."""
+
+    name: str
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def streamed(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As `kernels.gemv` takes it."""
+        return self.values if self.scales is None else (self.values, self.scales)
+
+
+class Normed(NamedTuple):
+    """x for the next product: normalised, unless the product is to do it by `norm`; quantised if there are `scales`, float32 [rows, 1]."""
+
+    values: torch.Tensor
+    norm: Norm | None = None
+    scales: torch.Tensor | None = None
+
+
+class Products(ABC):
+    """The products of one row, which both kinds do alike, and the seam for those of more."""
+
+    tiles: ClassVar[Mapping[str, Tile]]
+
+    def __init__(self, fetch: bool) -> None:
+        self._fetch = fetch
+        """Whether the out product of one row has its weight fetched while attention runs."""
+
+    @abstractmethod
+    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
+        """A weight of those that have the same input, [N, K] each."""
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> Normed:
+        """x [rows, K], normalised for a product; valid until x changes."""
+        return Normed(x, norm) if len(x) == 1 else self._norm_rows(x, norm)
+
+    def product(self, normed: Normed, weight: Weight) -> torch.Tensor:
+        """x · weightᵀ of the normalised x: [rows, N]."""
+        if normed.norm is None:
+            return self._product_rows(normed, weight)
+        return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, tile=self.tiles[weight.name])
+
+    def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
+        """x += value · weightᵀ, in place, and then `norm` of it; without one x itself."""
+        if len(x) != 1:
+            return self._add_rows(x, value, weight, norm)
+        fetch = weight.name == "out" and self._fetch
+        kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=self.tiles[weight.name])
+        return Normed(x, norm)
+
+    def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
+        """The same of silu(gate) · up of the normalised x, of which the first half of the weight's rows make the gates."""
+        if normed.norm is None:
+            return self._add_gated_rows(x, normed, gate_up, down, norm)
+        tile = self.tiles[gate_up.name]
+        value = kernels.gemv(normed.values, gate_up.streamed, norm=normed.norm, gated=True, tile=tile)
+        return self.add(x, value, down, norm)
+
+    @abstractmethod
+    def load(self, weight: Weight, rows: int) -> None:
+        """Have the library of products load its kernel for so many rows."""
+
+    @abstractmethod
+    def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed: ...
+
+    @abstractmethod
+    def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed: ...
+
+    @abstractmethod
+    def _add_gated_rows(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed: ...
+
+
+class PlainProducts(Products):
+    """Weights of the model's type: cuBLAS, and our own products where those of few rows are faster."""
+
+    # Measured on an H200 (benchmarks/kernels.py, docs/log.md).
+    tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4)}
+
+    def __init__(self, fetch: bool, device: torch.device) -> None:
+        super().__init__(fetch)
+        self._few = Product(device)
+
+    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
+        return Weight(name, torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def load(self, weight: Weight, rows: int) -> None:
+        functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
+
+    def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
+        return Normed(kernels.rms_norm(x, *norm))
+
+    def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor:
+        return functional.linear(normed.values, weight.values)
+
+    def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
+        if len(x) in _FEW_ROWS and fits_product(weight.values):
+            self._few(value, weight.values, _FEW_TILES[weight.name], residual=x)
+        else:
+            torch.addmm(x, value, weight.values.t(), out=x)
+        return Normed(x) if norm is None else self._norm_rows(x, norm)
+
+    def _add_gated_rows(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
+        if len(x) in _FEW_ROWS and fits_product(gate_up.values):
+            value = self._few(normed.values, gate_up.values, _FEW_TILES[gate_up.name], gated=True)
+        else:
+            value = kernels.silu_mul(self._product_rows(normed, gate_up))
+        return self._add_rows(x, value, down, norm)

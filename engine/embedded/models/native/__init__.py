@@ -1,0 +1,1 @@
+"""The fast model runner for CPUs: one C++ file compiled at first start."""

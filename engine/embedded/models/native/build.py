@@ -1,0 +1,76 @@
+"""Compiles `decoder.cpp` for this machine, once for each cache folder, and gives its functions to Python."""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from blake3 import blake3
+
+from engine.embedded.models.native.structures import Model, Step
+
+SOURCE = Path(__file__).with_name("decoder.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-march=native", "-std=gnu++20", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
+_SECONDS = 120.0
+
+
+class NoCompilerError(Exception):
+    """The code cannot be compiled here; the message says why."""
+
+
+@cache
+def library(folder: Path) -> ctypes.CDLL:
+    """The compiled code, kept in `folder`. Raises NoCompilerError."""
+    path = folder / f"decoder-{_fingerprint()}.so"
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(path)
+        except OSError as error:
+            raise NoCompilerError(f"the compiled code cannot be kept in {folder} ({error})") from error
+    try:
+        return _declared(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise NoCompilerError(f"{path} cannot be loaded ({error})") from error
+
+
+def _compile(path: Path) -> None:
+    """Several processes may do this at once: each makes a file of its own and moves it into place."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise NoCompilerError(f"there is no C++ compiler ({', '.join(_COMPILERS)}); install g++")
+    with tempfile.TemporaryDirectory(dir=path.parent) as part:
+        made = Path(part) / path.name
+        try:
+            done = subprocess.run(
+                [compiler, *_FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False, timeout=_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NoCompilerError(f"{compiler} took more than {_SECONDS:.0f} s") from error
+        if done.returncode:
+            raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[:1000]}")
+        os.replace(made, path)
+
+
+def _fingerprint() -> str:
+    """Of the source, the flags and the processor, since code for one does not run on all."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return blake3(repr((SOURCE.read_bytes(), _FLAGS, platform.machine(), processor)).encode()).hexdigest(8)
+
+
+def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    code.pack.argtypes = [pointer, integer, integer, pointer, integer, integer]
+    code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(Model), ctypes.c_int], pointer
+    code.decoder_forward.argtypes = [pointer, ctypes.POINTER(Step)]
+    code.decoder_delete.argtypes = [pointer]
+    for function in (code.pack, code.decoder_forward, code.decoder_delete):
+        function.restype = None
+    return code

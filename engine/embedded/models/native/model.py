@@ -1,0 +1,122 @@
+"""A model of the Llama kind on a CPU, computed by `decoder.cpp`: loads its weights itself, without transformers.
+
+Beside the other models (`engine/embedded/models/torch/model.py`), which run whatever transformers has, this is the fast path for what it knows:
+bfloat16 weights, float32 activations, keys and values, a whole step in one call.
+"""
+
+import weakref
+from collections.abc import Sequence as Sequence_
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import EmbeddedConfig
+from engine.embedded.kv.layout import Attends, LayerGroup, share
+from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.models.embeddings import ImageRows, image_rows
+from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.native.build import NoCompilerError, library
+from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
+from engine.embedded.models.native.structures import Step
+from engine.embedded.models.native.weights import Weights, zeros
+from engine.embedded.models.pending import PendingTokens
+from engine.embedded.scheduler import Chunk
+from engine.embedded.threads import compute_threads
+
+MIB = 1 << 20
+
+
+class NativeModel(PendingTokens):
+    """The weights, the KV cache and one `forward` over the chunks of a step. Raises UnsupportedModelError and EngineFailure."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        super().__init__()
+        if config.dtype not in ("auto", "float32") or config.load_format == "dummy":
+            raise UnsupportedModelError(f"dtype {config.dtype} and load format {config.load_format} are not for compiled code")
+        folder = Path(config.model)
+        shape = read_config(folder)
+        try:
+            code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser())
+        except NoCompilerError as error:
+            raise UnsupportedModelError(str(error)) from error
+        _check_sizes(shape, config.kv_block_size, code.panel_size())
+        with Checkpoint(folder, shape) as checkpoint:
+            self._weights = Weights(code, checkpoint, shape)
+        self.takes_images = shape.takes_images
+        self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
+        self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
+        self.groups = _share(config, shape)
+        cache = (shared_zeros if config.kv_transfer else zeros)(
+            (self.groups[0].num_blocks, _block_bytes(config, shape) // 4), torch.float32
+        )
+        self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
+        self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+        threads = compute_threads(config.threads)
+        self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
+        self._forward = code.decoder_forward
+        weakref.finalize(self, code.decoder_delete, self._decoder)
+
+    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks of a step as `forward` wants them."""
+        return chunks
+
+    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
+        """Compute the chunks and return the logits, float32 [len(rows), vocab], of these flat rows."""
+        tokens = np.fromiter(chain.from_iterable(map(self.tokens, chunks)), np.int32)
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        places, tables, row = [], list[int](), 0
+        for chunk in chunks:
+            places.append((row, chunk.length, chunk.start, len(tables)))
+            tables += chunk.sequence.blocks
+            row += chunk.length
+        arrays = [np.array(values, np.int32) for values in (places, tables, rows)]
+        logits = torch.empty(len(rows), self.vocab_size)
+        images = image_rows(chunks, self.dtype, self.device)
+        embeddings = None if images is None else _addresses(images, len(tokens))
+        inputs = [
+            tokens.ctypes.data,
+            None if embeddings is None else embeddings.ctypes.data,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            *(array.ctypes.data for array in arrays),
+        ]
+        self._forward(self._decoder, Step(*inputs, logits.data_ptr(), len(tokens), len(chunks), len(rows)))
+        return logits
+
+
+def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
+    """For each flat token that of its embedding, 0 for one that has its own."""
+    addresses = np.zeros(tokens, np.uintp)
+    row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize
+    addresses[images.rows] = images.embeddings.data_ptr() + np.arange(len(images.rows)) * row_bytes
+    return addresses
+
+
+def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "head_dim": shape.head_dim, "kv_block_size": block_size}
+    for name, size in sizes.items():
+        if size % panel:
+            raise UnsupportedModelError(f"the compiled path wants multiples of {panel}, and {name} is {size}")
+    if max(shape.head_dim, block_size) > 64 * panel:
+        raise UnsupportedModelError(f"the compiled path takes heads and KV blocks of at most {64 * panel}")
+
+
+def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
+    layer_block_bytes = _block_bytes(config, shape) // shape.layers
+    return share(_attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks)
+
+
+def _attends(shape: LlamaConfig) -> Attends:
+    return Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
+
+
+def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
+    """Of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as [kv_heads, block_size, head_dim]."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4

@@ -1,0 +1,109 @@
+"""A checkpoint's weights as `decoder.cpp` reads them: bfloat16 panels, laid out once, in one range of large pages."""
+
+import ctypes
+import math
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
+from engine.embedded.models.native.structures import Layer, Matrix, Model
+from engine.embedded.threads import compute_threads
+
+_ALIGNMENT = 64
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Anonymous pages, which take memory only once they are written; large ones where the system has them."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class Weights:
+    """All panels and norms of a model, and the structures that point to them."""
+
+    def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig) -> None:
+        self._code, self._checkpoint, self._config = code, checkpoint, config
+        self._panel: int = code.panel_size()
+        self._kept: list[torch.Tensor] = []
+        self._work: list[Callable[[], None]] = []
+        tied = "lm_head.weight" not in checkpoint
+        vectors = config.heads + 2 * config.kv_heads
+        matrices = (1 if tied else 2) * self._words(config.vocab_size, config.hidden) + config.layers * (
+            self._words(vectors * config.head_dim, config.hidden)
+            + self._words(config.hidden, config.heads * config.head_dim)
+            + self._words(2 * config.intermediate, config.hidden)
+            + self._words(config.hidden, config.intermediate)
+        )
+        self._arena, self._used = zeros((matrices,), torch.int32), 0
+        self.layers = (Layer * config.layers)(*(self._layer(f"model.layers.{index}.") for index in range(config.layers)))
+        self.embedding = self._matrix(["model.embed_tokens"])
+        self.head = self.embedding if tied else self._matrix(["lm_head"])
+        self.norm = self._vector("model.norm.weight")
+        with ThreadPoolExecutor(compute_threads()) as pool:
+            for done in [pool.submit(work) for work in self._work]:
+                done.result()
+        self._work.clear()
+
+    def describe(self, cache: torch.Tensor, block_size: int) -> Model:
+        """The whole model for the compiled code; valid while this and `cache` live."""
+        config = self._config
+        return Model(
+            layers=self.layers,
+            embedding=self.embedding,
+            head=self.head,
+            norm=self.norm,
+            cache=cache.data_ptr(),
+            num_layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            epsilon=config.epsilon,
+            scale=config.head_dim**-0.5,
+        )
+
+    def _layer(self, prefix: str) -> Layer:
+        return Layer(
+            qkv=self._matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"]),
+            out=self._matrix([f"{prefix}self_attn.o_proj"]),
+            gate_up=self._matrix([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], interleaved=True),
+            down=self._matrix([f"{prefix}mlp.down_proj"]),
+            attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
+            mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+        )
+
+    def _matrix(self, names: list[str], *, interleaved: bool = False) -> Matrix:
+        """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`."""
+        weights = [self._checkpoint.weight(f"{name}.weight") for name in names]
+        outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+        start = self._arena.data_ptr() + self._used * 4
+        self._used += self._words(outputs, inputs)
+        first = 0
+        for index, weight in enumerate(weights):
+            self._work.append(self._packing(weight, start, index if interleaved else first, len(weights) if interleaved else 1))
+            first += -(-len(weight) // self._panel)
+        return Matrix(start, self._bias(names), outputs, inputs)
+
+    def _packing(self, weight: torch.Tensor, start: int, first: int, step: int) -> Callable[[], None]:
+        return lambda: self._code.pack(weight.data_ptr(), *weight.shape, start, first, step)
+
+    def _bias(self, names: list[str]) -> int | None:
+        present = [f"{name}.bias" for name in names if f"{name}.bias" in self._checkpoint]
+        return self._keep(torch.cat([self._checkpoint.floats(name) for name in present])) if len(present) == len(names) else None
+
+    def _vector(self, name: str) -> int:
+        return self._keep(self._checkpoint.floats(name))
+
+    def _keep(self, values: torch.Tensor) -> int:
+        self._kept.append(values)
+        return values.data_ptr()
+
+    def _words(self, outputs: int, inputs: int) -> int:
+        """32-bit words of a matrix's panels, each a multiple of the alignment since panels are."""
+        return -(-outputs // self._panel) * inputs * self._panel // 2

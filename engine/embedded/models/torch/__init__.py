@@ -1,0 +1,1 @@
+"""The torch model runner: transformers' model code with paged attention."""

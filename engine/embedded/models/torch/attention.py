@@ -1,0 +1,277 @@
+"""Paged attention: the seam between transformers' model code and our KV blocks.
+
+transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat tokens. It hands
+them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends over them. `SdpaAttention` is the
+reference, for any device.
+"""
+
+import math
+import mmap
+from collections.abc import Sequence as Sequence_
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from engine.embedded.kv.blocks import first_block
+from engine.embedded.kv.groups import Table
+from engine.embedded.kv.layout import LayerGroup
+from engine.embedded.scheduler import Chunk
+
+ATTENTION_NAME = "trellis_paged"
+OPTIONS = ("sliding_window", "softcap", "s_aux")
+"""What layers may hand over besides: the window, a bound on scores, sinks."""
+MAX_PADDING = 1.25
+"""Decodes attend in one batch as long as its padded length stays below this multiple of the real one."""
+
+
+class KvCache:
+    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that
+    all layers of a block are one contiguous range."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        _, self.layers, _, self.block_size, heads, head_dim = data.shape
+        self.heads, self.head_dim = heads, head_dim
+        self.token_rows = data.view(-1, heads * head_dim)
+        """[blocks * layers * 2 * block_size, heads * head_dim]"""
+        self.block_rows = data.view(-1, self.block_size * heads * head_dim)
+        """[blocks * layers * 2, block_size * heads * head_dim]"""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
+
+    On a CPU they are anonymous pages, which take memory only once a block is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class AttentionBackend(Protocol):
+    """One step's attention. Built once per step from its chunks, then called once per layer."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
+    ) -> torch.Tensor:
+        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim].
+
+        `options` are those of OPTIONS that the layer has.
+        """
+        ...
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    paged: AttentionBackend,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    return paged(module.layer_idx, query, key, value, scaling, **options).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+class StepAttention:
+    """A step's attention for all layers: each group has its own tables and cache."""
+
+    def __init__(self, caches: Sequence_[KvCache], groups: Sequence_[LayerGroup], chunks: Sequence_[Chunk]) -> None:
+        self._of_layer: dict[int, tuple[SdpaAttention, int]] = {}
+        for index, (cache, group) in enumerate(zip(caches, groups, strict=True)):
+            attention = SdpaAttention(cache, [(chunk, chunk.sequence.tables[index]) for chunk in chunks], group.window)
+            self._of_layer.update((layer, (attention, number)) for number, layer in enumerate(group.layers))
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
+    ) -> torch.Tensor:
+        attention, number = self._of_layer[layer]
+        return attention(number, query, key, value, _Scores(scale, options.get("softcap")))
+
+
+class _Scores(NamedTuple):
+    """How products of queries and keys become scores."""
+
+    scale: float
+    softcap: float | None
+    """A bound that they approach, as Gemma 2 has it; None for none."""
+
+
+class _Decodes(NamedTuple):
+    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
+
+    rows: slice
+    gathered: Sequence_[torch.Tensor]
+    """For each layer the flat [2 * count * width] indices of key, then value block rows."""
+    length: int
+    """Most tokens that one has from its first block on."""
+    mask: torch.Tensor | None
+    """[count, 1, 1, length], 0 where there is a token in sight and -inf elsewhere; None if that is everywhere."""
+
+
+class _Prefill(NamedTuple):
+    """One sequence's chunk: its rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
+    mask, None for a causal one."""
+
+    rows: slice
+    length: int
+    """Tokens from its first block on."""
+    gathered: Sequence_[torch.Tensor] | None
+    mask: torch.Tensor | None
+
+
+class SdpaAttention:
+    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by one.
+
+    `chunks` come with their tables in the group, and must be sorted so that decodes (length 1) come first, in order of length:
+    `sort_chunks`. What the layers share is computed once, for all of them: a step of one token is bound by the number of operations.
+    """
+
+    def __init__(self, cache: KvCache, chunks: Sequence_[tuple[Chunk, Table]], window: int | None) -> None:
+        self._cache, self._window = cache, window
+        self._written = self._of_layers(self._write_rows(chunks), cache.block_size)
+        decodes = [(chunk.start, table) for chunk, table in chunks if chunk.length == 1]
+        widths = [position // cache.block_size + 1 - self._first(position) for position, _ in decodes]
+        self._decodes = [self._decode_batch(first, decodes[first:last]) for first, last in pairwise(_cuts(widths))]
+        self._prefills: list[_Prefill] = []
+        row = len(decodes)
+        for chunk, table in chunks[len(decodes) :]:
+            self._prefills.append(self._prefill(row, chunk, table))
+            row += chunk.length
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """As `AttentionBackend`, with the layer's number in the group."""
+        self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
+        outputs = [self._attend_decodes(batch, layer, query[batch.rows], scores) for batch in self._decodes]
+        outputs += [self._attend_prefill(chunk, layer, query, (key, value), scores) for chunk in self._prefills]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
+        keys, values = self._gather(batch.gathered[layer], len(query), batch.length)
+        grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
+        return _attend(grouped, keys, values, batch.mask, scores).reshape(query.shape)
+
+    def _attend_prefill(
+        self, chunk: _Prefill, layer: int, query: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], scores: _Scores
+    ) -> torch.Tensor:
+        if chunk.gathered is None:
+            keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in own)
+        else:
+            keys, values = self._gather(chunk.gathered[layer], 1, chunk.length)
+        queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
+        return _attend(queries, keys, values, chunk.mask, scores, causal=chunk.mask is None)[0].transpose(0, 1)
+
+    def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
+        cache = self._cache
+        blocks = cache.block_rows.index_select(0, rows).view(2, count, -1, cache.heads, cache.head_dim)
+        keys, values = blocks[:, :, :length].transpose(2, 3).unbind(0)
+        return keys, values
+
+    def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence_[torch.Tensor]:
+        """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is the step between."""
+        both = torch.cat((rows, rows + values))
+        layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
+        return (both + layers * (2 * values)).unbind(0)
+
+    def _write_rows(self, chunks: Sequence_[tuple[Chunk, Table]]) -> torch.Tensor:
+        """The token row of layer 0's keys for every token of the step: [tokens]."""
+        size, stride = self._cache.block_size, self._cache.layers * 2 * self._cache.block_size
+        rows = [
+            table[position // size] * stride + position % size
+            for chunk, table in chunks
+            for position in range(chunk.start, chunk.start + chunk.length)
+        ]
+        return torch.tensor(rows, device=self._cache.data.device)
+
+    def _first(self, position: int) -> int:
+        """Index of the first block that a token attends to."""
+        return first_block(position, self._window, self._cache.block_size)
+
+    def _key_rows(self, blocks: Sequence_[int], width: int) -> list[int]:
+        """The row of layer 0's keys for each block, filled up to `width`."""
+        stride = 2 * self._cache.layers
+        return [block * stride for block in blocks] + [0] * (width - len(blocks))
+
+    def _decode_batch(self, row: int, batch: Sequence_[tuple[int, Table]]) -> _Decodes:
+        size, device = self._cache.block_size, self._cache.data.device
+        firsts = [self._first(position) for position, _ in batch]
+        lengths = [position + 1 - first * size for (position, _), first in zip(batch, firsts, strict=True)]
+        longest = max(lengths)
+        width = -(-longest // size)
+        rows: list[int] = []
+        for (position, table), first in zip(batch, firsts, strict=True):
+            rows += self._key_rows(table[first : position // size + 1], width)
+        mask = None
+        if min(lengths) != longest or longest > (self._window or longest):
+            ends, index = torch.tensor(lengths).unsqueeze(1), torch.arange(longest)
+            hidden = index >= ends
+            if self._window is not None:
+                hidden |= index < ends - self._window
+            mask = torch.zeros(hidden.shape, dtype=self._cache.data.dtype).masked_fill_(hidden, -math.inf)[:, None, None].to(device)
+        return _Decodes(slice(row, row + len(batch)), self._of_layers(torch.tensor(rows, device=device), 1), longest, mask)
+
+    def _prefill(self, row: int, chunk: Chunk, table: Table) -> _Prefill:
+        size, device = self._cache.block_size, self._cache.data.device
+        rows, end = slice(row, row + chunk.length), chunk.start + chunk.length
+        first = self._first(chunk.start)
+        gathered, mask = None, None
+        if chunk.start:
+            blocks = table[first : -(-end // size)]
+            gathered = self._of_layers(torch.tensor(self._key_rows(blocks, len(blocks)), device=device), 1)
+        if chunk.start or (self._window is not None and end > self._window):
+            queries, keys = torch.arange(chunk.start, end, device=device).unsqueeze(1), torch.arange(first * size, end, device=device)
+            mask = keys <= queries
+            if self._window is not None:
+                mask &= keys > queries - self._window
+        return _Prefill(rows, end - first * size, gathered, mask)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: _Scores, causal: bool = False
+) -> torch.Tensor:
+    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the shape of `query`."""
+    if scores.softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+    keys, values = (part.repeat_interleave(query.shape[1] // keys.shape[1], 1) for part in (keys, values))
+    weights = torch.tanh(query @ keys.transpose(2, 3) * (scores.scale / scores.softcap)) * scores.softcap
+    if causal:
+        mask = torch.ones(weights.shape[2:], dtype=torch.bool, device=weights.device).tril_()
+    if mask is not None:
+        weights = weights.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else weights + mask
+    return weights.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+
+
+def sort_chunks(chunks: Sequence_[Chunk]) -> list[Chunk]:
+    """Decodes first, by length, so that sequences of like length attend together; then prompts."""
+    return sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.start))
+
+
+def _cuts(widths: Sequence_[int]) -> list[int]:
+    """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but for one more or less:
+    the first index of each batch, and the end."""
+    if not widths:
+        return []
+    cuts, real, widest = [0], 0, 0
+    for index, width in enumerate(widths):
+        widest = max(widest, width)
+        if real and (index - cuts[-1] + 1) * widest > MAX_PADDING * (real + width):
+            cuts.append(index)
+            real, widest = 0, width
+        real += width
+    return [*cuts, len(widths)]

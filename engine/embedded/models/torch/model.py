@@ -1,0 +1,173 @@
+"""Loading a transformers model and running it on flat tokens over our KV blocks."""
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.config import EmbeddedConfig
+from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
+from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.models.embeddings import image_rows
+from engine.embedded.models.families import auto_class, drop_tower, image_tokens, rope_positions
+from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.models.pending import PendingTokens
+from engine.embedded.models.torch import decoder, linear
+from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks, zeros
+from engine.embedded.models.torch.linear import can_pack
+from engine.embedded.models.torch.norm import replace_norms
+from engine.embedded.scheduler import Chunk
+
+MIB = 1 << 20
+
+
+class Model(PendingTokens):
+    """The weights, the KV cache and one `forward` over the chunks of a step."""
+
+    spare_blocks = 0
+    """Blocks of each cache that belong to the model and not to the pool."""
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        super().__init__()
+        self.device = device_of(config)
+        self.dtype = dtype_of(config, self.device)
+        self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
+        self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+        self.takes_images = image_tokens(self.hf_config)
+        self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
+        self._module = _load_module(config, self.hf_config, self.dtype, self.device)
+        attends = ask(self._module, self.hf_config, self.context_length)
+        self._adapt(config, attends)
+        self.vocab_size: int = self.hf_config.get_text_config().vocab_size
+        self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
+        self.groups = self._share(config, attends)
+        shapes = [
+            (group.num_blocks + self.spare_blocks, len(group.layers), 2, config.kv_block_size, attends.kv_heads, attends.head_dim)
+            for group in self.groups
+        ]
+        shared = bool(config.kv_transfer) and self.device.type == "cpu"
+        self.caches = [
+            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device)) for shape in shapes
+        ]
+        self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
+
+    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks of a step as `forward` wants them."""
+        return sort_chunks(chunks)
+
+    @property
+    def cache(self) -> KvCache:
+        """The cache of the first group: the only one where attention is full in every layer."""
+        return self.caches[0]
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
+        """Compute the chunks, which `ordered` has put in order, and return the logits [len(rows), vocab] of these flat rows."""
+        output = self._module(
+            **self._inputs_of(chunks),
+            position_ids=self._positions_of(chunks).to(self.device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
+            paged=StepAttention(self.caches, self.groups, chunks),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _inputs_of(self, chunks: Sequence_[Chunk]) -> dict[str, torch.Tensor]:
+        """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
+        tokens = torch.tensor([[token for chunk in chunks for token in self.tokens(chunk)]], device=self.device)
+        images = image_rows(chunks, self.dtype, self.device)
+        if images is None:
+            return {"input_ids": tokens}
+        embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
+        embeddings[0, images.rows] = images.embeddings
+        return {"inputs_embeds": embeddings}
+
+    def _positions_of(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
+        """[1, tokens], or [3, 1, tokens] for mRoPE."""
+        if self.takes_images and self.takes_images.merge and any(chunk.sequence.images for chunk in chunks):
+            return torch.cat([self._rope_positions(chunk) for chunk in chunks], 1).unsqueeze(1)
+        return torch.tensor([[position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]])
+
+    def _rope_positions(self, chunk: Chunk) -> torch.Tensor:
+        """In time, height and width: [3, tokens]."""
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        images = sequence.images
+        if images is None:
+            return torch.arange(chunk.start, end).expand(3, -1)
+        if images.positions is None:
+            images.positions = rope_positions(self._module, sequence.request, images)
+        prompt, delta = images.positions
+        first = max(chunk.start, sequence.num_prompt)
+        return torch.cat((prompt[:, chunk.start : end], torch.arange(first, max(first, end)).expand(3, -1) + delta), 1)
+
+    def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
+        """Make of the loaded module what computes here, before memory for KV blocks is taken."""
+        if self.device.type == "cpu":
+            _replace_for_cpu(self._module)
+            _give_back_memory()
+        elif self.takes_images:
+            torch.cuda.empty_cache()  # of the vision tower
+
+    def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
+        memory = config.kv_cache_memory_mb * MIB
+        if self.device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(self.device)[0] * config.free_gpu_memory_fraction)
+        layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.cache_dtype.itemsize
+        memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
+        return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
+
+
+def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model, in place on the device: weights go straight there from the files, or are random (`dummy`)."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.load_format == "dummy":
+        with torch.device(device):
+            return _random(hf_config, dtype)
+    module: Any = auto_class(hf_config).from_pretrained(
+        config.model,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        device_map={"": device} if device.type != "cpu" else None,
+    )
+    return drop_tower(module.eval())
+
+
+def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return drop_tower(auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval())
+
+
+def _replace_for_cpu(model: Any) -> None:
+    """Replace what has a faster equivalent here: norms, then whole layers, then the linears that are left."""
+    replace_norms(model)
+    if can_pack():
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # laying weights out is work for one thread each
+            list(pool.map(_do, list(decoder.replacements(model))))
+            list(pool.map(_do, list(linear.replacements(model, model.get_output_embeddings()))))
+
+
+def _do(replacement: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        replacement()
+
+
+def _give_back_memory() -> None:
+    """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's 540."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+    eos = config.get_text_config().eos_token_id
+    if (folder / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
+    return tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()

@@ -1,0 +1,1 @@
+"""From logits to sampled tokens: penalties, truncation, seeds and log-probabilities."""

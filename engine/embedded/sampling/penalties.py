@@ -1,0 +1,129 @@
+"""What a request may do to its logits before a token is drawn: bias, penalties, masks and logits processors, over a batch of rows.
+
+Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the penalties, and are put
+back over what a logits processor wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.embedded.grammar.compiler import apply_bitmask, new_bitmask
+from engine.embedded.sampling.truncation import put, take
+
+if TYPE_CHECKING:
+    from engine.embedded.sampling.sampler import SamplerState
+
+_log = logging.getLogger(__name__)
+_MASKED = float("-inf")
+
+
+def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    """Apply everything but temperature and truncation, in place. `logits` is float32 [len(states), vocab]."""
+    _add_bias(logits, states)
+    masked = [row for row, state in enumerate(states) if state.has_mask]
+    bitmask = _fill_bitmask(logits.shape[1], states)
+    _mask(logits, states, masked, bitmask)
+    _penalise(logits, states)
+    processed = [row for row, state in enumerate(states) if state.processors]
+    for row in processed:
+        process(logits[row], states[row])
+    _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
+    _repair(logits, states, masked, bitmask)
+
+
+def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    rows = [row for row, state in enumerate(states) if state.bias is not None]
+    if rows:
+        biases = [bias for state in states if (bias := state.bias) is not None]
+        index = _flat(logits, rows, [bias.ids for bias in biases])
+        logits.view(-1).index_add_(0, index, torch.cat([bias.values for bias in biases]))
+
+
+def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    """Repetition (multiplicative, prompt and output), then presence and frequency (subtractive, output only)."""
+    rows = [row for row, state in enumerate(states) if state.counts is not None]
+    if not rows:
+        return
+    counts = torch.stack([counts for state in states if (counts := state.counts) is not None])
+    seen = torch.stack([seen for state in states if (seen := state.seen) is not None])
+    sampling = [states[row].sampling for row in rows]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
+
+    repetition = column([params.repetition_penalty for params in sampling])
+    frequency = column([params.frequency_penalty for params in sampling])
+    presence = column([params.presence_penalty for params in sampling])
+    part = take(logits, rows)
+    # Both ways of the repetition penalty are a division, of positive logits by it and of others by its inverse.
+    divisor = torch.where(part > 0, repetition, 1 / repetition)
+    part.div_(divisor.masked_fill_(~seen, 1)).sub_(frequency * counts).sub_(presence * (counts > 0))
+    put(logits, rows, part)
+
+
+def _mask(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None) -> None:
+    if not rows:
+        return
+    narrow = [row for row in rows if states[row].forbidden is not None]
+    if narrow:
+        forbidden = torch.stack([mask for row in narrow if (mask := states[row].forbidden) is not None])
+        put(logits, narrow, take(logits, narrow).masked_fill_(forbidden, _MASKED))
+    banned = [(row, token) for row in rows for token in states[row].banned()]
+    if banned:
+        index = torch.tensor(banned, device=logits.device)
+        logits[index[:, 0], index[:, 1]] = _MASKED
+    guided = [row for row in rows if states[row].matcher is not None]
+    if guided and bitmask is not None:
+        apply_bitmask(logits, bitmask, guided)
+
+
+def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tensor | None:
+    if not any(state.matcher for state in states):
+        return None
+    bitmask = new_bitmask(len(states), vocab_size)
+    for row, state in enumerate(states):
+        if state.matcher is not None:
+            state.matcher.fill(bitmask, row)
+    return bitmask
+
+
+def process(logits: torch.Tensor, state: SamplerState) -> None:
+    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and that is all."""
+    token_ids = tuple(state.tokens)
+    for processor in state.processors:
+        copy = logits.clone()
+        try:
+            processor(token_ids, copy)
+            if bool(copy.isnan().any()):
+                raise ValueError("the processor wrote NaN")
+        except Exception:
+            if not state.processor_failed:
+                _log.exception("logits processor %s failed; its request goes on without it", type(processor).__name__)
+            state.processor_failed = True
+        else:
+            logits.copy_(copy)
+
+
+def _repair(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None) -> None:
+    """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the sequence ends."""
+    if not rows:
+        return
+    empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]
+    for row in empty:
+        if states[row].matcher is not None:
+            logits[row] = 0
+        else:
+            logits[row, list(states[row].eos_token_ids or (0,))] = 0
+    guided = [row for row in empty if states[row].matcher is not None]
+    if guided and bitmask is not None:
+        apply_bitmask(logits, bitmask, guided)
+
+
+def _flat(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Indices into `logits.view(-1)` of `ids[i]` in row `rows[i]`."""
+    return torch.cat([row * logits.shape[1] + part for row, part in zip(rows, ids, strict=True)])

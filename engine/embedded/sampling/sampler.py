@@ -1,0 +1,290 @@
+"""From logits to tokens, for a batch of sequences: one home of temperature, truncation, randomness and log-probabilities.
+
+Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then greedy, or
+temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output). Requests that name a seed are
+drawn by a race, which shrugs off the rounding errors by which logits differ from batch to batch; the others by the cheaper quantile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from engine.embedded.grammar.compiler import Matcher
+from engine.embedded.sampling.penalties import edit, process
+from engine.embedded.sampling.truncation import Truncation, put, quantile, race, take, weigh
+from engine.errors import InvalidRequest
+from engine.kit.logits import create
+from engine.types import Logprob, SamplingParams, TokenLogprobs
+
+_LOWEST_LOGPROB = -9999.0  # what OpenAI reports for a probability of zero; JSON has no infinity
+_ROWS_AT_ONCE = 64  # prompt positions turned into float32 at a time: 12 MiB for a vocabulary of 49152
+
+
+class Bias(NamedTuple):
+    ids: torch.Tensor
+    """int64 [k]"""
+    values: torch.Tensor
+    """float32 [k]"""
+
+
+class Sampled(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class SamplerState:
+    """What sampling must remember of one sequence. Built once on admission, kept through preemption.
+
+    Raises InvalidRequest if the request names a logits processor that is not registered.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        matcher: Matcher | None,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.sampling = sampling
+        self._vocab_size, self._device = vocab_size, device
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.matcher = matcher
+        self.tokens = list(prompt)
+        self.num_prompt = len(self.tokens)
+        self.pending = 0
+        self.processors = [create(name) for name in sampling.processors]
+        self.processor_failed = False
+        # top_k 1 is greedy too: the lowest id wins a tie, where truncation would keep both.
+        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.bias = _bias(sampling.logit_bias, device)
+        self.forbidden = _forbidden(sampling.allowed_token_ids, vocab_size, device)
+        self._ends = (() if sampling.ignore_eos else eos_token_ids) + sampling.stop_token_ids
+        self._single_bans = [words[0] for words in sampling.bad_words if len(words) == 1]
+        self._bad_words = [words for words in sampling.bad_words if len(words) > 1]
+        self.counts: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
+            self.counts = torch.zeros(vocab_size, device=device)
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.seen[self.tokens] = True
+        self._always_masked = self.forbidden is not None or bool(sampling.bad_words) or matcher is not None
+        self._always_edited = self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+        self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
+        """Whether the token is the one with the largest logit, and that is all."""
+        self.needs_history = matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
+        """Whether the next token cannot be sampled before the host has seen the last one."""
+
+    @property
+    def position(self) -> int:
+        """Number of output tokens so far, a pending one included."""
+        return len(self.tokens) + self.pending - self.num_prompt
+
+    @property
+    def has_mask(self) -> bool:
+        return self._always_masked or self.position < self.sampling.min_tokens
+
+    @property
+    def edited(self) -> bool:
+        """Whether this step's logits are changed before the draw."""
+        return self._always_edited or self.position < self.sampling.min_tokens
+
+    @property
+    def error(self) -> str:
+        """Why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
+        return self.matcher.error if self.matcher is not None else ""
+
+    def banned(self) -> list[int]:
+        """Ids that may not come next because of bad_words and min_tokens."""
+        banned = list(self._single_bans)
+        output = self.tokens[self.num_prompt :] if self._bad_words else []
+        for words in self._bad_words:
+            if output[1 - len(words) :] == list(words[:-1]):
+                banned.append(words[-1])
+        if self.position < self.sampling.min_tokens:
+            banned += self._ends
+        return banned
+
+    def accept(self, token_id: int) -> None:
+        """A token was appended to the output."""
+        self._note(token_id)
+        if self.matcher is not None:
+            accepted = self.matcher.accept(token_id)
+            assert accepted, f"token {token_id} was sampled against the grammar"
+
+    def resume(self, token_id: int) -> None:
+        """The first token was sampled elsewhere. Logits processors are called as for it, with logits that mean nothing, since they may keep
+        state. Raises InvalidRequest if the grammar does not allow it."""
+        if self.matcher is not None and not self.matcher.accept(token_id):
+            raise InvalidRequest("the handoff's token is not one that the guide allows", "handoff")
+        if self.processors:
+            process(torch.zeros(self._vocab_size, device=self._device), self)
+        self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.counts is not None and self.seen is not None:
+            self.counts[token_id] += 1
+            self.seen[token_id] = True
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=1)
+
+
+class Sampler:
+    """Draws one token for each row of a batch."""
+
+    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._argmax = argmax
+
+    def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
+        """One token for each state. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
+        return self.draw(logits, states).results()
+
+    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
+        """As `sample`, but the result may still be on its way: on a GPU this returns as soon as all is queued."""
+        assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
+        if all(state.plain for state in states):
+            return Drawn(self._argmax(logits))
+        edited = [row for row, state in enumerate(states) if state.edited]
+        random = [row for row, state in enumerate(states) if not state.greedy]
+        reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        raw = logits[reported].float() if reported else None
+        logits = logits.float().contiguous()
+        if edited:
+            part = take(logits, edited)
+            edit(part, [states[row] for row in edited])
+            put(logits, edited, part)
+        tokens = logits.argmax(dim=1) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
+        if random:
+            tokens[random] = _draw(take(logits, random), [states[row] for row in random])
+        if raw is None:
+            return Drawn(tokens)
+        return Drawn(tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported]))
+
+
+class Drawn:
+    """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
+
+    def __init__(self, tokens: torch.Tensor, reported: Sequence[int] = (), report: Report | None = None) -> None:
+        self.tokens = tokens
+        self._on_host = to_host(tokens)
+        self._reported = reported
+        self._report = report
+        self._done = _recorded(tokens.device)
+
+    def results(self) -> list[Sampled]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._on_host.tolist()
+        if self._report is None:
+            return [Sampled(token, None) for token in tokens]
+        entries = dict(zip(self._reported, self._report.entries(), strict=True))
+        return [Sampled(token, entries.get(row)) for row, token in enumerate(tokens)]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, complete once the stream has come this far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of prompt tokens: `logits` is [N, vocab], `targets[i]` the prompt token that follows position i."""
+    report: list[TokenLogprobs] = []
+    for start in range(0, len(targets), _ROWS_AT_ONCE):
+        part = targets[start : start + _ROWS_AT_ONCE]
+        chosen = torch.tensor(part, device=logits.device)
+        found = Report(logits[start : start + len(part)].float(), chosen, [count] * len(part))
+        if (done := _recorded(logits.device)) is not None:
+            done.synchronize()
+        report += found.entries()
+    return report
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) that draws output token `position`: 53 bits of a hash, the same on every machine."""
+    digest = hashlib.blake2b(seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
+    seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
+    free = [row for row, state in enumerate(states) if state.sampling.seed is None]
+    tokens = logits.new_empty(len(states), dtype=torch.int64)
+    if seeded:
+        tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
+    if free:
+        tokens[free] = quantile(take(weights, free), [uniform(states[row].seed, states[row].position) for row in free])
+    return tokens
+
+
+class Report:
+    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32 [N, vocab].
+
+    What there is to compute is queued at once; `entries` may be read when the stream has come this far.
+    """
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> None:
+        self._counts = counts
+        values = logits.gather(1, chosen.unsqueeze(1))
+        ranks = (logits > values).sum(dim=1) + 1
+        # A few more than asked for, so that ties at the end are cut by id and not by accident.
+        best = logits.topk(min(max(counts) + 8, logits.shape[1]), dim=1)
+        of_device = (chosen, values.squeeze(1), logits.logsumexp(dim=1), ranks, best.values, best.indices)
+        self._parts = [to_host(part) for part in of_device]
+
+    def entries(self) -> list[TokenLogprobs]:
+        """For each row the chosen token, then its alternatives; ties are listed by id."""
+        report: list[TokenLogprobs] = []
+        rows = zip(*(part.tolist() for part in self._parts), self._counts, strict=True)
+        for token, value, norm, own_rank, best_values, best_ids, count in rows:
+            entries = [_logprob(token, value - norm, own_rank)]
+            alternatives = sorted(zip(best_values, best_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            rank = 1
+            for index, (other, token_id) in enumerate(alternatives[:count]):
+                if other < alternatives[index - 1][0]:
+                    rank = index + 1
+                entries.append(_logprob(token_id, other - norm, rank))
+            report.append(tuple(entries))
+        return report
+
+
+def _logprob(token_id: int, logprob: float, rank: int) -> Logprob:
+    return Logprob(token_id, max(logprob, _LOWEST_LOGPROB), rank)
+
+
+def _bias(logit_bias: dict[int, float], device: torch.device) -> Bias | None:
+    if not logit_bias:
+        return None
+    ids, values = list(logit_bias), list(logit_bias.values())
+    return Bias(torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _forbidden(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """bool [vocab], true for ids that are not allowed; None if all are."""
+    if not allowed:
+        return None
+    forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    forbidden[list(allowed)] = False
+    return forbidden

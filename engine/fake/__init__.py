@@ -1,0 +1,1 @@
+"""The deterministic engine and encoder that ship for tests and development."""

@@ -1,0 +1,75 @@
+"""The encoder without a model: deterministic and fast. An image becomes ROWS image tokens, its embeddings are made of its hash."""
+
+import asyncio
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.errors import EngineNotReady, InvalidRequest
+
+PLACEHOLDER = "<image>"
+IMAGE_TOKEN_ID = 259
+"""Of the byte tokenizer (`multimodal/text/tokenizer.py`)."""
+ROWS, HIDDEN_SIZE = 16, 64
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+
+
+class FakeEncoder:
+    """Takes `seconds` for each image. `rows` is what an image becomes."""
+
+    def __init__(self, seconds: float = 0.0, rows: int = ROWS) -> None:
+        self._seconds = seconds
+        self._rows = rows
+        self._started = False
+        self._closed = False
+        self._running: set[asyncio.Task[None]] = set()
+        self.encoded = 0
+        """Images so far."""
+
+    @property
+    def info(self) -> EncoderInfo:
+        if not self._started:
+            raise EngineNotReady("the encoder has not started")
+        return EncoderInfo(
+            fingerprint=blake3(f"fake {self._rows}".encode()).hexdigest()[:32],
+            placeholder=PLACEHOLDER,
+            image_token_id=IMAGE_TOKEN_ID,
+            hidden_size=HIDDEN_SIZE,
+            dtype="float32",
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self._started and not self._closed
+
+    async def start(self) -> None:
+        self._started = True
+
+    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        if not self.healthy:
+            raise EngineNotReady("the encoder is closed" if self._closed else "the encoder has not started")
+        for image in images:
+            if not image.data.startswith(_SIGNATURES):
+                raise InvalidRequest("an image cannot be decoded", "image")
+        work = asyncio.create_task(asyncio.sleep(self._seconds * len(images)))
+        self._running.add(work)
+        try:
+            await asyncio.wait({work})
+        finally:
+            work.cancel()
+            self._running.discard(work)
+        if work.cancelled():
+            raise EngineNotReady("the encoder is closing")
+        self.encoded += len(images)
+        return [self._encode(image) for image in images]
+
+    async def close(self) -> None:
+        self._closed = True
+        for work in self._running:
+            work.cancel()
+
+    def _encode(self, image: ImageInput) -> EncodedImage:
+        seed = blake3(image.detail.encode()).update(image.data)
+        data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
+        return EncodedImage(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")

@@ -1,0 +1,225 @@
+"""The engine without a model: deterministic, fast, and true to every promise of `engine/base.py`.
+
+It echoes. Output token i is `prompt_token_ids[i % len(prompt)]`, less the end-of-sequence ids, which a chat template puts into every
+prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else. Of a
+prompt with images it echoes, before all else, the first eight digits of each image's key, a token for each. What it hands over is a digest
+of prompt, images and first token, which it checks when it goes on from there.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from engine.config import FakeConfig
+from engine.errors import EngineError, EngineNotReady, InvalidRequest
+from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
+from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_images, sequence_of, state_of
+from engine.kit.checks import check_prompt, output_here
+from engine.kit.priority import rank
+from engine.kit.stream import DeltaStream, Latest
+from engine.kv_events import KvEvent
+from engine.stats import InflightBatchingStats, IterationStats
+from engine.types import Delta, EngineInfo, GenerateRequest, Held, Logprob, PromptReport, TokenLogprobs
+
+
+class FakeEngine:
+    """An engine whose steps emit one token for each running sequence, `token_delay` seconds apart."""
+
+    def __init__(self, config: FakeConfig) -> None:
+        self._config = config
+        self._capacity = min(config.context_length, config.num_blocks * config.block_size)
+        self._started = False
+        self._closed = False
+        self._ticker: asyncio.Task[None] | None = None
+        self._work = asyncio.Event()
+        self._waiting: list[tuple[float, int, FakeSequence]] = []
+        self._running: dict[FakeSequence, None] = {}
+        self._held: dict[FakeSequence, None] = {}
+        self._reserved = 0
+        self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
+        self._stats: Latest[IterationStats] = Latest()
+        self._received = self._iteration = self._completed = self._aborted = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        if not self._started:
+            raise EngineNotReady("the engine has not started")
+        config = self._config
+        return EngineInfo(
+            backend=BACKEND,
+            model=config.model,
+            dtype="none",
+            device="none",
+            context_length=config.context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_seqs * config.context_length,
+            capacity=self._capacity if self._capacity < config.context_length else 0,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self._started and not self._closed
+
+    async def start(self) -> None:
+        self._ticker = asyncio.create_task(self._run(), name="fake-engine")
+        self._started = True
+        self._publish(0.0, 0, 0)
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if not self.healthy:
+            return DeltaStream.failed(EngineNotReady("the engine is closed" if self._closed else "the engine has not started"))
+        try:
+            sequence = self._sequence(request)
+        except EngineError as error:
+            return DeltaStream.failed(error)
+        sequence.stream = DeltaStream(lambda: self._abort(sequence))
+        heapq.heappush(self._waiting, (rank(request.priority, sequence.received), self._received, sequence))
+        self._received += 1
+        self._work.set()
+        return sequence.stream
+
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        return self._blocks.events.batches()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self._stats.values()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.wait([self._ticker])
+        for sequence in [*self._running, *self._held, *(entry[2] for entry in self._waiting)]:
+            sequence.stream.fail(EngineNotReady("the engine is closing"))
+            self._release(sequence)
+        self._waiting.clear()
+        self._stats.close()
+        self._blocks.events.close()
+
+    def _sequence(self, request: GenerateRequest) -> FakeSequence:
+        """Raises InvalidRequest and EngineUnavailable."""
+        config, sampling = self._config, request.sampling
+        check_prompt(request, config.vocab_size, self._capacity)
+        if sampling.guide is not None:
+            raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
+        check_images(request)
+        check_handoff(request)
+        most = len(request.prompt_token_ids) + output_here(request)
+        return sequence_of(request, config, num_blocks=-(-most // config.block_size))
+
+    async def _run(self) -> None:
+        while True:
+            started = time.perf_counter()
+            admitted = self._admit()
+            if not self._running:  # what waits, if something does, waits for what is held
+                self._work.clear()
+                await self._work.wait()
+                continue
+            scheduled = len(self._running)
+            for sequence in list(self._running):
+                self._step(sequence)
+            self._iteration += 1
+            self._publish(time.perf_counter() - started, scheduled, admitted)
+            await asyncio.sleep(self._config.token_delay)
+
+    def _admit(self) -> int:
+        """Start the waiting sequences that fit, in order."""
+        admitted = 0
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            sequence = self._waiting[0][2]
+            if self._reserved + sequence.num_blocks > self._config.num_blocks:
+                break
+            heapq.heappop(self._waiting)
+            self._reserved += sequence.num_blocks
+            request = sequence.request
+            sequence.blocks = self._blocks.open(request.prompt_token_ids, request.cache_salt, request.images)
+            self._running[sequence] = None
+            admitted += 1
+        return admitted
+
+    def _step(self, sequence: FakeSequence) -> None:
+        """Compute what is new of the sequence and emit its next token."""
+        request, sampling = sequence.request, sequence.request.sampling
+        assert sequence.blocks is not None
+        prompt = None if sequence.started or request.handoff is not None else self._prompt_report(sequence, sequence.blocks)
+        if not sequence.started or len(sequence.tokens) % self._config.block_size <= 1:
+            sequence.blocks.fill(sequence.tokens)
+        sequence.started = True
+        if sampling.max_tokens == 0:
+            delta = Delta((), finish_reason="length", prompt=prompt)
+        else:
+            token = sequence.next_token()
+            sequence.tokens.append(token)
+            finish, stop = sequence.finish(token)
+            logprobs = () if sampling.logprobs is None else (self._logprobs(token, sampling.logprobs),)
+            held = Held(state_of(request, (token,))) if request.prefill_only and finish is None else None
+            delta = Delta((token,), logprobs, finish, stop, prompt, held)
+            if held is not None:
+                del self._running[sequence]
+                self._held[sequence] = None
+        if delta.finish_reason is not None:
+            self._completed += 1
+            self._release(sequence)
+        sequence.stream.put(delta)
+
+    def _prompt_report(self, sequence: FakeSequence, blocks: FakeSequenceBlocks) -> PromptReport:
+        request, count = sequence.request, sequence.request.sampling.prompt_logprobs
+        return PromptReport(
+            cached_tokens=len(blocks.keys) * self._config.block_size,
+            queue_seconds=time.monotonic() - sequence.received,
+            logprobs=None if count is None else (None, *(self._logprobs(token, count) for token in request.prompt_token_ids[1:])),
+        )
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The token at rank 1 with probability 1/2, the ids after it with 1/4, 1/8 and so on."""
+        ranked = (Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1) for i in range(max(count, 1)))
+        top = tuple(ranked)
+        return (top[0], *top[:count])
+
+    def _abort(self, sequence: FakeSequence) -> None:
+        if sequence in self._held:
+            self._completed += 1
+        else:
+            self._aborted += 1
+        if sequence.blocks is None:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+            heapq.heapify(self._waiting)
+        self._release(sequence)
+        self._publish(0.0, len(self._running), 0)
+
+    def _release(self, sequence: FakeSequence) -> None:
+        """Give back the blocks of a sequence that has ended, if it holds any."""
+        if sequence.blocks is not None:
+            sequence.blocks.release()
+            self._running.pop(sequence, None)
+            self._held.pop(sequence, None)
+            self._work.set()
+            self._reserved -= sequence.num_blocks
+
+    def _publish(self, seconds: float, scheduled: int, admitted: int) -> None:
+        self._stats.publish(
+            IterationStats(
+                timestamp=time.time(),
+                iteration=self._iteration,
+                iter_latency_ms=seconds * 1e3,
+                num_active_requests=len(self._running),
+                num_queued_requests=len(self._waiting),
+                num_completed_requests=self._completed,
+                max_num_active_requests=self._config.max_num_seqs,
+                kv_cache_stats=self._blocks.stats(),
+                inflight_batching_stats=InflightBatchingStats(
+                    num_scheduled_requests=scheduled,
+                    num_context_requests=admitted,
+                    num_gen_requests=scheduled - admitted,
+                    avg_num_decoded_tokens_per_iter=1.0 if scheduled else 0.0,
+                ),
+                num_aborted_requests=self._aborted,
+                num_held_requests=len(self._held),
+                num_held_blocks=sum(sequence.blocks.held for sequence in self._held if sequence.blocks is not None),
+            )
+        )

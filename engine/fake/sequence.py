@@ -1,0 +1,110 @@
+"""One request in the fake engine: what it echoes, when it ends, and what of it another fake engine goes on from."""
+
+import time
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from engine.config import FakeConfig
+from engine.errors import EngineUnavailable, InvalidRequest
+from engine.fake.blocks import FakeSequenceBlocks
+from engine.kit.stream import DeltaStream
+from engine.types import FinishReason, GenerateRequest, Handoff
+
+BACKEND = "fake"
+
+
+@dataclass(eq=False, slots=True)
+class FakeSequence:
+    """A request: its tokens, and what it says next."""
+
+    request: GenerateRequest
+    received: float
+    tokens: list[int]
+    """Prompt and output."""
+    echo: tuple[int, ...]
+    stops: frozenset[int]
+    """Every id that ends this sequence."""
+    num_blocks: int
+    """Most blocks it can come to hold."""
+    stream: DeltaStream = field(init=False)
+    blocks: FakeSequenceBlocks | None = None
+    cursor: int = 0
+    started: bool = False
+    """Whether its prompt is computed."""
+
+    def go_on(self, handoff: Handoff) -> None:
+        """Count `handoff.first` as said."""
+        for token in handoff.first.token_ids:
+            self.next_token()
+            self.tokens.append(token)
+
+    def next_token(self) -> int:
+        """The next id of the echo; before `min_tokens`, the next that does not end the sequence."""
+        output = len(self.tokens) - len(self.request.prompt_token_ids)
+        for _ in self.echo:
+            token = self.echo[self.cursor % len(self.echo)]
+            self.cursor += 1
+            if output >= self.request.sampling.min_tokens or token not in self.stops:
+                return token
+        return next(token for token in range(len(self.stops) + 1) if token not in self.stops)
+
+    def finish(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Finish and stop reason after `token`, the newest."""
+        sampling = self.request.sampling
+        if token in self.stops:
+            return "stop", token if token in sampling.stop_token_ids else None
+        if len(self.tokens) - len(self.request.prompt_token_ids) >= sampling.max_tokens:
+            return "length", None
+        return None, None
+
+
+def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -> FakeSequence:
+    """The sequence of a request that is checked, received now."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    meant = frozenset(sampling.stop_token_ids)
+    eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
+    said = (*_seen(request, config.vocab_size), *prompt)
+    sequence = FakeSequence(
+        request=request,
+        received=time.monotonic(),
+        tokens=list(prompt),
+        echo=tuple(token for token in said if token not in eos or token in meant) or said,
+        stops=meant | eos,
+        num_blocks=num_blocks,
+    )
+    if request.handoff is not None:
+        sequence.go_on(request.handoff)
+    return sequence
+
+
+def state_of(request: GenerateRequest, first: tuple[int, ...]) -> bytes:
+    """What is handed over after the token `first`."""
+    images = [(image.key, image.start, image.length) for image in request.images]
+    return blake2b(repr((request.prompt_token_ids, images, first)).encode(), digest_size=16).digest()
+
+
+def check_images(request: GenerateRequest) -> None:
+    """Of a prompt that `check_prompt` has passed. Raises InvalidRequest for images that are not encoded, EngineUnavailable for embeddings
+    that are lost.
+    """
+    if request.media is not None or request.encoding is not None:
+        raise InvalidRequest("the fake engine takes images as embeddings alone", "prompt")
+    reads = request.handoff is not None and request.handoff.state
+    if not reads and not all(image.data for image in request.images):
+        raise EngineUnavailable("the images' embeddings are not here, so that the prompt cannot be computed")
+
+
+def check_handoff(request: GenerateRequest) -> None:
+    """Raises InvalidRequest for what another kind of engine, or another prompt, has left."""
+    handoff = request.handoff
+    if handoff is None:
+        return
+    if handoff.backend != BACKEND:
+        raise InvalidRequest(f"the handoff is of the {handoff.backend} engine; this replica runs {BACKEND}", "handoff")
+    if handoff.state and handoff.state != state_of(request, handoff.first.token_ids):
+        raise InvalidRequest("the handoff is of another prompt", "handoff")
+
+
+def _seen(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
+    """What it says of the images: with the tokenizer that makes tokens of bytes, digits."""
+    return tuple((ord(digit) + 3) % vocab_size for image in request.images for digit in image.key[:8])

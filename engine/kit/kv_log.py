@@ -1,0 +1,104 @@
+"""An engine's KV-cache events for whoever listens, however late: a consumer is told first what the engine holds.
+
+So a router learns of everything from a publisher that begins when the engine has long been running, and while nobody listens nothing
+piles up but the books, which are as large as the cache has blocks.
+"""
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from engine.kit.spans import MmKeys
+from engine.kit.stream import EventFeed
+from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken, Updated
+
+EventData = Created | Stored | Removed | Updated | Cleared
+
+_BATCH = 256
+
+
+class _Block(NamedTuple):
+    """A block that can be reused. Its tokens take a tenth of the memory that they have in events."""
+
+    block_hash: int
+    parent: int | None
+    tokens: "array[int]"
+    mm_keys: MmKeys
+    cache_salt: str
+
+    def stored(self) -> Stored:
+        block = StoredBlock(self.block_hash, tuple(map(UniqueToken, self.tokens)), mm_keys=self.mm_keys)
+        return Stored(self.parent, (block,), self.cache_salt)
+
+
+class _Pool:
+    """What there is of one attention window."""
+
+    def __init__(self) -> None:
+        self.created = Created(())
+        self.blocks: dict[int, _Block] = {}
+
+    def note(self, data: EventData) -> None:
+        match data:
+            case Created():
+                self.created = data
+            case Stored():
+                parent = data.parent_hash
+                for block in data.blocks:
+                    tokens = array("i", [token.token_id for token in block.tokens])
+                    self.blocks[block.block_hash] = _Block(block.block_hash, parent, tokens, block.mm_keys, data.cache_salt)
+                    parent = block.block_hash
+            case Removed():
+                for block_hash in data.block_hashes:
+                    self.blocks.pop(block_hash, None)
+            case Cleared():
+                self.blocks.clear()
+
+    def parents_first(self) -> Iterator[_Block]:
+        """All blocks. A parent can be younger than its children: it was evicted, and is there again."""
+        told: set[int] = set()
+        for block_hash in self.blocks:
+            chain: list[_Block] = []
+            ancestor: int | None = block_hash
+            while ancestor is not None and ancestor in self.blocks and ancestor not in told:
+                chain.append(self.blocks[ancestor])
+                told.add(ancestor)
+                ancestor = self.blocks[ancestor].parent
+            yield from reversed(chain)
+
+
+class _Rank:
+    """A data-parallel rank."""
+
+    def __init__(self) -> None:
+        self.last_id = -1
+        self.pools: dict[int, _Pool] = {}
+
+    def held(self) -> list[tuple[int, Created | _Block]]:
+        """By attention window: that each is there; then all blocks."""
+        created: list[tuple[int, Created | _Block]] = [(window, pool.created) for window, pool in self.pools.items()]
+        return created + [(window, block) for window, pool in self.pools.items() for block in pool.parents_first()]
+
+
+class KvEventLog(EventFeed[KvEvent]):
+    """The feed of one life of an engine. What goes before is numbered so that the events that follow have the ids that come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks: dict[int | None, _Rank] = {}
+
+    def put(self, event: KvEvent) -> None:
+        rank = self._ranks.setdefault(event.attention_dp_rank, _Rank())
+        rank.last_id = event.event_id
+        rank.pools.setdefault(event.window_size, _Pool()).note(event.data)
+        super().put(event)
+
+    def _before(self) -> Iterator[list[KvEvent]]:
+        now = [(number, rank.last_id, rank.held()) for number, rank in self._ranks.items()]
+        for number, last_id, held in now:
+            first = last_id + 1 - len(held)
+            for start in range(0, len(held), _BATCH):
+                yield [
+                    KvEvent(event_id, part if isinstance(part, Created) else part.stored(), window, number)
+                    for event_id, (window, part) in enumerate(held[start : start + _BATCH], start=first + start)
+                ]

@@ -1,0 +1,1 @@
+"""Living with other replicas: discovery, probing, circuit breaking, remote prefill and remote encode."""

@@ -1,0 +1,215 @@
+"""An `Engine` that has its prompts computed by other replicas: prefill there, decode by the engine here.
+
+The first token comes with the handoff, and goes to the consumer at once. The engine here then reads the KV blocks; until its first delta
+the peer's answer stays open and keeps them where they are. If that ends too early, nothing that was read is trusted: the engine computes
+the prompt itself and goes on, with no token said twice and none lost.
+
+Images go to prefill as embeddings; the engine here gets these only if it has to compute the prompt itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine import trace
+from engine.base import Engine
+from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.handoff import prefill_info
+from engine.kit.checks import check_prompt
+from engine.kit.spans import expands
+from engine.kit.stream import DeltaStream
+from engine.kv_events import KvEvent
+from engine.replicas.ask import Lease
+from engine.replicas.peers import Observer
+from engine.replicas.pool import PeerPool, is_final
+from engine.stats import IterationStats
+from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
+from protocol.internal import PrefillInfo
+
+_END_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class DisaggregatedEngine:
+    """Prefills in `pool`, decodes with `local`. `model_name` is what peers have to serve too.
+
+    With `min_tokens` shorter prompts, and without a peer all prompts, are computed here; with None no prompt is, and requests fail instead
+    with EngineUnavailable.
+    """
+
+    def __init__(self, local: Engine, pool: PeerPool, model_name: str, min_tokens: int | None, observer: Observer) -> None:
+        self.local = local
+        self.pool = pool
+        self.min_tokens = min_tokens
+        self.observer = observer
+        self._model_name = model_name
+        self._runs: set[_Run] = set()
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.local.info
+
+    @property
+    def healthy(self) -> bool:
+        return not self._closed and self.local.healthy and (self.min_tokens is not None or self.pool.healthy(self.common))
+
+    @property
+    def common(self) -> PrefillInfo:
+        """What a peer has to have in common with the engine here."""
+        return prefill_info(self._model_name, self.local.info)
+
+    async def start(self) -> None:
+        finding = asyncio.create_task(self.pool.start())
+        try:
+            await self.local.start()
+            await finding
+        finally:
+            finding.cancel()
+            await asyncio.wait({finding})
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if self._closed or not self.local.healthy:
+            return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
+        info = self.local.info
+        try:  # before a peer computes anything
+            check_prompt(request, info.vocab_size, info.capacity or info.context_length)
+        except InvalidRequest as error:
+            return DeltaStream.failed(error)
+        run = _Run(self, request)
+        self._runs.add(run)
+        run.stream.when_done(lambda: self._runs.discard(run))
+        return run.stream
+
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        return self.local.kv_events()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self.local.stats()
+
+    async def close(self) -> None:
+        self._closed = True
+        for run in list(self._runs):
+            await run.fail(EngineNotReady("the engine is closing"))
+        await self.local.close()
+        await self.pool.close()
+
+
+class _Run:
+    """One request. A task sees it through until the local engine has begun to answer; from then on its deltas are piped."""
+
+    def __init__(self, engine: DisaggregatedEngine, request: GenerateRequest) -> None:
+        self.stream = DeltaStream(self._abort)
+        self._engine = engine
+        self._request = request
+        self._local: DeltaStream | None = None
+        self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Of the engine here on the handoff: empty once it has begun to answer, else why it cannot go on from there."""
+        self._task = asyncio.create_task(self._serve())
+
+    async def fail(self, error: EngineError) -> None:
+        """End with `error`, here and at the peer."""
+        self.stream.fail(error)
+        self._abort()
+        await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        try:
+            engine, request = self._engine, self._request
+            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens and not expands(request):
+                self._compute("short")
+            elif (lease := await self._prefilled()) is None:
+                self._compute("no_peer")
+            else:
+                await self._go_on(lease)
+        except EngineError as error:
+            self.stream.fail(error)
+        except Exception as error:  # a bug: whoever waits for the request has to get to know
+            log.exception("a request failed on its way to prefill or back")
+            self.stream.fail(EngineFailure(f"the hand-over failed: {type(error).__name__}"))
+
+    async def _prefilled(self) -> Lease[Handoff] | None:
+        """The lease; None if no peer could, and the prompt may be computed here."""
+        try:
+            return await self._engine.pool.prefill(self._request, self._engine.common)
+        except EngineError as error:
+            if self._engine.min_tokens is None or is_final(error):
+                raise
+            log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
+            return None
+
+    async def _go_on(self, lease: Lease[Handoff]) -> None:
+        """From the first token, which is here, to the local engine's first delta, or the peer's last word."""
+        first, lost = lease.handoff.first, ""
+        ended = asyncio.create_task(lease.ended())
+        try:
+            self.stream.put(first)
+            if first.finish_reason is None:
+                lost = await self._read(lease.handoff, ended)
+            else:
+                await asyncio.wait({ended}, timeout=_END_SECONDS)  # so that the connection can be used again
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
+            await lease.aclose()
+        if lost:
+            await self._recover(lease.handoff, lost)
+
+    async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
+        """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
+        # The embeddings stay: who is preempted computes its prompt again.
+        local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
+        either: list[asyncio.Future[Any]] = [ended, self._verdict]
+        with trace.span("transfer"):
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._verdict.done():
+            return self._verdict.result()
+        local.close()  # at once: what it says from now on would be said again
+        return "prefill has ended the lease, or is gone"
+
+    async def _recover(self, handoff: Handoff, reason: str) -> None:
+        """Go on without the KV blocks."""
+        log.warning("the prompt of %s is computed again, here: %s", self._request.request_id, reason)
+        self._verdict = asyncio.get_running_loop().create_future()
+        self._engine.observer.computed_locally("lost")
+        again = f"{self._request.request_id}-again"  # the engine may still be busy with what was aborted
+        self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
+        with trace.span("recompute"):
+            refusal = await self._verdict
+        if refusal:
+            raise EngineUnavailable(f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}")
+
+    def _compute(self, reason: str) -> None:
+        self._engine.observer.computed_locally(reason)
+        self._verdict.set_result("")  # there is no handoff
+        self._generate(replace(self._request, prefill_locally=True))
+
+    def _generate(self, request: GenerateRequest) -> DeltaStream:
+        local = self._engine.local.generate(request)
+        assert isinstance(local, DeltaStream), "an engine's own, not one that wraps it"
+        self._local = local
+        local.pipe(self._pass_on)
+        return local
+
+    def _pass_on(self, output: Delta | Exception) -> None:
+        refused = not self._verdict.done() and _is_about_handoff(output)
+        if not self._verdict.done():
+            self._verdict.set_result((str(output) or type(output).__name__) if refused else "")
+        if isinstance(output, Delta):
+            self.stream.put(output)
+        elif not refused:
+            self.stream.fail(output)
+
+    def _abort(self) -> None:
+        self._task.cancel()
+        if self._local is not None:
+            self._local.close()
+
+
+def _is_about_handoff(output: Delta | Exception) -> bool:
+    """Whether the engine refuses to go on from the handoff: what is of no use to it, or KV blocks that are not like its own."""
+    return (isinstance(output, InvalidRequest) and output.param == "handoff") or type(output) is EngineUnavailable

@@ -1,0 +1,112 @@
+"""An engine's KV-cache events to what routers want to know: which full blocks of full attention can be reused."""
+
+import re
+from collections.abc import Iterator
+
+from blake3 import blake3
+
+from engine.kit.spans import MmKeys
+from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock
+from engine.replicas.publisher.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    MmInfo,
+    MmObject,
+    WireEvent,
+    signed,
+)
+
+_HEX = re.compile(r"[0-9a-fA-F]{16,}")
+
+
+class Converter:
+    """The events of one data-parallel rank, in order.
+
+    Blocks of narrower attention windows are left out: what a prefix needs is known by the widest. So are blocks that are not full, and
+    what follows them. An engine that begins anew, which its event ids show, has nothing that the one before had.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.lost = 0
+        """Events that never came, by the gaps between event ids."""
+        self._block_size = block_size
+        self._last_id: int | None = None
+        self._window = 0
+        """The widest so far: an engine begins with a Created of each."""
+        self._started = False
+        """Whether there was anything but those."""
+        self._withheld: set[int] = set()
+
+    def convert(self, event: KvEvent) -> Iterator[WireEvent]:
+        """What is to be said of `event`."""
+        if self._is_first(event):
+            self._begin()
+            yield AllBlocksCleared()
+        elif self._last_id is not None:
+            self.lost += event.event_id - self._last_id - 1
+        self._last_id = event.event_id
+        self._started = self._started or not isinstance(event.data, Created)
+        if event.window_size < self._window:
+            return
+        self._window = event.window_size
+        match event.data:
+            case Stored():
+                yield from self._stored(event.data)
+            case Removed():
+                yield from self._removed(event.data)
+            case Cleared():
+                self._withheld.clear()
+                yield AllBlocksCleared()
+
+    def _begin(self) -> None:
+        self._window, self._started, self._withheld = 0, False, set()
+
+    def _is_first(self, event: KvEvent) -> bool:
+        """Whether an engine begins with this event."""
+        if self._last_id is None or event.event_id <= self._last_id:
+            return True
+        return self._started and isinstance(event.data, Created)
+
+    def _stored(self, data: Stored) -> Iterator[BlockStored]:
+        full = list(data.blocks)
+        for index, block in enumerate(data.blocks):
+            if len(block.tokens) != self._block_size:
+                self._withheld.update(later.block_hash for later in data.blocks[index:])
+                full = full[:index]
+                break
+        if not full:
+            return
+        self._withheld.difference_update(block.block_hash for block in full)
+        yield BlockStored(
+            block_hashes=[signed(block.block_hash) for block in full],
+            parent_block_hash=None if data.parent_hash is None else signed(data.parent_hash),
+            token_ids=[token.token_id for block in full for token in block.tokens],
+            block_size=self._block_size,
+            cache_salt=data.cache_salt or None,
+            block_mm_infos=_mm_infos(full),
+        )
+
+    def _removed(self, data: Removed) -> Iterator[BlockRemoved]:
+        known = [signed(block_hash) for block_hash in data.block_hashes if block_hash not in self._withheld]
+        self._withheld.difference_update(data.block_hashes)
+        if known:
+            yield BlockRemoved(known)
+
+
+def _mm_infos(blocks: list[StoredBlock]) -> list[MmInfo | None] | None:
+    if not any(block.mm_keys for block in blocks):
+        return None
+    return [_mm_info(block.mm_keys) for block in blocks]
+
+
+def _mm_info(mm_keys: MmKeys) -> MmInfo | None:
+    """An event tells which images a block has, not where they end: offsets stay empty."""
+    hashes = dict.fromkeys(_mm_hash(str(key["hash"])) for key in mm_keys)
+    return MmInfo(tuple(map(MmObject, hashes))) if hashes else None
+
+
+def _mm_hash(key: str) -> int:
+    """The first 16 hex digits of a key; of one that is a name instead, as later TensorRT-LLM allows, those of its BLAKE3 hash."""
+    digits = key if _HEX.fullmatch(key) else blake3(key.encode()).hexdigest()
+    return int(digits[:16], 16)

@@ -1,0 +1,173 @@
+"""Which replica has which prefixes in its KV cache, learnt from its events.
+
+A block is known by a key of ours, made of its tokens and its parent's key, so that a chain of keys names a whole prefix whatever hashes
+the replicas use. For each key there is the set of replicas that have the block, as the bits of a number. Keys are Python's hashes: 64 bits
+that nobody outside can foresee; two prefixes with one key would mislead a choice, and nothing else.
+"""
+
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+
+from engine.replicas.routing.events import Cleared, Event, Removed, Stored
+
+MAX_BLOCKS = 1 << 19
+"""Blocks remembered for one replica; beyond, the oldest eighth is forgotten."""
+
+
+def root_key(namespace: tuple[str, str] = ("", "")) -> int:
+    """The parent of a first block."""
+    return hash(("root", namespace))
+
+
+def chain(tokens: Sequence[int], block_size: int, namespace: tuple[str, str] = ("", "")) -> Iterator[int]:
+    """The keys of the whole blocks of a prompt without images, made as they are asked for."""
+    data, key = array("q", tokens), root_key(namespace)
+    for end in range(block_size, len(data) + 1, block_size):
+        key = _child(key, data[end - block_size : end])
+        yield key
+
+
+def _child(parent: int, tokens: "array[int]", media: Hashable = None) -> int:
+    return hash((parent, tokens.tobytes(), media))
+
+
+class _Blocks:
+    """Those of one replica."""
+
+    __slots__ = ("keys", "shared", "size")
+
+    def __init__(self) -> None:
+        self.keys: dict[Hashable, int] = {}
+        """By the replica's own hash, oldest first: on the device of the first rank the number alone, else (tier, number)."""
+        self.shared: dict[int, int] = {}
+        """Keys that the replica has under several hashes: how many more than one."""
+        self.size = 0
+        """Tokens in a block; 0 before the first."""
+
+
+class PrefixIndex:
+    """The blocks of up to any number of replicas, which are numbers from 0."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._holders: dict[int, int] = {}
+        self._replicas: dict[int, _Blocks] = {}
+
+    def blocks(self, replica: int) -> int:
+        """How many blocks of a replica are known."""
+        return len(self._replicas[replica].keys) if replica in self._replicas else 0
+
+    @property
+    def block_sizes(self) -> set[int]:
+        return {blocks.size for blocks in self._replicas.values() if blocks.size}
+
+    def apply(self, replica: int, event: Event) -> int:
+        """Take note of an event; returns how many blocks could not be attached, as their parent is not known."""
+        blocks = self._replicas.setdefault(replica, _Blocks())
+        match event:
+            case Stored():
+                return self._store(replica, blocks, event)
+            case Removed(hashes, tier):
+                for block_hash in hashes:
+                    self._drop(replica, blocks, _name(block_hash, tier))
+            case Cleared(rank):
+                for name in [name for name in blocks.keys if _rank(name) == rank]:
+                    self._drop(replica, blocks, name)
+        return 0
+
+    def remove(self, replica: int) -> None:
+        """Forget a replica."""
+        blocks = self._replicas.pop(replica, None)
+        for name in list(blocks.keys) if blocks is not None else ():
+            assert blocks is not None
+            self._drop(replica, blocks, name)
+
+    def overlaps(self, tokens: Sequence[int], namespace: tuple[str, str] = ("", "")) -> dict[int, int]:
+        """For each replica that has the start of a prompt, how many of its tokens: whole blocks, from the first one on."""
+        found: dict[int, int] = {}
+        for size in self.block_sizes:
+            mask = sum(1 << replica for replica, blocks in self._replicas.items() if blocks.size == size)
+            for length, key in enumerate(chain(tokens, size, namespace), 1):
+                rest = mask & self._holders.get(key, 0)
+                if rest != mask:
+                    _note(found, mask & ~rest, (length - 1) * size)
+                mask = rest
+                if not mask:
+                    break
+            _note(found, mask, len(tokens) // size * size)
+        return found
+
+    def _store(self, replica: int, blocks: _Blocks, event: Stored) -> int:
+        if event.parent is None:
+            key = root_key(event.namespace)
+        else:
+            known = self._parent(blocks, event)
+            if known is None:
+                return len(event.hashes)
+            key = known
+        blocks.size = event.block_size
+        data, size = array("q", event.tokens), event.block_size
+        for place, block_hash in enumerate(event.hashes):
+            media = event.media[place] if place < len(event.media) else None
+            key = _child(key, data[place * size : (place + 1) * size], media)
+            name = _name(block_hash, event.tier)
+            if name in blocks.keys:
+                if blocks.keys[name] == key:
+                    continue
+                self._drop(replica, blocks, name)
+            self._add(replica, blocks, name, key)
+        return 0
+
+    def _parent(self, blocks: _Blocks, event: Stored) -> int | None:
+        """The key of the block before; a parent may be on another tier than its child."""
+        assert event.parent is not None
+        same = blocks.keys.get(_name(event.parent, event.tier))
+        return same if same is not None or event.tier is None else blocks.keys.get(event.parent)
+
+    def _add(self, replica: int, blocks: _Blocks, name: Hashable, key: int) -> None:
+        if len(blocks.keys) >= self._max_blocks:
+            for oldest in list(islice(blocks.keys, -(-self._max_blocks // 8))):
+                self._drop(replica, blocks, oldest)
+        blocks.keys[name] = key
+        holders = self._holders.get(key, 0)
+        if holders >> replica & 1:
+            blocks.shared[key] = blocks.shared.get(key, 0) + 1
+        else:
+            self._holders[key] = holders | 1 << replica
+
+    def _drop(self, replica: int, blocks: _Blocks, name: Hashable) -> None:
+        key = blocks.keys.pop(name, None)
+        if key is None:
+            return
+        if more := blocks.shared.get(key, 0):
+            if more > 1:
+                blocks.shared[key] = more - 1
+            else:
+                del blocks.shared[key]
+            return
+        left = self._holders[key] & ~(1 << replica)
+        if left:
+            self._holders[key] = left
+        else:
+            del self._holders[key]
+
+
+def _name(block_hash: int, tier: Hashable) -> Hashable:
+    """Hashes come signed from some replicas and unsigned from others, and may do so from one."""
+    number = block_hash & 0xFFFFFFFFFFFFFFFF
+    return number if tier is None else (tier, number)
+
+
+def _rank(name: Hashable) -> int:
+    if isinstance(name, tuple):
+        rank: int = name[0][0]
+        return rank
+    return 0
+
+
+def _note(found: dict[int, int], replicas: int, tokens: int) -> None:
+    while tokens and replicas:
+        lowest = replicas & -replicas
+        found[lowest.bit_length() - 1] = tokens
+        replicas ^= lowest

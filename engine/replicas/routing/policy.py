@@ -1,0 +1,55 @@
+"""Which replica a request goes to: what it would have to compute there, weighed against what the replica has to do already."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.replicas.routing.load import Load
+
+PolicyName = Literal["kv", "round_robin", "least_loaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    replica: int
+    load: Load
+    last_asked: int
+    """Grows with each choice."""
+
+
+class Policy:
+    """`kv`: cost is weight x tokens to compute + the replica's work in tokens; `least_loaded` leaves the overlap out; `round_robin` both.
+
+    Of equals the one that has fewer requests, then one at random. With a `temperature` costs make probabilities: 0 takes the cheapest.
+    """
+
+    def __init__(self, name: PolicyName, overlap_weight: float = 1.0, temperature: float = 0.0, seed: int | None = None) -> None:
+        self.name = name
+        self._weight = overlap_weight
+        self._temperature = temperature
+        self._random = random.Random(seed)
+
+    def choose(self, candidates: Sequence[Candidate], prompt: int, overlaps: Mapping[int, int]) -> Candidate:
+        """One of at least one. `prompt`: its tokens; `overlaps`: how many of them each replica has, by number."""
+        if self.name == "round_robin":
+            return min(candidates, key=lambda candidate: (candidate.last_asked, candidate.replica))
+        costs = [self._cost(candidate, prompt, overlaps) for candidate in candidates]
+        if self._temperature:
+            return self._sampled(candidates, costs)
+        least = min(zip(costs, (candidate.load.requests for candidate in candidates), strict=True))
+        equals = [candidate for candidate, cost in zip(candidates, costs, strict=True) if (cost, candidate.load.requests) == least]
+        return equals[0] if len(equals) == 1 else self._random.choice(equals)
+
+    def _cost(self, candidate: Candidate, prompt: int, overlaps: Mapping[int, int]) -> float:
+        if self.name == "least_loaded":
+            return candidate.load.tokens
+        return self._weight * (prompt - overlaps.get(candidate.replica, 0)) + candidate.load.tokens
+
+    def _sampled(self, candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
+        """Costs are taken relative to their span, so that a temperature means the same for short and long prompts."""
+        least = min(costs)
+        span = max(costs) - least or 1.0
+        weights = [math.exp(-(cost - least) / span / self._temperature) for cost in costs]
+        return self._random.choices(candidates, weights)[0]

@@ -1,0 +1,1 @@
+"""From deltas to answers: text, stop strings, log-probabilities and response chunks."""

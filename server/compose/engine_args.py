@@ -1,0 +1,146 @@
+"""From the settings to the arguments of TensorRT-LLM's `LLM`: defaults < settings < EXTRA_ENGINE_ARGS < OVERRIDE_ENGINE_ARGS < forced."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from engine.trtllm.arguments import (
+    Effective,
+    Layer,
+    attention_dp_size,
+    defaults,
+    encoder_problems,
+    forced,
+    gpus_per_replica,
+    merge,
+    parallel_sizes,
+    problems,
+    taken,
+)
+from server.settings.replica import EngineArgsError, Settings
+
+_SAME_NAME = (
+    "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
+    "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code", "load_format",
+)  # fmt: skip
+_OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
+_OF_KV_CACHE = {
+    "free_gpu_memory_fraction": "free_gpu_memory_fraction",
+    "kv_block_size": "tokens_per_block",
+    "enable_block_reuse": "enable_block_reuse",
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How many ranks one replica has, and who says so: `said` is for people."""
+
+    ranks: int
+    per_node: int
+    """GPUs of a node; 0 takes those that are visible."""
+    said: str
+
+
+def effective(settings: Settings) -> Effective:
+    """All layers merged and checked, less what the role does not take; a router's are those of its replicas. Raises EngineArgsError."""
+    role = "aggregated" if settings.disaggregation_mode == "router" else settings.disaggregation_mode
+    layers = [
+        Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
+        Layer("setting", _from_settings(settings)),
+        Layer("EXTRA_ENGINE_ARGS", _from_file(settings)),
+        Layer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
+    ]
+    layers += forced(merge(layers).arguments, role, settings.publish_kv_events)
+    found = merge(layers)
+    backend = _backend(found, settings)
+    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if role == "encode" else [])
+    if faults:
+        raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
+    return taken(found, role, backend)
+
+
+def parallelism(settings: Settings) -> Parallelism:
+    """The ranks of the effective arguments, each number with the layer that set it. Raises EngineArgsError."""
+    found = effective(settings)
+    backend = _backend(found, settings)
+    sizes = parallel_sizes(found.arguments, backend) or {"tensor_parallel_size": 1}
+    said = " x ".join(f"{name} {size} ({found.origins.get(name, 'default')})" for name, size in sizes.items())
+    if (copies := attention_dp_size(found.arguments)) > 1 and backend == "pytorch":
+        said += f" with {copies} KV caches"
+    return Parallelism(gpus_per_replica(found.arguments, backend), found.arguments.get("gpus_per_node") or 0, said)
+
+
+def listing(settings: Settings) -> Iterator[str]:
+    """Lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are not shown."""
+    yield "# settings"
+    for name in type(settings).model_fields:
+        origin = "set" if name in settings.model_fields_set else "default"
+        yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
+    if settings.engine == "trtllm":
+        found = effective(settings)
+        yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
+        for path, layer in sorted(found.origins.items()):
+            yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
+        for name, reason in found.ignored.items():
+            yield f"# {name} is ignored: {reason}"
+
+
+def _backend(found: Effective, settings: Settings) -> str:
+    return str(found.arguments.get("backend", settings.backend))
+
+
+def _from_settings(settings: Settings) -> dict[str, Any]:
+    """What was set, under the names that it has there; the settings' own defaults are those of other backends."""
+    said = settings.model_fields_set
+    values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
+    values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
+    if not values.get("max_seq_len", 1):
+        del values["max_seq_len"]
+    if not settings.enable_cuda_graphs:
+        values["cuda_graph_config"] = None
+    cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
+    return values | ({"kv_cache_config": cache} if cache else {})
+
+
+def _from_file(settings: Settings) -> Mapping[str, Any]:
+    path = settings.extra_engine_args
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise EngineArgsError([f"EXTRA_ENGINE_ARGS: {path}: {' '.join(str(error).split())}"]) from error
+    return _mapping(content if content is not None else {}, "EXTRA_ENGINE_ARGS")
+
+
+def _from_json(settings: Settings) -> Mapping[str, Any]:
+    try:
+        content = json.loads(settings.override_engine_args or "{}")
+    except ValueError as error:
+        raise EngineArgsError([f"OVERRIDE_ENGINE_ARGS: not valid JSON: {error}"]) from error
+    return _mapping(content, "OVERRIDE_ENGINE_ARGS")
+
+
+def _mapping(content: Any, setting: str) -> Mapping[str, Any]:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise EngineArgsError([f"{setting}: must be a mapping from names of arguments"])
+    if taken := {"model", "backend"} & content.keys():
+        raise EngineArgsError([f"{setting}: {name} is a setting of its own, {name.upper()}" for name in sorted(taken)])
+    return content
+
+
+def _origin(found: Effective, fault: str) -> str:
+    """The layer of the argument that a line of `problems` begins with, or of the first one below it."""
+    path = fault.partition(":")[0]
+    return next((layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")), "the engine's arguments")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""Readiness, the canary request and the event-loop watchdog."""

@@ -1,0 +1,1 @@
+"""The HTTP edge: connection limits, middleware, the error table, OpenAPI and tracing."""

@@ -1,0 +1,150 @@
+"""What every request passes, outermost first: its id, clock and last resort; the API key; the gate. Pure ASGI: no request is buffered."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import EngineNotReady
+from routers.state import Replica
+from server.http.errors import printable, render
+from server.http.turnstile import Turnstile
+from server.process import logs
+
+LIVENESS = "/health/live"
+INTERNAL = frozenset({"/prefill", "/encode"})
+"""Routes between replicas, never for outside clients."""
+OPEN_WHILE_NOT_READY = frozenset(
+    {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/server_info", "/version", "/docs", "/openapi.json"}
+)
+"""Routes that need no engine, or say themselves that it is not there."""
+
+STARTS_PER_TURN = 4
+"""Requests that begin in one turn of the event loop, each about a millisecond of work."""
+
+_SANE_ID = re.compile(r"[!-~]{1,128}")
+
+access = logging.getLogger("access")
+
+
+class RequestMiddleware:
+    """Gives each request its id (the client's own, if sane), times it, and answers 500 where nothing else did."""
+
+    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+        self._app = app
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        token = logs.request_id.set(request_id)
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1e3))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:
+            if status:  # too late for an answer: cut the connection, so that none is taken for complete
+                raise
+            await render(error).response()(scope, receive, send_with_headers)
+        finally:
+            if self._access_log:
+                _log_access(scope, status, time.perf_counter() - started)
+            logs.request_id.reset(token)
+
+
+class ApiKeyMiddleware:
+    """Lets in who has one of the keys; liveness is open to all, and everything is when there are no keys.
+
+    Internal routes take the internal secret and nothing else: without one set nobody can use them. Keys are compared as digests, in
+    constant time, each with all.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
+        self._app = app
+        self._keys = [_digest(key.encode()) for key in keys]
+        self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._admitted(scope):
+            error = HTTPException(401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"})
+            await render(error).response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _admitted(self, scope: Scope) -> bool:
+        path = route_path(scope)
+        if path in INTERNAL:
+            return _has_one_of(self._secrets, scope)
+        return path == LIVENESS or not self._keys or _has_one_of(self._keys, scope)
+
+
+class GateMiddleware:
+    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts those that run,
+    which a shutdown waits for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turnstile = Turnstile(STARTS_PER_TURN)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
+            await self._app(scope, receive, send)
+            return
+        replica: Replica = scope["state"]["replica"]
+        try:
+            replica.enter()
+        except EngineNotReady as error:
+            await render(error).response()(scope, receive, send)
+            return
+        try:
+            await self._turnstile.enter()
+            await self._app(scope, receive, send)
+        finally:
+            replica.leave()
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes are matched with: without the prefix of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    given = _digest(key.strip())
+    matches = [hmac.compare_digest(given, digest) for digest in digests]
+    return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    client = scope["client"][0] if scope.get("client") else "-"
+    path = printable(scope["path"], 200)
+    fields = {"client": client, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+    access.info('%s "%s %s" %d %.3f s', client, scope["method"], path, status, seconds, extra={"fields": fields})

@@ -1,0 +1,1 @@
+"""Processes of a replica: launching, serving, logging and the machine's GPUs."""

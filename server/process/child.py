@@ -1,0 +1,26 @@
+"""One of several API processes, `python -m server.child FD FOLDER FLAGS…`: serves on the socket that `server/process/launch.py` bound for it.
+
+FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. Standard input brings the launcher's orders
+(`serving.DRAIN`), and ends with it.
+"""
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    started = time.monotonic()
+    from server.process import logs, serving  # noqa: PLC0415
+    from server.settings.replica import read_settings  # noqa: PLC0415
+
+    descriptor, folder, *arguments = sys.argv[1:]
+    settings = read_settings(arguments)
+    logs.configure(settings.log_level, settings.log_format)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        return serving.serve(settings, listener, started, Path(folder), parent=sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

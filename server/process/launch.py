@@ -1,0 +1,158 @@
+"""Several API processes on one port and one engine: started, watched, restarted, and ended together.
+
+Each child gets a socket of its own, bound to the shared port (SO_REUSEPORT), so that the kernel spreads connections evenly. Metrics are
+kept in a private folder, from which any child shows the sum.
+"""
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from engine.errors import EngineFailure
+from engine.process.child import EngineProcess
+from server.compose import engine as compose
+from server.http.errors import printable
+from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
+from server.process.tasks import background, in_thread, one_line
+from server.settings.replica import Settings, child_environment
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+_HEALTHY_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+
+def launch(settings: Settings, arguments: Sequence[str], listener: socket.socket, started: float) -> int:
+    """Serve by `settings.api_processes` processes with the same arguments until a signal or a failure; returns the exit code.
+
+    `listener` only reserves the port.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="trellis-"))
+    try:
+        return asyncio.run(Launcher(settings, arguments, listener, folder).run())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Launcher:
+    """The parent of the API processes and of the engine."""
+
+    def __init__(self, settings: Settings, arguments: Sequence[str], listener: socket.socket, folder: Path) -> None:
+        self._settings = settings
+        self._host, self._port = listener.getsockname()[:2]
+        self._address = settings.engine_address or f"ipc://{folder}/engine.sock"
+        self._metrics = folder / "metrics"
+        self._metrics.mkdir()
+        self._command = [
+            sys.executable,
+            "-m",
+            "server.process.child",
+            "{}",
+            str(self._metrics),
+            *arguments,
+            "--engine-address",
+            self._address,
+        ]
+        self._children: set[Process] = set()
+        self._stopping = asyncio.Event()
+        self._stops = 0
+        self._failure: str | None = None
+        log.info("%d API processes share %s", settings.api_processes, url_of(listener))
+
+    async def run(self) -> int:
+        """Until all children have ended, because of a signal or because the engine failed."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop)
+        async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
+            for _ in range(self._settings.api_processes):
+                group.create_task(self._keep_alive())
+        if self._failure is not None:
+            log.error("the server ends: %s", printable(self._failure, 2000))
+        return 0 if self._failure is None else FAILURE
+
+    async def _engine(self) -> None:
+        """Keep the engine that the children share."""
+        if self._settings.engine_address:
+            return
+        try:
+            async with AsyncExitStack() as stack:
+                folder = await in_thread(partial(compose.model_folder, self._settings))
+                config = compose.engine_config(self._settings, folder)
+                process = EngineProcess(config, self._address, self._settings.engine_on_death, self._settings.log_level)
+                stack.push_async_callback(process.close)
+                await process.start()
+                raise EngineFailure(await process.wait_failed())
+        except Exception as error:  # whatever it was: nothing can be served, and the reason is said
+            self._fail(one_line(error))
+
+    async def _keep_alive(self) -> None:
+        """Run one child, again and again until the launcher stops."""
+        pause = _FIRST_PAUSE
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            child = await self._spawn()
+            code = await child.wait()
+            self._children.discard(child)
+            mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
+            if self._stopping.is_set():
+                return
+            if code == FAILURE:
+                self._fail("an API process cannot serve")
+                return
+            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY_SECONDS else pause
+            log.error("an API process ended with exit code %d; the next starts in %.2g s", code, pause)
+            await self._sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _spawn(self) -> Process:
+        with listen(self._host, self._port, share=True) as listener:
+            descriptor = listener.fileno()
+            command = [str(descriptor) if part == "{}" else part for part in self._command]
+            environment = child_environment(PROMETHEUS_MULTIPROC_DIR=str(self._metrics))
+            child = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
+            )
+        self._children.add(child)
+        if self._stopping.is_set():  # while it was being spawned
+            _tell(child, DRAIN)
+        return child
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        if not self._stopping.is_set():
+            self._stop()
+
+    def _stop(self) -> None:
+        """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where they stand."""
+        self._stopping.set()
+        self._stops += 1
+        for child in self._children:
+            if self._stops <= 2:
+                _tell(child, DRAIN if self._stops == 1 else CUT_OFF)
+            else:
+                child.kill()
+
+
+def _tell(child: Process, order: bytes) -> None:
+    assert child.stdin is not None
+    child.stdin.write(order)

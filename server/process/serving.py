@@ -1,0 +1,180 @@
+"""One API process on uvicorn: listens at once, says when it is ready, drains on a signal, ends with an exit code."""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from routers.state import Replica
+from server.app import create_app
+from server.http.connection import Connection
+from server.http.errors import printable
+from server.settings import Settings
+
+FAILURE = 1
+"""Exit code of a server that could not go on, and has said why."""
+_CLOSE_SECONDS = 3
+"""How long answers may take to get out once the engine has closed."""
+
+DRAIN, CUT_OFF = b"d", b"c"
+"""What a launcher tells its children."""
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    settings: Settings, listener: socket.socket, started: float, metrics_folder: Path | None = None, parent: int | None = None
+) -> int:
+    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start.
+
+    The descriptor `parent` brings DRAIN, and perhaps CUT OFF after it; its end is like DRAIN.
+    """
+    config = uvicorn.Config(
+        create_app(settings, metrics_folder),
+        http=partial(Connection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        root_path=settings.root_path,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    server = Server(config, settings.shutdown_grace_seconds, started)
+    if parent is not None:
+        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def listen(host: str, port: int, share: bool = False) -> socket.socket:
+    """A socket bound to the address, not yet listening. With `share` several processes can bind to it. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Keeps the port open while it drains, so that probes and new requests get an answer.
+
+    The first signal lets running requests finish, within the grace period; at its end, or at a second signal, the engine is closed and
+    they end with an error. A third signal ends the process where it stands; the engine process notices and ends too.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._grace_seconds = grace_seconds
+        self._started = started
+        self._signals = 0
+        self._deadline = 0.0  # not draining
+        self._announced = False
+
+    @property
+    def _replica(self) -> Replica:
+        replica: Replica = self.lifespan.state["replica"]
+        return replica
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._drain()
+        elif self._signals == 2:
+            self._cut_off(sig)
+        else:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    def obey(self, parent: int) -> None:
+        """Read from the launcher until it has gone. It speaks beside the signals, and may repeat what they said: a service manager sends
+        them to every process of a service, in any order.
+        """
+        while order := os.read(parent, 64):
+            self._drain()
+            if CUT_OFF in order:
+                self._cut_off(signal.SIGTERM)
+        self._drain()
+
+    def _drain(self) -> None:
+        self._deadline = self._deadline or time.monotonic() + self._grace_seconds
+
+    def _cut_off(self, sig: int) -> None:
+        self._deadline = time.monotonic()
+        self.exit_code = 128 + sig
+
+    async def on_tick(self, counter: int) -> bool:
+        replica = self._replica
+        if replica.failure is not None:
+            log.error("the server ends: %s", printable(replica.failure, 2000))
+            self.exit_code = FAILURE
+            return True
+        if self._deadline:
+            replica.draining = True
+            if replica.running == 0 or time.monotonic() >= self._deadline:
+                return True
+        elif replica.ready and not self._announced:
+            self._announced = True
+            _calm_collector()
+            self._announce(replica)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what still runs, by closing the engine, and the encoders and fetches under it, and then everything else."""
+        replica = self._replica
+        replica.draining = True
+        if replica.running:
+            log.warning("%d requests are cut off", replica.running)
+        if replica.images is not None:
+            await replica.images.aclose()
+        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding, replica.router):
+            if part is not None:
+                await part.close()
+        await super().shutdown(sockets)
+
+    def _announce(self, replica: Replica) -> None:
+        at, name, seconds = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}", replica.model_name, time.monotonic() - self._started
+        if replica.router is not None:
+            log.info("ready: %s serves %s, by %d replicas; after %.1f s", at, name, len(replica.router.fleet.replicas), seconds)
+            return
+        if replica.engine is None:
+            log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)
+            return
+        info = replica.engine.info
+        log.info(
+            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
+            at,
+            name,
+            info.context_length,
+            info.num_blocks * info.block_size,
+            info.max_num_seqs,
+            seconds,
+        )
+
+
+def _calm_collector() -> None:
+    """Have garbage collections pause the event loop seldom and briefly; figures are in docs/log.md."""
+    gc.freeze()  # what is loaded now stays, and need not be walked
+    gc.set_threshold(50_000, 20, 100)

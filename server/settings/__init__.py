@@ -1,0 +1,5 @@
+"""Every setting, parsed once and frozen, one file per subject."""
+
+from server.settings.replica import Settings
+
+__all__ = ["Settings"]

@@ -1,0 +1,139 @@
+"""Two prefill and two decode replicas with the real model, asked by OpenAI's client, against one aggregated server: equal in everything.
+
+The CPU engine computes the same logits to the bit whatever else is in a batch, so that nothing here is nearly so.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import cycle
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.disaggregated import servers, wait_empty
+from tests.support.disaggregated_cases import Case, cases
+from tests.support.http import ServerProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+MODEL = "smollm2-135m-instruct"
+EMBEDDED = ("--engine", "embedded", "--threads", "1", "--max-seq-len", "1024", "--max-num-tokens", "64", "--kv-cache-memory-mb", "64")
+"""A cache of 45 blocks, and steps so small that most prompts take several."""
+CASES = cases()
+STREAMS = 8
+
+
+class Group:
+    """Clients of the replicas, and the replicas themselves."""
+
+    def __init__(self, whole: ServerProcess, prefill: list[ServerProcess], decode: list[ServerProcess]) -> None:
+        self.whole, self.prefill, self.decode = whole, prefill, decode
+        self.aggregated = client_of(whole)
+        self.disaggregated = [client_of(server) for server in decode]
+        self.threads = ThreadPoolExecutor(2 * STREAMS)
+        """As many for one side as for the other."""
+
+    def both(self, wanted: list[Case]) -> Iterator[tuple[Case, Any, Any]]:
+        """What each side answers to each; all of them under way at once, the decode replicas in turn."""
+        halves = (cycle([self.aggregated]), cycle(self.disaggregated))
+        asked = [[self.threads.submit(ask, next(clients), case) for clients in halves] for case in wanted]
+        for case, pair in zip(wanted, asked, strict=True):
+            yield case, *(each.result() for each in pair)
+
+
+@pytest.fixture(scope="module")
+def group(smollm2: object) -> Iterator[Group]:
+    """Everything is left idle, and nothing was computed where it should not have been."""
+    prefilling = ("--disaggregation-mode", "prefill", *EMBEDDED)
+    with ExitStack() as stack:
+        whole, *prefill = stack.enter_context(servers(EMBEDDED, prefilling, prefilling))
+        flags = (
+            "--disaggregation-mode",
+            "decode",
+            "--prefill-urls",
+            ",".join(peer.url for peer in prefill),
+            "--prefill-min-tokens",
+            "16",
+            *EMBEDDED,
+        )
+        group = Group(whole, prefill, stack.enter_context(servers(flags, flags)))
+        yield group
+        group.threads.shutdown()
+        wait_empty(whole, *prefill, *group.decode)
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(client: openai.OpenAI, case: Case) -> dict[str, Any]:
+    """Of each choice the text, the finish reason and the log-probabilities; and the usage."""
+    create: Any = client.chat.completions.create if case.chat else client.completions.create
+    prompt = {"messages": [{"role": "user", "content": case.prompt}]} if case.chat else {"prompt": case.prompt}
+    if not case.stream:
+        return folded([create(model=MODEL, **prompt, extra_body=case.fields).model_dump()])
+    options = {"include_usage": True}
+    return folded(
+        [chunk.model_dump() for chunk in create(model=MODEL, **prompt, stream=True, stream_options=options, extra_body=case.fields)]
+    )
+
+
+def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """An answer, or the chunks of a stream, as one: texts and lists joined by choice."""
+    found: dict[int, dict[str, Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        said = found.setdefault(choice["index"], {"text": "", "finish_reason": None, "logprobs": {}})
+        message = choice.get("message") or choice.get("delta") or choice
+        said["text"] += message.get("content") or message.get("text") or ""
+        said["finish_reason"] = choice["finish_reason"] or said["finish_reason"]
+        for name, values in (choice.get("logprobs") or {}).items():
+            said["logprobs"].setdefault(name, []).extend(values or [])
+        said["prompt_logprobs"] = choice.get("prompt_logprobs") or said.get("prompt_logprobs")
+    return {"choices": found, "usage": chunks[-1]["usage"], "prompt_logprobs": chunks[0].get("prompt_logprobs")}
+
+
+def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
+    """Where two answers differ; log-probabilities may by 1e-4."""
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        for name in left:
+            yield from differences(left[name], right[name], f"{where}.{name}")
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            yield from differences(*pair, f"{where}[{index}]")
+    elif not (left == right or (isinstance(left, float) and isinstance(right, float) and abs(left - right) < 1e-4)):
+        yield f"{where}: {left!r} is not {right!r}"
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(case.kind for case in CASES))
+def test_answers_are_those_of_an_aggregated_server(group: Group, kind: str) -> None:
+    assert len(CASES) >= 200
+    for case, aggregated, disaggregated in group.both([case for case in CASES if case.kind == kind]):
+        if not case.cached:  # which prompt finds another's blocks is a matter of which was first, and where
+            del aggregated["usage"]["prompt_tokens_details"], disaggregated["usage"]["prompt_tokens_details"]
+        assert not list(differences(aggregated, disaggregated)), case
+        assert all(choice["finish_reason"] for choice in aggregated["choices"].values()), "nothing has been compared"
+
+
+def test_cached_tokens_of_one_client_are_those_of_an_aggregated_server(group: Group) -> None:
+    """One request after the other by one decode replica: it knows which prefill replica has a prefix, and asks that one again."""
+    counts = []
+    for client in (group.aggregated, group.disaggregated[0]):
+        counts.append([])
+        for suffix in ("", " and more", " and something else", ""):
+            for subject in ("Apples", "Pears"):
+                prompt = f"{subject} are praised here at some length, since there is a lot to be said of them. " * 6 + suffix
+                answer = ask(client, Case("cached", False, prompt, {"temperature": 0, "max_tokens": 3}, False, True))
+                counts[-1].append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert counts[0] == counts[1] and counts[0][:2] == [0, 0] and min(counts[0][2:]) >= 96
+
+
+def test_what_was_compared_was_handed_over(group: Group) -> None:
+    """By both prefill replicas to both decode replicas; only short prompts were computed by these."""
+    for decode in group.decode:
+        handed, local = decode.metric("trtllm_prefill_seconds_count"), decode.metric("trtllm_prefill_local_total")
+        assert handed > 60 and 0 < local == decode.metric('trtllm_prefill_local_total\\{.*reason="short"\\}')
+        assert decode.metric("trtllm_kv_transfer_success_total") > 50
+        assert decode.metric("trtllm_kv_transfer_failure_total") == 0
+    for prefill in group.prefill:
+        assert prefill.metric("trtllm_iterations_total") > 50

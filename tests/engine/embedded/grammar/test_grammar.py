@@ -1,0 +1,121 @@
+"""Guided decoding: what grammars allow and forbid, and how the sampler follows them."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.embedded.grammar.compiler import GrammarCompiler
+from engine.embedded.sampling.sampler import Sampler, SamplerState
+from engine.errors import InvalidRequest
+from engine.types import Guide, GuideKind, SamplingParams
+from tests.support.grammar import EOS, SPECIAL, VOCAB, allowed, check, compiler, tokenizer, tokenizer_folder
+
+__all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHOICES = ["yes", "yes, please", 'a "quoted"\\ back\n', "日本 é 🙂", " ", "<|special|>"]
+KINDS: list[tuple[GuideKind, Any, list[str], list[str]]] = [
+    ("choice", CHOICES[:-1], CHOICES[:-1], ["", "no", "yesyes", "yes,", "日本"]),
+    ("choice", ["", "a"], ["", "a"], ["b"]),
+    ("regex", r"[a-z]+@(foo|bar)\.(com|org)", ["me@foo.com", "x@bar.org"], ["me@foo,com", "@foo.com", "me@foo.com "]),
+    ("regex", "é+|日本", ["éé", "日本"], ["e", "日"]),
+    ("regex", "^ab?$", ["a", "ab"], ["abb"]),
+    ("grammar", 'root ::= "(" root ")" | [0-9]', ["7", "((7))"], ["(7", "()", "77"]),
+    (
+        "json_object",
+        "",
+        ["{}", '{"a": [1, "x", null]}', '{\n  "a": {\n    "b": 1\n  }\n}'],
+        ["[]", "1", '{"a"}', "{} ", '{"a":' + " " * 17 + "1}"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "good", "bad"), KINDS, ids=lambda value: value if isinstance(value, str) else "")
+async def test_kinds(compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GuideKind, spec: Any, good: list[str], bad: list[str]) -> None:
+    await check(compiler, tokenizer, kind, spec, good, bad)
+
+
+REFUSED: list[tuple[GuideKind, Any, str]] = [
+    ("regex", "(a", "parenthesis is not closed"),
+    ("regex", "(?!a)b", "Lookahead"),
+    ("regex", "a$b", "is ignored"),
+    ("grammar", "root ::= foo", '"foo" is not defined'),
+    ("grammar", "", "."),
+    ("choice", [], "non-empty array"),
+    ("choice", ["a", 1], "array of strings"),
+    ("choice", "x", "not valid JSON"),
+    ("choice", ["\ud800"], "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "reason"), REFUSED, ids=lambda value: json.dumps(value)[:50])
+async def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, kind: GuideKind, spec: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        await compiler.compile(Guide(kind, spec if isinstance(spec, str) else json.dumps(spec)))
+    assert caught.value.param == "guide"
+    assert len(str(caught.value)) < 450
+    assert "/project/" not in str(caught.value)
+
+
+async def test_special_and_padding_ids_are_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    options = allowed((await compiler.compile(Guide("regex", r"[\s\S]+"))).matcher())
+    assert len(options) > 200
+    assert not options & {0, 1, EOS, SPECIAL, *range(tokenizer.get_vocab_size(), VOCAB)}
+    choice = await compiler.compile(Guide("choice", '["<|special|>"]'))
+    assert SPECIAL not in allowed(choice.matcher())
+
+
+async def test_after_the_end_only_the_end_is_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = (await compiler.compile(Guide("choice", '["a"]'))).matcher()
+    matcher.accept(tokenizer.token_to_id("a"))
+    for _ in range(3):
+        assert allowed(matcher) == {EOS}
+        matcher.accept(EOS)
+        assert matcher.finished
+    assert not matcher.error
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+async def test_the_sampler_follows_the_grammar_beside_free_rows(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, temperature: float
+) -> None:
+    """A guided row, with everything else pulling away from the grammar, in a batch with unguided ones."""
+    pattern = r"[0-9]{3}-(yes|no)"
+    guide = await compiler.compile(Guide("regex", pattern))
+    cpu, sampler = torch.device("cpu"), Sampler(VOCAB, torch.device("cpu"))
+    torch.manual_seed(0)
+    for seed in range(10):
+        sampling = SamplingParams(max_tokens=50, temperature=temperature, top_p=0.9, logit_bias={SPECIAL: 100.0, EOS: -100.0}, min_tokens=2)
+        guided = SamplerState(sampling, [1], (EOS,), seed, guide.matcher(), VOCAB, cpu)
+        free = SamplerState(SamplingParams(max_tokens=50, temperature=0), [1], (EOS,), seed, None, VOCAB, cpu)
+        output = list[int]()
+        while not output or output[-1] != EOS:
+            logits = torch.randn(3, VOCAB)
+            best = int(logits[0].argmax())
+            sampled = sampler.sample(logits, [free, guided, free])
+            assert sampled[0].token_id == best
+            output.append(sampled[1].token_id)
+            guided.accept(output[-1])
+        assert re.fullmatch(pattern, tokenizer.decode(output[:-1], skip_special_tokens=False))
+        assert not guided.error
+
+
+async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    guide = await compiler.compile(Guide("choice", '["a"]'))
+    sampling = SamplingParams(max_tokens=9, temperature=0, min_tokens=5)
+    state = SamplerState(sampling, [1], (EOS,), 0, guide.matcher(), VOCAB, torch.device("cpu"))
+    state.accept(tokenizer.token_to_id("a"))
+    assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_id == EOS
+
+
+async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = (await compiler.compile(Guide("regex", "a+"))).matcher()
+    matcher._allowance = 0.0
+    allowed(matcher)
+    assert "too ambiguous" in matcher.error
+    assert allowed(matcher) == {EOS}

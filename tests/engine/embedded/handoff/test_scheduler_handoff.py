@@ -1,0 +1,142 @@
+"""The scheduler by property, with sequences that are fetched from another replica and sequences that are held for one."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import example, given, settings
+
+from engine.embedded.kv.groups import Table
+from engine.embedded.scheduler import Fetch
+from engine.embedded.sequence import Sequence
+from engine.types import GenerateRequest, SamplingParams
+from tests.engine.embedded.test_scheduler import SIZE, UNDER_PRESSURE, Machine, Step, Windows, expected, machine, make
+
+
+def make_prefill(name: str, prompt: list[int], arrival: float) -> Sequence:
+    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=9), prefill_only=True)
+    return Sequence(request=request, sampler=None, rank=arrival, arrival=arrival, tokens=list(prompt))  # type: ignore[arg-type]
+
+
+def make_decode(name: str, prompt: list[int], max_tokens: int, arrival: float) -> Sequence:
+    sequence = make(name, prompt, max_tokens, arrival=arrival)
+    sequence.tokens = expected(prompt, 1)
+    state: Any = object()
+    sequence.remote = state
+    return sequence
+
+
+@dataclass
+class Replica(Machine):
+    """Fetches end when `rng` says so, well or badly; so do the lives of what is held, which nobody may write to."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    readings: list[Fetch] = field(default_factory=list)
+    orphans: list[tuple[Fetch, list[Table]]] = field(default_factory=list)
+    prefilled: set[str] = field(default_factory=set)
+
+    def turn(self) -> None:
+        """A step, if there is something to do, and whatever else happens."""
+        previous, self.launched = self.launched, self.launch()
+        self.finish(previous)
+        if not self.overlap:
+            self.finish(self.launched)
+            self.launched = []
+        self.readings += self.scheduler.take_fetches()
+        for fetch in list(self.readings):
+            if (chance := self.rng.random()) < 0.6:
+                self.readings.remove(fetch)
+                self.end(fetch, chance)
+        for fetch, tables in list(self.orphans):
+            self.write(fetch, tables, -1)
+            if self.rng.random() < 0.5:
+                self.orphans.remove((fetch, tables))
+                self.scheduler.release_orphan(tables)
+        for sequence in list(self.scheduler.held):
+            self.check_held(sequence)
+            if self.rng.random() < 0.3:
+                self.scheduler.remove(sequence)
+        self.scheduler.audit()
+        self.steps += 1
+
+    def end(self, fetch: Fetch, chance: float) -> None:
+        sequence = fetch.sequence
+        if chance < 0.4:
+            self.write(fetch, sequence.tables, 0)
+            self.scheduler.fetched(sequence)
+            return
+        tables = self.scheduler.abandon(sequence)
+        self.scheduler.add(sequence)
+        self.orphans.append((fetch, tables))
+
+    def write(self, fetch: Fetch, tables: list[Table], wrong: int) -> None:
+        sequence = fetch.sequence
+        for group, indices in enumerate(fetch.missing):
+            for index in indices:
+                for position in range(index * SIZE, min(sequence.num_prompt, (index + 1) * SIZE)):
+                    self.memory[group, tables[group][index], position % SIZE] = wrong or sequence.tokens[position]
+
+    def check_held(self, sequence: Sequence) -> None:
+        """All that a decode needs is there."""
+        for group, (pool, table) in enumerate(zip(self.scheduler.blocks.pools, sequence.tables, strict=True)):
+            assert len(table) == -(-sequence.num_prompt // SIZE)
+            seen = range(pool.first(sequence.num_prompt) * SIZE, sequence.num_prompt)
+            assert [self.memory[group, table[i // SIZE], i % SIZE] for i in seen] == sequence.tokens[seen.start : seen.stop]
+
+    def finish(self, step: Step) -> None:
+        prefills = [(chunk, tables) for chunk, tables in step if chunk.sequence.request.prefill_only]
+        super().finish([entry for entry in step if entry not in prefills])
+        for chunk, tables in prefills:
+            sequence, end = chunk.sequence, chunk.start + chunk.length
+            for group, table in enumerate(tables):
+                for position in range(chunk.start, end):
+                    self.memory[group, table[position // SIZE], position % SIZE] = sequence.tokens[position]
+            self.check_context(chunk, tables)
+            sequence.pending -= chunk.samples
+            if sequence not in (*self.scheduler.running, *self.scheduler.waiting):
+                continue
+            self.scheduler.computed(chunk)
+            if chunk.samples and chunk.current:
+                sequence.tokens.append(sum(sequence.tokens) % 97)
+                self.scheduler.hold(sequence)
+                self.prefilled.add(sequence.request.request_id)
+
+
+@example(seed=3033, blocks=10, seqs=2, budget=20, flags=(False, False, True), windows=(4, 12))  # preempted while its token is pending
+@example(seed=2, blocks=10, seqs=1, budget=1, flags=(True, False, True), windows=(None,))  # blocks that a step under way still writes to
+@settings(max_examples=600, deadline=None)
+@given(**UNDER_PRESSURE)
+def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
+    seed: int, blocks: int, seqs: int, budget: int, flags: tuple[bool, bool, bool], windows: Windows
+) -> None:
+    rng = random.Random(seed)
+    chunked, reuse, overlap = flags
+    scheduler = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows).scheduler
+    replica = Replica(scheduler, max(budget, seqs), seqs, chunked, overlap, rng)
+    shared = [rng.randrange(9) for _ in range(16)]
+    sequences: list[Sequence] = []
+    for index in range(rng.randrange(1, 16)):
+        prompt = shared[: rng.randrange(0, 17)] + [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
+        kinds = [
+            make(str(index), prompt, rng.randrange(1, 12), arrival=float(index)),
+            make_prefill(str(index), prompt, float(index)),
+            make_decode(str(index), prompt, rng.randrange(2, 12), float(index)),
+        ]
+        sequences.append(rng.choice(kinds))
+    pending, aborted = list(sequences), set()
+    while pending or scheduler.running or scheduler.waiting or scheduler.fetching or scheduler.held or scheduler.orphans:
+        for _ in range(min(len(pending), rng.randrange(0, 3))):
+            scheduler.add(pending.pop(0))
+        alive = [*scheduler.running, *scheduler.waiting]
+        if alive and rng.random() < 0.1:
+            aborted.add(rng.choice(alive).request.request_id)
+            scheduler.remove(next(s for s in alive if s.request.request_id in aborted))
+        replica.turn()
+        assert replica.steps < 20_000, "starvation"
+    for sequence in sequences:
+        name, prompt = sequence.request.request_id, list(sequence.request.prompt_token_ids)
+        if sequence.request.prefill_only:
+            assert (name in replica.prefilled) != (name in aborted)
+        elif name not in aborted:
+            assert sequence.tokens == expected(prompt, sequence.request.sampling.max_tokens)
+    assert scheduler.blocks.stats().used_num_blocks == 0 and scheduler.held_blocks == 0

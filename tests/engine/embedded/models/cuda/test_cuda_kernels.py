@@ -1,0 +1,223 @@
+"""The Triton kernels against torch, on a GPU, or by Triton's interpreter where Triton is installed without one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products
+from engine.embedded.models.cuda.fp8 import Fp8Products
+from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products
+from tests.support.cuda import FP8, ON_GPU, interpreter  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    largest = float(expected.abs().max())
+    assert float((found.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 1e-5) * max(1.0, largest)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(DTYPE) * weight
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = (x.float() @ weight.float().T).chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("size", [96, 256, 4096])
+def test_norms(size: int) -> None:
+    x, weight = random(3, size), random(size)
+    same(kernels.rms_norm(x, weight, 1e-5), normed(x, weight))
+
+
+def test_gates() -> None:
+    x = random(3, 4200)
+    same(kernels.silu_mul(x), functional.silu(x[:, :2100].float()) * x[:, 2100:].float())
+
+
+@pytest.mark.parametrize("k", [64, 256, 704])
+def test_products_of_one_row(k: int) -> None:
+    x, weight, norm, residual = random(1, k), random(64, k, scale=0.1), random(k), random(1, 64)
+    same(kernels.gemv(x, weight, tile=(8, 128, 4)), x.float() @ weight.float().T)
+    same(kernels.gemv(x, weight, norm=(norm, 1e-5), tile=(8, 1024, 4)), normed(x, norm).float() @ weight.float().T)
+    same(kernels.gemv(x, weight, gated=True, tile=(2, 2048, 4)), gated(x, weight))
+    expected = residual.float() + x.float() @ weight.float().T
+    same(kernels.gemv(x, weight, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 2048, 8)), expected)
+    same(residual, expected)
+
+
+@pytest.mark.parametrize("rows", [17, 33, 64])
+@pytest.mark.parametrize("tile", [(64, 128, 2, 4, 4), (64, 64, 1, 3, 4), (128, 64, 4, 4, 4)])
+def test_products_of_few_rows(rows: int, tile: tuple[int, int, int, int, int]) -> None:
+    product = products.Product(DEVICE)
+    x, weight, wide = random(rows, 512), random(128, 512, scale=0.05), random(256, 512, scale=0.05)
+    for _ in range(2):  # the counters are as they were
+        residual = random(rows, 128)
+        expected = residual.float() + x.float() @ weight.float().T
+        assert product(x, weight, tile, residual=residual) is residual
+        same(residual, expected)
+    if tile[2] == 1:
+        same(product(x, wide, tile, gated=True), gated(x, wide))
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim"), [(1, 8, 2, 64), (3, 4, 4, 32), (5, 12, 2, 32), (40, 8, 8, 16), (130, 4, 1, 16)]
+)
+def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) -> None:
+    size, blocks = 16, 60
+    attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    cache = random(blocks, 3, 2, size, kv_heads, dim)
+    keys, values = cache[:, 1, 0], cache[:, 1, 1]
+    positions = torch.randint(0, 150, (rows,), dtype=torch.int32, device=DEVICE)
+    positions[0], positions[-1] = 147, 0 if rows > 1 else 147
+    pages = torch.stack([torch.randperm(blocks, device=DEVICE)[:12] for _ in range(rows)]).int()
+    query = random(rows, heads, dim)
+    out = torch.empty_like(query)
+    for _ in range(2):
+        attend(query, keys, values, pages, positions, out)
+    for row in range(rows):
+        length = int(positions[row]) + 1
+        key, value = (part[pages[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
+        expected = functional.scaled_dot_product_attention(query[row][:, None].float(), key, value, enable_gqa=True)
+        same(out[row], expected[:, 0])
+
+
+def test_rotation_and_the_cache() -> None:
+    heads, kv_heads, dim, size, layers = 4, 2, 16, 8, 2
+    qkv, rotations = random(5, (heads + 2 * kv_heads) * dim), torch.randn(40, dim, device=DEVICE)
+    original, positions = qkv.clone(), torch.randint(0, 40, (5,), dtype=torch.int32, device=DEVICE)
+    cache = torch.zeros(7, layers, 2, size, kv_heads, dim, device=DEVICE, dtype=DTYPE)
+    blocks, offsets = torch.tensor([0, 0, 1, 6, 2], device=DEVICE), torch.tensor([3, 7, 1, 5, 0], device=DEVICE)
+    slots = blocks * (layers * 2 * size) + offsets
+    query = kernels.rotate_and_store(qkv, (heads, kv_heads, dim), rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1])
+    parts = original.view(5, -1, dim).float()
+    cos, sin = rotations[positions.long(), None, : dim // 2], rotations[positions.long(), None, dim // 2 :]
+    low, high = parts[..., : dim // 2], parts[..., dim // 2 :]
+    turned: Any = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    same(query, turned[:, :heads])
+    same(qkv.view(5, -1, dim)[:, heads : heads + kv_heads], turned[:, heads : heads + kv_heads])
+    same(cache[blocks, 1, 0, offsets], turned[:, heads : heads + kv_heads])
+    same(cache[blocks, 1, 1, offsets], parts[:, heads + kv_heads :])
+    assert not cache[:, 0].any()
+
+
+def restored(quantised: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    values, scales = quantised
+    assert values.dtype == FP8 and scales.shape == (len(values), 1)
+    assert bool((values.float().abs().amax(1) == 448).all()), "a row's largest value is the largest there is"
+    return values.float() * scales
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each value within half a step of eight bits, which are three of mantissa, or of the smallest step of its row."""
+    expected = expected.float()
+    steps = expected.abs().amax(1, keepdim=True) / 448 * 2**-9
+    assert bool(((found - expected).abs() <= expected.abs() * (2**-4 + 2**-7) + steps).all())
+
+
+@pytest.mark.parametrize("size", [96, 4096, 14336])
+def test_rows_in_eight_bits(size: int) -> None:
+    x, weight, gates = random(3, size, scale=30), random(size), random(3, 2 * size)
+    near(restored(fp8_kernels.quantise(x)), x)
+    near(restored(fp8_kernels.rms_norm(x, weight, 1e-5)), normed(x, weight))
+    near(restored(fp8_kernels.silu_mul(gates)), functional.silu(gates[:, :size].float()) * gates[:, size:].float())
+    added = random(3, size)
+    expected = x + added
+    near(restored(fp8_kernels.rms_norm(x, weight, 1e-5, added)), normed(expected, weight))
+    assert torch.equal(x, expected)
+
+
+def test_a_row_of_zeros_in_eight_bits() -> None:
+    values, scales = fp8_kernels.quantise(torch.zeros(2, 64, device=DEVICE, dtype=DTYPE))
+    assert not values.float().any() and bool(scales.isfinite().all())
+
+
+@pytest.mark.parametrize("k", [64, 704, 4096])
+def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
+    x, norm, residual = random(1, k), random(k), random(1, 64)
+    values, scales = fp8_kernels.quantise(random(64, k, scale=0.1))
+    weight, pair = values.float() * scales, (values, scales.flatten())
+    same(kernels.gemv(x, pair, tile=(8, 256, 4)), x.float() @ weight.T)
+    same(kernels.gemv(x, pair, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
+    same(kernels.gemv(x, pair, gated=True, tile=(2, 4096, 4)), gated(x, weight))
+    expected = residual.float() + x.float() @ weight.T
+    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 4096, 8))
+    same(residual, expected)
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(3, 4, 4, 32), (5, 12, 2, 32), (130, 4, 1, 16)])
+def test_attention_of_decodes_over_eight_bits(rows: int, heads: int, kv_heads: int, dim: int) -> None:
+    attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    cache = random(60, 3, 2, 16, kv_heads, dim).to(FP8)
+    positions = torch.randint(0, 150, (rows,), dtype=torch.int32, device=DEVICE)
+    pages = torch.stack([torch.randperm(60, device=DEVICE)[:12] for _ in range(rows)]).int()
+    query, whole = random(rows, heads, dim), cache.to(DTYPE)
+    out, expected = torch.empty_like(query), torch.empty_like(query)
+    attend(query, cache[:, 1, 0], cache[:, 1, 1], pages, positions, out)
+    attend(query, whole[:, 1, 0], whole[:, 1, 1], pages, positions, expected)
+    assert float((out.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 2e-3) * float(expected.abs().max())
+
+
+def test_rotation_and_a_cache_of_eight_bits() -> None:
+    heads, dim, size = (4, 2, 16), 16, 8
+    qkv, rotations = random(5, 8 * dim, scale=300), torch.randn(40, dim, device=DEVICE)
+    positions, slots = torch.arange(5, dtype=torch.int32, device=DEVICE), torch.tensor([3, 7, 33, 37, 32], device=DEVICE)
+    caches = [torch.zeros(3, 2, 2, size, 2, dim, device=DEVICE).to(dtype) for dtype in (DTYPE, FP8)]
+    left = [qkv.clone() for _ in caches]
+    queries = [
+        kernels.rotate_and_store(own, heads, rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1])
+        for own, cache in zip(left, caches, strict=True)
+    ]
+    assert torch.equal(queries[0], queries[1]) and torch.equal(left[0], left[1])
+    assert float(caches[0].abs().max()) > 448
+    assert torch.equal(caches[1].float(), caches[0].clamp(-448, 448).to(FP8).float())
+
+
+def layer(
+    products: Products, x: torch.Tensor, attended: torch.Tensor, parts: dict[str, list[torch.Tensor]], norm: Norm
+) -> list[torch.Tensor]:
+    """What a decoder asks of products, twice over: the queries, and x."""
+    weights = {name: products.join(name, own) for name, own in parts.items()}
+    found, following = [], products.norm(x, norm)
+    for last in (None, norm):
+        found.append(products.product(following, weights["qkv"]))
+        following = products.add(x, attended, weights["out"], norm)
+        following = products.add_gated(x, following, weights["gate_up"], weights["down"], norm if last is None else None)
+    return [*found, x]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@torch.inference_mode()
+def test_both_kinds_of_products(rows: int) -> None:
+    """A layer, twice over, against the same in float32: wrong by less than a fiftieth of what it is, or an eighth in eight bits."""
+    sizes = {"qkv": [(256, 256), (64, 256), (64, 256)], "out": [(256, 256)], "gate_up": [(512, 256)] * 2, "down": [(256, 512)]}
+    parts = {name: [random(*shape, scale=0.05) for shape in shapes] for name, shapes in sizes.items()}
+    x, attended, norm = random(rows, 256), random(rows, 256), (random(256), 1e-5)
+    exact = x.float()
+    whole = {name: torch.cat(own).float() for name, own in parts.items()}
+    expected = []
+    for _ in range(2):
+        expected.append(normed(exact, norm[0].float()).float() @ whole["qkv"].T)
+        exact = exact + attended.float() @ whole["out"].T
+        exact = exact + gated(normed(exact, norm[0].float()), whole["gate_up"]) @ whole["down"].T
+    for products_, limit in ((PlainProducts(False, DEVICE), 0.02), (Fp8Products(False), 0.125)):
+        for found, wanted in zip(layer(products_, x.clone(), attended, parts, norm), [*expected, exact], strict=True):
+            assert float((found.float() - wanted).norm() / wanted.norm()) < limit

@@ -1,0 +1,200 @@
+"""The GPU's model without a GPU, whole and in float32: transformers' tokens, however steps are cut, prepared ahead, replayed or preempted.
+
+`test_cuda_engine` is the same for a GPU itself, whose roundings forbid so much.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+if torch.cuda.is_available():
+    pytest.skip("test_cuda_engine runs the model on the GPU", allow_module_level=True)
+
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore
+from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.scheduler import Chunk
+from engine.embedded.sequence import Sequence
+from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
+from tests.support.cuda import cuda_model, interpreter  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.usefixtures("cuda_model")
+
+OUTPUT = 4
+LENGTHS = (13, 4, 1, 5, 10)
+"""Of prompts: they end before, on and after the ends of blocks of 16 tokens, and the shortest fit a graph of a step."""
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 40,
+    "overlap_scheduler": "on",
+}  # fmt: skip
+
+
+def save(path: Path, spread: float) -> Path:
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=64,
+        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), 0.15)
+
+
+@pytest.fixture(scope="module")
+def tame(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose attention and logits are as flat as a trained model's: the other makes roundings several times as large."""
+    return save(tmp_path_factory.mktemp("tame"), 0.06)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    drawn = [[rng.randrange(2, 64) for _ in range(length)] for length in LENGTHS]
+    drawn[-1][:9] = drawn[0][:9]  # two blocks that one may take from the other
+    return drawn
+
+
+@torch.inference_mode()
+def logprobs_of(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """Of what follows each token: [tokens, vocab]."""
+    return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def expected(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(OUTPUT):
+            tokens.append(int(logprobs_of(reference, tokens)[-1].argmax()))
+        outputs.append(tokens[len(prompt) :])
+    return outputs
+
+
+@dataclass
+class Run:
+    """What a core said to each prompt, how often it preempted one, and what its steps were."""
+
+    deltas: list[list[Delta]]
+    preemptions: int
+    kinds: set[str]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [[token for delta in deltas for token in delta.token_ids] for deltas in self.deltas]
+
+    @property
+    def logprobs(self) -> list[list[TokenLogprobs]]:
+        return [[entry for delta in deltas for entry in delta.logprobs] for deltas in self.deltas]
+
+    @property
+    def cached(self) -> int:
+        """Tokens that were in the cache when prompts came."""
+        return sum(deltas[0].prompt.cached_tokens for deltas in self.deltas if deltas[0].prompt is not None)
+
+
+def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any) -> Run:
+    """All prompts at once, to their end; nothing may be held afterwards."""
+    core = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **options}), lambda _: None)
+    forward, kinds = core.model.forward, set()
+
+    def note(chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
+        lengths = [chunk.length for chunk in chunks]
+        how = "graph" if core.model._graph_size(chunks, sum(lengths)) else "eager"
+        kinds.update((how, f"{how}, {'prompts' if min(lengths) > 1 else 'decodes' if max(lengths) == 1 else 'mixed'}"))
+        if not rows:
+            kinds.add(f"{how}, nothing sampled")
+        return forward(chunks, rows)
+
+    core.model.forward = note
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **(sampling or {})})
+        request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
+        state = SamplerState(params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device)
+        logprobs = None if params.prompt_logprobs is None else [None]
+        core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs))
+    deltas: dict[str, list[Delta]] = {}
+    while core.busy:
+        for request_id, delta in core.step():
+            assert isinstance(delta, Delta), delta.__cause__
+            deltas.setdefault(request_id, []).append(delta)
+    assert core.stats().kv_cache_stats.used_num_blocks == 0
+    return Run([deltas[str(index)] for index in range(len(prompts))], core.scheduler.preemptions, kinds)
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        pytest.param({"overlap_scheduler": "off"}, {"eager, mixed", "graph, decodes"}, id="one step after the other"),
+        pytest.param({}, {"eager, mixed", "graph, decodes"}, id="usual"),
+        pytest.param({"enable_cuda_graphs": False}, {"eager, decodes"}, id="no graphs"),
+        pytest.param({"enable_block_reuse": False}, set(), id="no reuse"),
+        pytest.param({"num_blocks": 11, "kv_block_size": 2}, set(), id="preempted"),
+        pytest.param({"max_num_tokens": 5}, {"eager, nothing sampled", "graph, mixed"}, id="chunks that sample nothing"),
+        pytest.param({"max_num_tokens": 3}, {"graph, nothing sampled"}, id="graphs that sample nothing"),
+    ],
+)
+def test_tokens_are_those_of_transformers(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], options: dict[str, Any], kinds: set[str]
+) -> None:
+    found = run(folder, prompts, **options)
+    assert found.tokens == expected
+    assert kinds <= found.kinds
+    assert (found.preemptions > 0) == ("num_blocks" in options)
+    assert (found.cached > 0) == options.get("enable_block_reuse", True)
+
+
+def test_logprobs_are_those_of_transformers(folder: Path, prompts: list[list[int]], reference: LlamaForCausalLM) -> None:
+    """Of chunked prompts too, some of whose chunks sample nothing but are reported on."""
+    found = run(folder, prompts[:2], {"logprobs": 3, "prompt_logprobs": 2}, max_num_tokens=7)
+    for prompt, tokens, deltas, sampled in zip(prompts[:2], found.tokens, found.deltas, found.logprobs, strict=True):
+        assert deltas[0].prompt is not None and deltas[0].prompt.logprobs is not None
+        first, *reported = deltas[0].prompt.logprobs
+        assert first is None and len(reported) == len(prompt) - 1 and len(sampled) == OUTPUT
+        rows = logprobs_of(reference, prompt + tokens[:-1])
+        for index, (row, token, entry) in enumerate(zip(rows, (prompt + tokens)[1:], [*reported, *sampled], strict=True)):
+            best = row.topk(2 if index < len(reported) else 3)
+            assert entry is not None and entry[0].token_id == token and entry[0].rank == 1 + int((row > row[token]).sum())
+            assert [item.token_id for item in entry[1:]] == best.indices.tolist()
+            assert [item.logprob for item in entry] == pytest.approx([row[token].item(), *best.values.tolist()], abs=1e-4)
+
+
+def test_a_step_ahead_changes_nothing_of_what_is_drawn(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+    ahead, after = (
+        run(folder, prompts[:2], sampling, overlap_scheduler=overlap, max_num_tokens=7, max_batch_size=2) for overlap in ("on", "off")
+    )
+    assert ahead.tokens == after.tokens != expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        pytest.param({"kv_cache_dtype": "fp8"}, 0.01, id="cache"),
+        pytest.param({"quantization": "fp8"}, 0.04, id="weights"),
+        pytest.param({"kv_cache_dtype": "fp8", "quantization": "fp8", "max_num_tokens": 7}, 0.05, id="both, chunks that sample nothing"),
+    ],
+)
+def test_eight_bits_are_near_transformers(tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float) -> None:
+    """By the mean error of the log-probabilities of tokens that were taken and of the likeliest: the limits are about twice what it is."""
+    found = run(tame, prompts[:2], {"logprobs": 3}, max_batch_size=2, **options)
+    reference, errors = LlamaForCausalLM.from_pretrained(tame).eval(), []
+    for prompt, tokens, entries in zip(prompts[:2], found.tokens, found.logprobs, strict=True):
+        rows = logprobs_of(reference, prompt + tokens[:-1])[len(prompt) - 1 :]
+        errors += [abs(item.logprob - row[item.token_id].item()) for row, entry in zip(rows, entries, strict=True) for item in entry]
+    assert len(errors) == 2 * OUTPUT * 4
+    assert 1e-4 < sum(errors) / len(errors) < error

@@ -1,0 +1,286 @@
+"""The scheduler by property, with arithmetic in place of a model: nothing starves, the budget holds, and preemption changes no output."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.embedded.kv.blocks import BlockPool
+from engine.embedded.kv.groups import BlockGroups
+from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Chunk, Scheduler
+from engine.embedded.sequence import Sequence
+from engine.kit.priority import PRIORITY_SECONDS, rank
+from engine.types import GenerateRequest, SamplingParams
+
+SIZE = 4
+
+
+def make(
+    name: str, prompt: list[int], max_tokens: int, *, priority: int = 0, arrival: float = 0.0, prompt_logprobs: bool = False
+) -> Sequence:
+    request = GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens), priority=priority
+    )
+    return Sequence(
+        request=request,
+        sampler=None,  # type: ignore[arg-type]
+        rank=rank(priority, arrival),
+        arrival=arrival,
+        tokens=list(prompt),
+        prompt_logprobs=[None] if prompt_logprobs else None,
+    )
+
+
+Step = list[tuple[Chunk, list[list[int]]]]
+"""What the device is given: chunks, and their tables as they are then."""
+
+
+@dataclass
+class Machine:
+    """Runs a scheduler as the engine does, with `overlap` one step ahead. KV contents are simulated: every block of every group remembers
+    the tokens written to it."""
+
+    scheduler: Scheduler
+    budget: int
+    max_num_seqs: int
+    chunked: bool
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        self.memory: dict[tuple[int, int, int], int] = {}
+        self.steps = 0
+        self.launched: Step = []
+
+    def step(self) -> None:
+        previous, self.launched = self.launched, self.launch()
+        assert previous or self.launched, "a step with work must make progress"
+        self.finish(previous)
+        if not self.overlap:
+            self.finish(self.launched)
+            self.launched = []
+        self.scheduler.audit()
+        self.steps += 1
+
+    def launch(self) -> Step:
+        chunks = self.scheduler.schedule()
+        assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
+        assert len(self.scheduler.running) <= self.max_num_seqs
+        if self.chunked or len(chunks) > 1:
+            assert sum(chunk.length for chunk in chunks) <= self.budget
+        for chunk in chunks:
+            chunk.sequence.pending += chunk.samples
+        return [(chunk, [list(table) for table in chunk.sequence.tables]) for chunk in chunks]
+
+    def finish(self, step: Step) -> None:
+        for chunk, tables in step:
+            end = chunk.start + chunk.length
+            for group, table in enumerate(tables):
+                for position in range(chunk.start, end):
+                    self.memory[group, table[position // SIZE], position % SIZE] = chunk.sequence.tokens[position]
+        for chunk, tables in step:
+            self.check_context(chunk, tables)
+            chunk.sequence.pending -= chunk.samples
+            if chunk.sequence not in (*self.scheduler.running, *self.scheduler.waiting):
+                continue
+            self.scheduler.computed(chunk)
+            if chunk.samples:
+                chunk.sequence.tokens.append(sum(chunk.sequence.tokens) % 97)
+                if chunk.sequence.num_output >= chunk.sequence.request.sampling.max_tokens:
+                    self.scheduler.remove(chunk.sequence)
+
+    def check_context(self, chunk: Chunk, tables: list[list[int]]) -> None:
+        """Attention would read exactly the sequence's own tokens from its blocks, as far as its layers look back."""
+        for group, (pool, table) in enumerate(zip(self.scheduler.blocks.pools, tables, strict=True)):
+            seen = range(max(0, chunk.start - (pool.window or 1000) + 1), chunk.start + chunk.length)
+            read = [self.memory[group, table[position // SIZE], position % SIZE] for position in seen]
+            assert read == chunk.sequence.tokens[seen.start : seen.stop]
+
+    def run(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+            assert self.steps < 20_000, "starvation"
+
+
+Windows = tuple[int | None, ...]
+
+
+def machine(
+    *,
+    blocks: int = 16,
+    seqs: int = 4,
+    budget: int = 16,
+    chunked: bool = True,
+    reuse: bool = True,
+    windows: Windows = (None,),
+    overlap: bool = False,
+) -> Machine:
+    pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
+    scheduler = Scheduler(BlockGroups(pools), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked)
+    return Machine(scheduler, budget, seqs, chunked, overlap)
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(sum(tokens) % 97)
+    return tokens
+
+
+UNDER_PRESSURE: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 10_000),
+    "blocks": st.integers(10, 24),
+    "seqs": st.integers(1, 6),
+    "budget": st.integers(1, 40),
+    "flags": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    "windows": st.sampled_from([(None,), (None, 1), (None, 6), (None, 3, 10), (5,), (4, 12)]),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(**UNDER_PRESSURE)
+def test_every_sequence_gets_its_output_whatever_the_pressure(
+    seed: int, blocks: int, seqs: int, budget: int, flags: tuple[bool, bool, bool], windows: Windows
+) -> None:
+    rng = random.Random(seed)
+    chunked, reuse, overlap = flags
+    runner = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows, overlap=overlap)
+    shared = [rng.randrange(9) for _ in range(16)]
+    sequences = []
+    for index in range(rng.randrange(1, 14)):
+        prompt = shared[: rng.randrange(0, 17)] + [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
+        sequences.append(make(str(index), prompt, rng.randrange(1, 12), priority=rng.randrange(-1, 2), arrival=float(index)))
+    pending = list(sequences)
+    aborted = set()
+    while pending or runner.scheduler.running or runner.scheduler.waiting:
+        for _ in range(min(len(pending), rng.randrange(0, 3))):
+            runner.scheduler.add(pending.pop(0))
+        alive = [*runner.scheduler.running, *runner.scheduler.waiting]
+        if alive and rng.random() < 0.02:
+            victim = rng.choice(alive)
+            runner.scheduler.remove(victim)
+            aborted.add(victim.request.request_id)
+        elif alive:
+            runner.step()
+        assert runner.steps < 20_000, "starvation"
+    for sequence in sequences:
+        if sequence.request.request_id not in aborted:
+            assert sequence.tokens == expected(list(sequence.request.prompt_token_ids), sequence.request.sampling.max_tokens)
+    assert runner.scheduler.blocks.stats().used_num_blocks == 0
+
+
+def test_pressure_preempts_the_last_and_spares_the_first() -> None:
+    runner = machine(blocks=8, seqs=2, reuse=False)
+    first, second = make("first", [1] * 8, 20, arrival=0.0), make("second", [2] * 8, 20, arrival=1.0)
+    runner.scheduler.add(first)
+    runner.scheduler.add(second)
+    while runner.scheduler.preemptions == 0:
+        runner.step()
+    assert runner.scheduler.running == [first]
+    assert runner.scheduler.waiting == [second]
+    runner.run()
+    assert second.num_output == 20
+
+
+def test_equal_prompts_are_computed_once_even_when_they_come_together() -> None:
+    runner = machine(blocks=32, seqs=8, budget=64)
+    prompt = list(range(17))
+    sequences = [make(str(index), prompt, 2, arrival=float(index)) for index in range(5)]
+    for sequence in sequences:
+        runner.scheduler.add(sequence)
+    runner.step()
+    assert runner.scheduler.running == sequences[:1]
+    runner.run()
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 16, 16, 16, 16]
+
+
+def test_decodes_go_first_and_long_prompts_take_the_rest_of_the_budget() -> None:
+    runner = machine(blocks=64, budget=10)
+    decoding, long = make("decoding", [1, 2], 50, arrival=0.0), make("long", list(range(60)), 1, arrival=1.0)
+    runner.scheduler.add(decoding)
+    runner.step()
+    runner.scheduler.add(long)
+    chunks = runner.scheduler.schedule()
+    assert [(chunk.sequence, chunk.length) for chunk in chunks] == [(decoding, 1), (long, 9)]
+
+
+def test_a_lower_priority_waits_but_not_for_ever() -> None:
+    assert rank(1, arrival=0.0) < rank(0, arrival=PRIORITY_SECONDS + 1)
+    runner = machine(seqs=1)
+    late, urgent = make("late", [1], 1, priority=1, arrival=0.0), make("urgent", [2], 1, arrival=5.0)
+    runner.scheduler.add(late)
+    runner.scheduler.add(urgent)
+    assert runner.scheduler.schedule()[0].sequence is urgent
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_prompt_logprobs_compute_the_whole_prompt_in_bounded_chunks(reuse: bool) -> None:
+    runner = machine(blocks=300, budget=1000, reuse=reuse)
+    prompt = list(range(600))
+    runner.scheduler.add(make("warm", prompt, 1))
+    runner.run()
+    runner.scheduler.add(make("reported", prompt, 1, prompt_logprobs=True))
+    chunk = runner.scheduler.schedule()[0]
+    assert (chunk.start, chunk.length) == (0, PROMPT_LOGPROB_TOKENS)
+
+
+def test_a_prompt_that_goes_on_may_take_the_blocks_of_a_decode_in_the_same_step() -> None:
+    runner = machine(blocks=6, seqs=6, windows=(9,), overlap=True, reuse=False)
+    decodes = [make(str(index), [index] * 3, 12, priority=-1, arrival=float(index)) for index in range(4)]
+    for sequence in decodes:
+        runner.scheduler.add(sequence)
+    runner.step()
+    runner.step()
+    prompt = make("prompt", list(range(30)), 2)
+    runner.scheduler.add(prompt)
+    runner.run()
+    assert runner.scheduler.preemptions > 0
+    assert prompt.tokens == expected(list(range(30)), 2)
+    assert [sequence.tokens for sequence in decodes] == [expected([index] * 3, 12) for index in range(4)]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_window_bounds_no_sequence(chunked: bool, overlap: bool) -> None:
+    """24 tokens fit into the pool; a chunk is as long as it, the one before and the window fit."""
+    runner = machine(blocks=6, seqs=1, budget=64, chunked=chunked, windows=(6,), overlap=overlap)
+    sequence = make("long", list(range(100)), 40)
+    runner.scheduler.add(sequence)
+    runner.run()
+    assert sequence.tokens == expected(list(range(100)), 40)
+    assert runner.scheduler.preemptions == 0
+    assert runner.scheduler.blocks.capacity > 1 << 60
+
+
+def test_while_a_sequence_goes_on_it_holds_a_window() -> None:
+    runner = machine(blocks=64, budget=8, windows=(None, 10))
+    sequence = make("long", list(range(90)), 60)
+    runner.scheduler.add(sequence)
+    whole, window = runner.scheduler.blocks.pools
+    while sequence.num_output < 59:
+        runner.step()
+        assert window.used <= 10 // SIZE + 2, "after a step, the window and what lies within its first and last block"
+        assert sequence.remaining > 1 or whole.used == -(-sequence.computed // SIZE)
+
+
+def test_a_prefix_is_taken_up_where_every_window_still_has_what_comes_before() -> None:
+    """Three blocks of the window are left behind it when the pool needs room; what the last block needs is still there."""
+    runner = machine(blocks=12, seqs=1, budget=8, windows=(None, 6))
+    prompt = list(range(32))
+    first, again, shorter = (make(name, prompt[:length], 1) for name, length in (("first", 32), ("again", 32), ("shorter", 13)))
+    for sequence in (first, again):
+        runner.scheduler.add(sequence)
+        runner.run()
+    assert (first.cached_tokens, again.cached_tokens) == (0, 28)
+    window = runner.scheduler.blocks.pools[1]
+    taken = window.allocate(window.available - 3)  # the least recently used are those left behind first
+    window.release(taken)
+    keys = shorter.extend_keys(SIZE)
+    assert [key in runner.scheduler.blocks.pools[0] for key in keys] == [True] * 3
+    runner.scheduler.add(shorter)
+    runner.run()
+    assert shorter.cached_tokens == 0
+    stats = runner.scheduler.blocks.stats()
+    assert (stats.max_num_blocks, stats.reused_blocks, stats.missed_blocks) == (24, 7, 8 + 1 + 4)

@@ -1,0 +1,39 @@
+"""The embedded engine on the default model: real text, and equal to transformers' `generate` token for token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.engine.embedded.test_equivalence import add, make_core, run, tokens
+
+CHATML = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "List the first 12 prime numbers, 2 3 5 and so on.",
+    "Erkläre in einem Satz, was ein Compiler ist. 🙂",
+    "def fibonacci(n):",
+    "Repeat this list back to me: " + ", ".join(f"item {i}" for i in range(120)),
+]
+
+
+@pytest.mark.slow
+def test_greedy_equals_generate(smollm2: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    prompts = [tokenizer.encode(CHATML.format(question), add_special_tokens=False).ids for question in QUESTIONS]
+    reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2)
+        expected.append(output[0, len(prompt) :].tolist())
+    del reference
+    assert "Paris" in tokenizer.decode(expected[0])
+    core = make_core(smollm2, max_num_tokens=100, kv_cache_memory_mb=128)
+    for index, prompt in enumerate(prompts):
+        add(core, str(index), prompt, max_tokens=24, ignore_eos=False)
+    deltas = run(core)
+    assert [tokens(deltas[str(index)]) for index in range(len(prompts))] == expected

@@ -1,0 +1,212 @@
+"""Images become what transformers makes of them: the same pixels, the same tokens in a prompt, the same embeddings."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForImageTextToText
+from transformers.models.smolvlm import processing_smolvlm
+
+from engine.config import EncoderConfig
+from engine.embedded.vision.batches import BatchEncoder
+from engine.embedded.vision.facts import has_vision, vision_facts
+from engine.embedded.vision.processing import PixelRoom
+from engine.encoder import EncodedImage, ImageInput
+from engine.errors import EngineError, EngineFailure
+from tests.support.vision_models import BUILDERS, TOKENS, build_llava, image, image_bytes
+
+SIZES = [(40, 30), (64, 20), (17, 60), (8, 8), (40, 30), (300, 200)]
+MAX_PIXELS = 1_000_000
+
+
+@pytest.fixture(scope="module", params=[*BUILDERS, "siglip"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    return build_llava(path, "siglip") if request.param == "siglip" else BUILDERS[request.param](path)
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> BatchEncoder:
+    return new_encoder(folder)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
+    return new_encoder(build_llava(tmp_path_factory.mktemp("llava")))
+
+
+def new_encoder(folder: Path, **options: Any) -> BatchEncoder:
+    config = EncoderConfig(model=str(folder), **{"dtype": "float32", "max_image_pixels": MAX_PIXELS, **options})
+    return BatchEncoder(config, vision_facts(folder))
+
+
+def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' own, for whole prompts. SmolVLM's class is taken without what it needs for videos."""
+    ours = encoder._processing._processor
+    if "SmolVLM" not in type(ours.image_processor).__name__:
+        return ours
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+
+    class WithoutVideos(processing_smolvlm.SmolVLMProcessor):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None
+
+    return WithoutVideos(ours.image_processor, ours.tokenizer, None, image_seq_len=ours.image_seq_len)
+
+
+def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
+    found = dict(pair for pairs in encoder.encode([ImageInput(file) for file in files]) for pair in pairs)
+    return [found[index] for index in range(len(files))]
+
+
+def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedImage, torch.Tensor]]:
+    pairs = []
+    for outcome in outcomes(encoder, *files):
+        assert isinstance(outcome, EncodedImage), outcome
+        rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(outcome.rows, encoder.info.hidden_size)
+        pairs.append((outcome, rows))
+    return pairs
+
+
+def test_the_expanded_prompt_is_the_processors_own(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = encoder.info.placeholder
+    prompt = f"<|im_start|>user\nLook:\n{place}\n\nand {place}{place} then\n\n{place}the {place}\n{place}<|im_end|>\n"
+    inputs = reference_processor(encoder, monkeypatch)(
+        images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[prompt], add_special_tokens=False
+    )
+    encoded = [result for result, _ in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))]
+    pieces = prompt.split(place)
+    expanded = "".join(piece + result.text for piece, result in zip(pieces, encoded, strict=False)) + pieces[-1]
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(expanded, add_special_tokens=False).ids
+    assert ids == list(inputs["input_ids"][0])
+    assert ids.count(encoder.info.image_token_id) == sum(result.rows for result in encoded)
+    if "image_grid_thw" in inputs:
+        assert [list(result.grid) for result in encoded] == np.asarray(inputs["image_grid_thw"]).tolist()
+    else:
+        assert {result.grid for result in encoded} == {(0, 0, 0)}
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_embeddings_are_those_of_the_whole_model(
+    folder: Path, encoder: BatchEncoder, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "_at_once", at_once)
+    inputs = reference_processor(encoder, monkeypatch)(
+        images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[encoder.info.placeholder * len(SIZES)], return_tensors="pt"
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+    with torch.inference_mode():
+        expected = torch.cat(tuple(model.get_image_features(**{name: inputs[name] for name in names if name in inputs}).pooler_output))
+    rows = torch.cat([rows for _, rows in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))])
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_image_alone_is_what_it_is_among_others(encoder: BatchEncoder) -> None:
+    files = [image_bytes(*size, seed) for seed, size in enumerate(SIZES)]
+    for file, (result, rows) in zip(files, encode(encoder, *files), strict=True):
+        ((alone, alone_rows),) = encode(encoder, file)
+        assert (alone.text, alone.rows, alone.grid) == (result.text, result.rows, result.grid)
+        torch.testing.assert_close(alone_rows, rows, rtol=1e-4, atol=1e-4)
+
+
+def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
+    names = [name for name, _ in encoder._tower._model.named_parameters()]
+    assert names and not any(name.startswith(("language_model", "text_model", "lm_head")) for name in names)
+
+
+def test_facts(folder: Path, encoder: BatchEncoder) -> None:
+    facts = vision_facts(folder)
+    assert has_vision(folder)
+    assert facts.image_token_id == encoder.info.image_token_id == TOKENS[encoder.info.placeholder]
+    assert facts.mrope == (encoder.info.placeholder == "<|image_pad|>")
+    assert encoder.info.hidden_size == 64 and encoder.info.dtype == "float32" and len(encoder.info.fingerprint) == 32
+
+
+def test_fingerprints_tell_weights_options_and_types_apart(tmp_path: Path, llava: BatchEncoder) -> None:
+    folder = build_llava(tmp_path)
+    assert new_encoder(folder).info.fingerprint == llava.info.fingerprint
+    changed = new_encoder(folder, processor_options={"do_normalize": False})
+    rounded = new_encoder(folder, dtype="bfloat16")
+    other = new_encoder(build_llava(tmp_path / "other", "siglip"))
+    assert len({llava.info.fingerprint, *(one.info.fingerprint for one in (changed, rounded, other))}) == 4
+    assert rounded.info.dtype == "bfloat16"
+
+
+def test_options_of_the_processor(tmp_path: Path) -> None:
+    folder = BUILDERS["qwen2_vl"](tmp_path)
+    ((few, _),) = encode(new_encoder(folder, processor_options={"max_pixels": 256}), image_bytes(64, 64))
+    ((many, _),) = encode(new_encoder(folder), image_bytes(64, 64))
+    assert (few.rows, many.rows) == (4, 64)
+    with pytest.raises(EngineFailure, match="has no option sharpness"):
+        new_encoder(folder, processor_options={"sharpness": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"model_type": "gemma3", "vision_config": {}}', "attend to each other in both directions"),
+        ('{"model_type": "unheard_of", "vision_config": {}}', "only for llava"),
+        ('{"model_type": "llava", "vision_config": {"model_type": "pixtral"}}', "llava with a pixtral"),
+        ('{"model_type": "llama"}', "takes no images"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(tmp_path: Path, config: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert not has_vision(tmp_path)
+    with pytest.raises(EngineFailure, match=reason):
+        vision_facts(tmp_path)
+
+
+def test_names_of_weights_in_older_folders(tmp_path: Path, llava: BatchEncoder) -> None:
+    weights = load_file(build_llava(tmp_path) / "model.safetensors")
+    older = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
+    save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert new_encoder(tmp_path).info.fingerprint == llava.info.fingerprint
+
+
+def test_random_weights_for_measuring_are_the_same_everywhere(tmp_path: Path) -> None:
+    folder = build_llava(tmp_path)
+    (folder / "model.safetensors").unlink()
+    first, second = (new_encoder(folder, load_format="dummy") for _ in range(2))
+    assert first.info == second.info
+    ((_, rows), (_, others)), ((_, again),) = (
+        encode(first, image_bytes(40, 30, 1), image_bytes(40, 30, 2)),
+        encode(second, image_bytes(40, 30, 1)),
+    )
+    assert torch.equal(rows, again)
+    assert not torch.equal(rows, others)
+
+
+def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
+    folder = build_llava(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    lost = next(name for name in weights if "vision" in name)
+    save_file({name: value for name, value in weights.items() if name != lost}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineFailure, match="lack 1 weights of the vision tower"):
+        new_encoder(folder)
+
+
+def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for_ever() -> None:
+    room, order, most = PixelRoom(100), [], []
+
+    def take(count: int) -> None:
+        with room.take(count):
+            order.append(count)
+            most.append(room._most - room._free)
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=take, args=(count,)) for count in (40, 60, 1000, 10, 20, 30, 50)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(5)
+    assert order[:3] == [40, 60, 1000] and sorted(order[3:]) == [10, 20, 30, 50]
+    assert max(most) == most[2] == 100 and room._free == 100

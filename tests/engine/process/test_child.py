@@ -1,0 +1,260 @@
+"""The engine's child process: started, killed, restarted, given up and never left behind."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.config import EmbeddedConfig, FakeConfig
+from engine.errors import EngineDied, EngineFailure, EngineNotReady
+from engine.process.child import EngineProcess
+from engine.process.client import EngineClient
+from engine.types import Delta, GenerateRequest, SamplingParams
+
+_ids = itertools.count()
+CONFIG = FakeConfig(token_delay=0.002)
+
+
+def request_for(max_tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def healthy(client: EngineClient, wanted: bool, timeout: float) -> None:
+    async with asyncio.timeout(timeout):
+        while client.healthy is not wanted:  # noqa: ASYNC110 - health is a property, there is nothing to wait on
+            await asyncio.sleep(0.005)
+
+
+def gone(pid: int, timeout: float = 5.0) -> bool:
+    """Whether the process ends in time; one that nobody has waited for yet counts as ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_close_leaves_nothing_behind() -> None:
+    process = EngineProcess(CONFIG)
+    folder = Path(process.address.removeprefix("ipc://")).parent
+    assert folder.stat().st_mode & 0o077 == 0
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    running = asyncio.create_task(collect(client.generate(request_for(10_000))))
+    await asyncio.sleep(0.05)
+    pid = process.pid
+    assert pid is not None
+    await process.close()
+    with pytest.raises(EngineDied):
+        await running
+    assert not psutil.pid_exists(pid) and process.pid is None
+    assert not folder.exists()
+    await client.close()
+    await process.close()
+
+
+async def test_close_before_the_host_is_ready() -> None:
+    process = EngineProcess(CONFIG)
+    await process.start()
+    pid = process.pid
+    await process.close()
+    assert pid is not None and not psutil.pid_exists(pid)
+    await EngineProcess(CONFIG).close()
+
+
+async def test_close_ends_a_host_that_does_not_obey(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.child._STOP_SECONDS", 0.3)
+    process = EngineProcess(CONFIG)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await process.close()
+    assert not psutil.pid_exists(pid)
+    await client.close()
+
+
+async def test_kill_under_load_fails_each_request_and_the_next_host_answers() -> None:
+    process = EngineProcess(CONFIG)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    pid = process.pid
+    assert pid is not None
+    running = [asyncio.create_task(collect(client.generate(request_for(10_000)))) for _ in range(100)]
+    await asyncio.sleep(0.1)
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert all(isinstance(result, EngineDied) for result in results)
+    assert time.monotonic() - killed < 0.5
+    assert not client.healthy
+    with pytest.raises(EngineNotReady):
+        await collect(client.generate(request_for()))
+    await healthy(client, True, 15)
+    assert process.pid not in (None, pid)
+    assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
+    second = process.pid
+    await client.close()
+    await process.close()
+    assert second is not None and not psutil.pid_exists(pid) and not psutil.pid_exists(second)
+
+
+async def test_requests_around_a_restart_never_hang() -> None:
+    process = EngineProcess(CONFIG)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    outcomes: list[str] = []
+
+    async def keep_asking() -> None:
+        while outcomes.count("length") < 50:
+            try:
+                deltas = await asyncio.wait_for(collect(client.generate(request_for(20))), 5)
+                outcomes.append(deltas[-1].finish_reason or "")
+            except (EngineDied, EngineNotReady) as error:
+                outcomes.append(type(error).__name__)
+                await asyncio.sleep(0.01)
+
+    asking = [asyncio.create_task(keep_asking()) for _ in range(10)]
+    await asyncio.sleep(0.15)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await healthy(client, False, 1)
+    await healthy(client, True, 15)
+    outcomes.clear()
+    await asyncio.wait_for(asyncio.gather(*asking), 15)
+    assert set(outcomes) == {"length"}
+    await client.close()
+    await process.close()
+
+
+async def test_a_host_that_cannot_come_back_is_tried_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.process.child._FIRST_PAUSE", 0.01)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    process = EngineProcess(CONFIG, address=f"ipc://{folder}/s")
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    folder.rename(tmp_path / "elsewhere")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(15):
+        while len(caplog.records) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    folder.mkdir()
+    await healthy(client, True, 15)
+    pauses = [record.getMessage().rpartition("restarted in ")[2] for record in caplog.records[:3]]
+    assert pauses == ["0.01 s", "0.02 s", "0.04 s"]
+    assert "failed to start (exit code 1)" in caplog.records[1].getMessage()
+    await client.close()
+    await process.close()
+
+
+async def test_a_child_of_the_host_that_outlives_it_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nsleep 60 </dev/null >&2 &\necho $! >> {tmp_path}/pids\nexec {sys.executable} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    process = EngineProcess(CONFIG)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await healthy(client, False, 1)
+    await healthy(client, True, 15)
+    await client.close()
+    await asyncio.wait_for(process.close(), 3)
+    for pid in (tmp_path / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+async def test_exit_mode_gives_up_at_the_first_death() -> None:
+    process = EngineProcess(CONFIG, on_death="exit")
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert "died (signal SIGKILL)" in await asyncio.wait_for(process.wait_failed(), 5)
+    assert process.pid is None and not client.healthy
+    await client.close()
+    await process.close()
+
+
+async def test_a_host_that_cannot_start_fails_the_start_with_its_last_words(tmp_path: Path) -> None:
+    process = EngineProcess(CONFIG, address=f"ipc://{tmp_path}/missing/s")
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    with pytest.raises(EngineFailure, match=r"failed to start \(exit code 1\)[^$]*No such file or directory"):
+        await asyncio.wait_for(client.start(), 15)
+    assert process.pid is None
+    await client.close()
+    await process.close()
+
+
+@pytest.mark.slow
+async def test_a_model_that_is_not_there_fails_the_start_by_name(tmp_path: Path) -> None:
+    process = EngineProcess(EmbeddedConfig(model=str(tmp_path / "no-such-model")))
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    try:
+        with pytest.raises(EngineFailure, match="no-such-model"):
+            await asyncio.wait_for(client.start(), 60)
+    finally:
+        await process.close()
+
+
+@pytest.mark.parametrize("host_state", ["running", "stuck"])
+async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_state: str) -> None:
+    code = """
+        import asyncio, sys
+        from engine.process.client import EngineClient
+        from engine.config import FakeConfig
+        from engine.process.child import EngineProcess
+        from engine.types import GenerateRequest, SamplingParams
+
+        async def main():
+            process = EngineProcess(FakeConfig(token_delay=0.002, context_length=1 << 30), address=sys.argv[1])
+            await process.start()
+            client = EngineClient(process.address, process.wait_failed)
+            await client.start()
+            length, logprobs = (5, None) if sys.argv[2] == "running" else (1_000_000, 20)  # the latter is one step of a minute
+            sampling = SamplingParams(max_tokens=1_000_000, prompt_logprobs=logprobs)
+            stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,) * length, sampling=sampling))
+            await asyncio.sleep(0.5)
+            print(process.pid, flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    address = tmp_path / "s"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(code), f"ipc://{address}", host_state, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), 20))
+    parent.kill()
+    await parent.wait()
+    assert await asyncio.to_thread(gone, pid)
+    assert not address.exists()

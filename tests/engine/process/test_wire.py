@@ -1,0 +1,97 @@
+"""What passes between the processes keeps its meaning."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+import engine.errors
+from engine.errors import EngineError, EngineFailure, InvalidRequest
+from engine.process import wire
+from engine.process.attachments import attach, detach
+from engine.transfer.shared_bytes import SharedBytes
+from engine.types import GenerateRequest, Image, Media, SamplingParams
+from protocol.internal import PrefillRequest, head_of, parts_of, pieces
+
+ERRORS = [value for value in vars(engine.errors).values() if isinstance(value, type) and issubclass(value, EngineError)]
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_keeps_its_type(cls: type[EngineError]) -> None:
+    sent = cls("message", "field") if issubclass(cls, InvalidRequest) else cls("message")
+    batch = wire.decode_reports(wire.encode(wire.Reports(1, [wire.failed(7, sent)])))
+    report = batch.reports[0]
+    assert isinstance(report, wire.Failed)
+    received = wire.error_of(report)
+    assert type(received) is cls and str(received) == "message"
+    assert getattr(received, "param", None) == getattr(sent, "param", None)
+
+
+def test_an_error_of_another_version_is_a_failure() -> None:
+    error = wire.error_of(wire.Failed(1, "NewKind", "message", None))
+    assert type(error) is EngineFailure and str(error) == "message"
+
+
+def with_images(count: int, files: int) -> GenerateRequest:
+    images = tuple(
+        Image(key=f"{index:064}", start=2 * index, length=1, rows=1, dtype="float32", data=bytes([200 + index]) * 40)
+        for index in range(count)
+    )
+    media = Media(text="a", images=tuple(b"file %d" % index for index in range(files))) if files else None
+    return GenerateRequest(request_id="r", prompt_token_ids=(1,) * 9, sampling=SamplingParams(max_tokens=1), images=images, media=media)
+
+
+REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)]
+
+
+def test_requests_come_with_their_images() -> None:
+    hello = wire.Hello(SharedBytes.of(b"1").reference)
+    commands: list[wire.Command] = [hello, *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)), wire.Abort(1)]
+    frames = wire.pack(7, commands)
+    assert wire.unpack(frames) == wire.Commands(7, commands)
+    data = [image.data for request in REQUESTS for image in request.images]
+    assert not any(part in frames[0] for part in data), "the message itself has none of their bytes"
+    assert all(any(part is frame for frame in frames) for part in data), "they are the same objects: nothing is copied"
+
+
+@pytest.mark.parametrize("change", [lambda frames: frames[:-1], lambda frames: [*frames, b"more"], lambda frames: frames[1:]])
+def test_frames_that_do_not_belong_together_are_refused(change: Callable[[list[bytes]], list[bytes]]) -> None:
+    with pytest.raises(ValueError):
+        wire.unpack(change(wire.pack(1, [wire.Generate(1, REQUESTS[-1])])))
+
+
+_heads = msgspec.msgpack.Decoder(PrefillRequest)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_bodies_between_replicas_keep_the_images(request_: GenerateRequest) -> None:
+    bare, parts = detach(request_)
+    body = b"".join(pieces(PrefillRequest(1, "m", msgspec.Raw(msgspec.msgpack.encode(bare)), [*map(len, parts)]), parts))
+    head, rest = head_of(body, _heads)
+    assert attach(msgspec.msgpack.decode(head.request, type=GenerateRequest), parts_of(rest, head.sizes)) == request_
+    for wrong in (b"", body[:3], body[:40], body[4:], b"\xff" * 100):
+        with pytest.raises(ValueError):
+            parts_of(head_of(wrong, _heads)[1], head.sizes)
+    for sizes in ([*head.sizes, 1], [-1, *head.sizes, 1]):
+        with pytest.raises(ValueError, match="its parts"):
+            parts_of(rest, sizes)
+
+
+async def test_large_frames_are_sent_as_they_are() -> None:
+    sender = zmq.Context.instance().socket(zmq.PAIR)
+    receiver = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
+    link = wire.LoopSocket(sender, lambda frames: None)
+    try:
+        data = bytes(128 << 20)
+        began = time.thread_time()
+        link.send([b"head", data])
+        assert time.thread_time() - began < 0.02, "a copy takes longer"
+        assert await asyncio.wait_for(receiver.recv_multipart(), 20) == [b"head", data]
+    finally:
+        link.close()
+        receiver.close(linger=0)

@@ -1,0 +1,193 @@
+"""Replicas that come and go: by DNS, by failing, by being ready or not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from engine.replicas.discovery import Addresses
+from engine.replicas.routing import fleet as fleet_module
+from engine.replicas.routing.fleet import EventSources, Fleet, NoReplica, Prompt
+from engine.replicas.routing.policy import Policy
+from engine.replicas.routing.upstream import UpstreamError
+from tests.support.routing import Bare, Seen, Sender, stored, tokens_of
+
+TWO_RANKS = b'HTTP/1.1 200 OK\r\ncontent-length: 38\r\n\r\n{"runtime": {"data_parallel_size": 2}}'
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+PROMPT = Prompt([*tokens_of(1), *tokens_of(2), 5], count=5)
+
+
+class Changing(Addresses):
+    """Addresses of the test's making."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__(())
+        self.urls = urls
+
+    @property
+    def change(self) -> bool:
+        return True
+
+    async def find(self, known: Set[str]) -> list[str]:
+        return self.urls
+
+
+@asynccontextmanager
+async def running(addresses: Addresses, sources: EventSources | None = None) -> AsyncIterator[tuple[Fleet, Seen]]:
+    seen = Seen()
+    fleet = Fleet(addresses, sources or EventSources(port=0), Policy("kv", seed=1), seen)
+    await fleet.start()
+    try:
+        yield fleet, seen
+    finally:
+        await fleet.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(8):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "RESOLVE_SECONDS", 0.05)
+    async with Bare(OK) as one, Bare(OK) as two, Bare(OK) as three:
+        addresses = Changing([one.url, two.url])
+        async with running(addresses) as (fleet, seen):
+            assert {(replica.url, replica.number) for replica in fleet.replicas} == {(one.url, 0), (two.url, 1)}
+            addresses.urls = [two.url, three.url]
+            await until(lambda: seen.counts["gone"])
+            assert {(replica.url, replica.number) for replica in fleet.replicas} == {(two.url, 1), (three.url, 0)}
+            await until(lambda: all(replica.available for replica in fleet.replicas))
+            addresses.urls = []
+            await until(lambda: not fleet.replicas)
+            assert not fleet.healthy
+            with pytest.raises(NoReplica):
+                fleet.choose(PROMPT, "", ())
+
+
+async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that drains is in no DNS any more."""
+    monkeypatch.setattr(fleet_module, "RESOLVE_SECONDS", 0.05)
+    async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
+        addresses = Changing([bare.url])
+        async with running(addresses) as (fleet, seen):
+            replica, work = fleet.choose(PROMPT, "", ())
+            connection = await replica.upstream.request(replica.upstream.head("POST", b"/v1/x", (), 0))
+            addresses.urls = []
+            await until(lambda: seen.counts["gone"])
+            assert not fleet.healthy
+            await asyncio.sleep(0.2)
+            bare.write(b"}")
+            assert await connection.chunk() + await connection.chunk() == b"{}"
+            replica.upstream.release(connection)
+            work.end()
+            await until(lambda: not connection.alive)
+
+
+async def test_a_name_becomes_its_addresses() -> None:
+    addresses = Addresses(("http://fixed:1/", "dns+http://localhost:8000"))
+    assert addresses.change
+    found = await addresses.find(set())
+    assert found[0] == "http://fixed:1"
+    assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
+    unknown = Addresses(("dns+http://no-such-name.invalid:8000",))
+    assert await unknown.find({"http://10.0.0.1:8000"}) == ["http://10.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "place", "expected"),
+    [
+        (EventSources(), None, ("tcp://host:5557", "")),
+        (EventSources(replay_port=5560), 0, ("tcp://host:5557", "tcp://host:5560")),
+        (EventSources(port=0, replay_port=5560), 0, ("", "")),
+        (EventSources(("tcp://a:1", "tcp://b:2"), ("tcp://a:3", "tcp://b:4")), 1, ("tcp://b:2", "tcp://b:4")),
+        (EventSources(("tcp://a:1",), replay_port=5560), 0, ("tcp://a:1", "")),
+    ],
+)
+def test_where_events_come_from(sources: EventSources, place: int | None, expected: tuple[str, str]) -> None:
+    assert sources.of("http://host:8000", place) == expected
+
+
+def test_addresses_of_version_six_stay_whole() -> None:
+    assert EventSources(replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
+
+
+async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> None:
+    sender = Sender()
+    async with Bare(OK) as one, Bare(OK) as two:
+        sources = EventSources((sender.endpoint, "tcp://127.0.0.1:9"), (sender.replay, "tcp://127.0.0.1:9"))
+        async with running(Addresses((one.url, two.url)), sources) as (fleet, seen):
+            await sender.send(stored([1, 2]))
+            await until(lambda: fleet.index.blocks(0) == 2)
+            for _ in range(5):
+                replica, work = fleet.choose(PROMPT, "", ())
+                assert replica.url == one.url
+                assert seen.overlaps[-1] == (0, 5, 4)
+                work.end()
+            await sender.send({"type": "AllBlocksCleared"})
+            await until(lambda: fleet.index.blocks(0) == 0)
+            chosen = set()
+            for _ in range(20):
+                replica, work = fleet.choose(PROMPT, "", ())
+                chosen.add(replica.number)
+                work.end()
+            assert chosen == {0, 1}
+    await sender.close()
+
+
+async def two_senders() -> list[Sender]:
+    """Of a replica's two data-parallel ranks, which have one port after the other."""
+    while True:
+        first = Sender(replays=False)
+        try:
+            return [first, Sender(replays=False, port=first.port + 1, rank=1)]
+        except zmq.ZMQError:  # somebody else has that port
+            await first.close()
+
+
+async def test_a_replica_has_what_any_of_its_data_parallel_ranks_has() -> None:
+    senders = await two_senders()
+    async with Bare(TWO_RANKS) as bare, running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, _):
+        for sender in senders:
+            await sender.subscribed()
+        await senders[0].send(stored([1]))
+        await senders[1].send(stored([1, 2]))
+        await until(lambda: fleet.index.blocks(0) == 3)
+        assert fleet.index.overlaps(PROMPT.tokens) == {0: 4}
+        await senders[1].send({"type": "AllBlocksCleared"})
+        await until(lambda: fleet.index.blocks(0) == 1)
+        assert fleet.index.overlaps(PROMPT.tokens) == {0: 2}
+        assert [request.split(b" ")[1] for request in bare.requests] == [b"/server_info"]
+    for sender in senders:
+        await sender.close()
+
+
+async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
+    async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
+        pauses = []
+        for _ in range(2):
+            await until(lambda: fleet.healthy)
+            replica, work = fleet.choose(PROMPT, "", ())
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(UpstreamError):
+                await replica.upstream.request(replica.upstream.head("POST", b"/v1/x", (), 0))
+            replica.failed("the test says so")
+            work.end()
+            assert not fleet.healthy
+            await until(lambda: fleet.healthy)
+            pauses.append(asyncio.get_running_loop().time() - began)
+        assert pauses[0] > 0.4
+        assert pauses[1] > 0.9
+
+
+async def test_a_replica_that_dies_with_many_requests_has_failed_once() -> None:
+    async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
+        (replica,) = fleet.replicas
+        for _ in range(50):
+            replica.failed("the test says so")
+        assert not fleet.healthy
+        async with asyncio.timeout(3):
+            await until(lambda: fleet.healthy)

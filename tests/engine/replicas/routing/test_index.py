@@ -1,0 +1,193 @@
+"""The index of blocks against a slow obvious one, and against the fake engine's own books by way of real messages."""
+
+import asyncio
+import random
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from engine.config import FakeConfig
+from engine.fake.engine import FakeEngine
+from engine.replicas.publisher.publisher import Publisher, PublisherConfig
+from engine.replicas.routing.events import Cleared, Event, Removed, Stored
+from engine.replicas.routing.index import PrefixIndex
+from engine.replicas.routing.replica import Learner
+from engine.replicas.routing.subscriber import Subscriber
+from tests.support.disaggregated import all_of, request
+from tests.support.routing import Seen
+
+SIZE = 2
+Path = tuple[tuple[str, str], tuple[int, ...]]
+"""A block: its namespace, and all tokens up to its end."""
+
+
+class SlowIndex:
+    """Remembers whole prefixes."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, dict[Hashable, Path]] = {}
+
+    def apply(self, replica: int, event: Event) -> None:
+        blocks = self.paths.setdefault(replica, {})
+        match event:
+            case Stored():
+                if event.parent is None:
+                    path: Path = (event.namespace, ())
+                elif event.parent in blocks:
+                    path = blocks[event.parent]
+                else:
+                    return
+                for place, block_hash in enumerate(event.hashes):
+                    path = (path[0], path[1] + event.tokens[place * SIZE : (place + 1) * SIZE])
+                    blocks[block_hash] = path
+            case Removed(hashes):
+                for block_hash in hashes:
+                    blocks.pop(block_hash, None)
+            case Cleared():
+                blocks.clear()
+
+    def overlaps(self, tokens: list[int], namespace: tuple[str, str]) -> dict[int, int]:
+        found = {}
+        for replica, blocks in self.paths.items():
+            length, paths = 0, set(blocks.values())
+            while length + SIZE <= len(tokens) and (namespace, tuple(tokens[: length + SIZE])) in paths:
+                length += SIZE
+            if length:
+                found[replica] = length
+        return found
+
+
+HASHES, TOKENS = st.integers(0, 12), st.integers(0, 1)
+NAMESPACES = st.sampled_from([("", ""), ("salt", ""), ("", "lora")])
+
+
+@st.composite
+def stored_events(draw: st.DrawFn) -> Stored:
+    hashes = tuple(draw(st.lists(HASHES, min_size=1, max_size=3, unique=True)))
+    tokens = tuple(draw(st.lists(TOKENS, min_size=SIZE * len(hashes), max_size=SIZE * len(hashes))))
+    return Stored(hashes, draw(st.none() | HASHES), tokens, SIZE, draw(NAMESPACES))
+
+
+EVENTS = stored_events() | st.builds(Removed, st.lists(HASHES, max_size=4).map(tuple)) | st.just(Cleared())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), EVENTS), max_size=30), st.lists(TOKENS, max_size=9), NAMESPACES, st.integers(0, 3))
+def test_it_says_what_a_slow_one_says(said: list[tuple[int, Event]], prompt: list[int], namespace: tuple[str, str], forgotten: int) -> None:
+    index, slow = PrefixIndex(), SlowIndex()
+    for replica, event in said:
+        index.apply(replica, event)
+        slow.apply(replica, event)
+    assert index.overlaps(prompt, namespace) == slow.overlaps(prompt, namespace)
+    assert {replica: index.blocks(replica) for replica in slow.paths} == {replica: len(blocks) for replica, blocks in slow.paths.items()}
+    index.remove(forgotten)
+    slow.paths.pop(forgotten, None)
+    assert index.overlaps(prompt, namespace) == slow.overlaps(prompt, namespace)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=30))
+def test_nothing_is_left_of_replicas_that_are_gone(said: list[tuple[int, Event]]) -> None:
+    index = PrefixIndex()
+    for replica, event in said:
+        index.apply(replica, event)
+    for replica in (0, 1):
+        index.remove(replica)
+    assert index._holders == {}
+    assert index.block_sizes == set()
+
+
+def test_blocks_without_a_known_parent_are_left_out() -> None:
+    index = PrefixIndex()
+    assert index.apply(0, Stored((2, 3), 1, (1, 2, 3, 4), SIZE)) == 2
+    assert index.overlaps([1, 2, 3, 4]) == {}
+    assert index.apply(0, Stored((4,), 3, (5, 6), SIZE)) == 1
+
+
+def test_hashes_are_the_same_signed_and_unsigned() -> None:
+    index = PrefixIndex()
+    index.apply(0, Stored(((1 << 64) - 5,), None, (1, 2), SIZE))
+    index.apply(0, Stored((7,), -5, (3, 4), SIZE))
+    assert index.overlaps([1, 2, 3, 4, 5]) == {0: 4}
+    index.apply(0, Removed((-5,)))
+    assert index.overlaps([1, 2, 3, 4, 5]) == {}
+    index.apply(0, Stored((-5,), None, (1, 2), SIZE))
+    assert index.overlaps([1, 2, 3, 4, 5]) == {0: 4}
+
+
+def test_tiers_and_ranks_are_kept_apart() -> None:
+    index = PrefixIndex()
+    index.apply(0, Stored((1,), None, (1, 2), SIZE))
+    index.apply(0, Stored((1,), None, (1, 2), SIZE, tier=(0, "CPU")))
+    index.apply(0, Stored((1,), None, (1, 2), SIZE, tier=(1, None)))
+    index.apply(0, Removed((1,)))
+    assert index.overlaps([1, 2]) == {0: 2}
+    index.apply(0, Cleared(0))
+    assert index.overlaps([1, 2]) == {0: 2}
+    index.apply(0, Cleared(1))
+    assert index.overlaps([1, 2]) == {}
+
+
+def test_blocks_with_images_are_no_blocks_of_text() -> None:
+    index = PrefixIndex()
+    index.apply(0, Stored((1, 2), None, (1, 2, 3, 4), SIZE, media=(None, b"image")))
+    assert index.overlaps([1, 2, 3, 4]) == {0: 2}
+
+
+def test_its_memory_is_bounded() -> None:
+    index = PrefixIndex(max_blocks=16)
+    for block in range(1000):
+        index.apply(0, Stored((block,), None, (block, block), SIZE))
+    assert index.blocks(0) <= 16
+    assert len(index._holders) <= 16
+    assert index.overlaps([999, 999]) == {0: 2}
+    assert index.overlaps([1, 1]) == {}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_it_agrees_with_the_engine_after_many_requests(seed: int) -> None:
+    """Prompts with shared starts, far more than the blocks can hold; then every prefix is asked of both."""
+    rng = random.Random(seed)
+    config = FakeConfig(block_size=4, num_blocks=60, max_num_seqs=8, context_length=256)
+    engine = FakeEngine(config)
+    await engine.start()
+    publisher = Publisher(engine, PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
+    publisher.start()
+    channel, index, seen = publisher.ranks[0].channel, PrefixIndex(), Seen()
+    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint or "", "", Learner(3, 0, index, seen))
+    following = asyncio.create_task(subscriber.run())
+    try:
+        prompts = await _ask(engine, rng)
+        await asyncio.sleep(0.05)  # for the publisher to take the last events
+        await _settled(publisher, engine, subscriber)
+        for prompt, salt in prompts[-60:]:
+            blocks = engine._blocks.open((*prompt, 3), salt, ())
+            expected = len(blocks.keys) * config.block_size
+            blocks.release()
+            assert index.overlaps(prompt, (salt, "")).get(3, 0) == expected
+        assert not seen.counts["unattached"]
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+        await publisher.close()
+        await engine.close()
+
+
+async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, ...], str]]:
+    """400 requests one after the other; returns their prompts and salts."""
+    prompts = []
+    for number in range(400):
+        start = [rng.randrange(3) + 3 for _ in range(8 * rng.randrange(4))]
+        prompts.append((tuple(start + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))]), rng.choice(["", "", "salt"])))
+        wanted = request(f"r{number}", prompts[-1][0], max_tokens=rng.randrange(1, 12))
+        await all_of(engine, replace(wanted, cache_salt=prompts[-1][1]))
+    return prompts
+
+
+async def _settled(publisher: Publisher, engine: FakeEngine, subscriber: Subscriber) -> None:
+    """Everything that the engine has said has come."""
+    async with asyncio.timeout(10):
+        while any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -1,0 +1,199 @@
+"""What `engine/base.py` promises of prompts with images, on every engine that takes their embeddings."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from engine import handoff
+from engine.base import DeltaIterator, Engine
+from engine.errors import EngineUnavailable, InvalidRequest
+from engine.kv_events import Stored
+from engine.types import Delta, Encoding, GenerateRequest, Handoff, Image, Media
+from tests.support.engine_cases import (
+    BLOCK,
+    IMAGE_TOKEN,
+    ROWS,
+    TAKING_IMAGES,
+    Subject,
+    config_of,
+    engine_of,
+    generate,
+    idle,
+    prompt_of,
+    request_for,
+    showing,
+    tokens_of,
+)
+from tests.support.vision_models import build_llava
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TAKING_IMAGES)
+async def subject(request: pytest.FixtureRequest, vision_model: Path) -> AsyncIterator[Subject]:
+    async with engine_of(request.param, config_of(request.param, vision_model)) as engine:
+        await engine.start()
+        subject = Subject(engine)
+        collecting = asyncio.create_task(subject.collect_events())
+        yield subject
+        await engine.close()
+        await asyncio.wait_for(collecting, 5)
+
+
+@pytest.fixture
+def engine(subject: Subject) -> Engine:
+    return subject.engine
+
+
+def without_data(images: tuple[Image, ...]) -> tuple[Image, ...]:
+    """As the seam allows them where the keys and values of their tokens are read."""
+    return tuple(replace(image, data=b"") for image in images)
+
+
+def said(deltas: list[Delta]) -> list[tuple[int, float]]:
+    """Tokens, and their log-probabilities to five digits."""
+    return [(entry[0].token_id, round(entry[0].logprob, 5)) for delta in deltas for entry in delta.logprobs]
+
+
+async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaIterator]:
+    stream = engine.generate(replace(request, prefill_only=True, request_id=f"{request.request_id}-prefill"))
+    return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, await anext(stream)))), stream
+
+
+async def test_another_image_gives_another_answer(engine: Engine) -> None:
+    before, after = prompt_of(7), prompt_of(9)
+    red, blue, again = [await generate(engine, showing(before, seed, after, max_tokens=12, logprobs=0)) for seed in (1, 2, 1)]
+    assert said(red) == said(again) and len(said(red)) == 12
+    assert [entry for entry, other in zip(said(red), said(blue), strict=True) if entry != other]
+
+
+async def test_the_order_of_images_is_theirs(engine: Engine) -> None:
+    texts = [prompt_of(3) for _ in range(3)]
+    orders = [(1, 2), (2, 1), (1, 1)]
+    answers = [said(await generate(engine, showing(texts[0], a, texts[1], b, texts[2], max_tokens=16, logprobs=0))) for a, b in orders]
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+async def test_many_at_once_do_not_mix(engine: Engine) -> None:
+    texts = [prompt_of(length) for length in range(3, 23)]
+    alone = [tokens_of(await generate(engine, showing(text, 1 + index % 3, text))) for index, text in enumerate(texts)]
+    requests = [showing(text, 1 + index % 3, text) for index, text in enumerate(texts)]
+    together = await asyncio.gather(*(generate(engine, request) for request in requests))
+    assert [tokens_of(deltas) for deltas in together] == alone
+
+
+async def test_only_blocks_of_equal_images_are_reused(engine: Engine) -> None:
+    before, after = prompt_of(BLOCK + 4), prompt_of(2 * BLOCK)
+
+    async def cached(seed: int, text: tuple[int, ...] = before) -> int:
+        report = (await generate(engine, showing(text, seed, after)))[0].prompt
+        assert report is not None
+        return report.cached_tokens
+
+    whole = (len(before) + ROWS + len(after)) // BLOCK * BLOCK
+    assert await cached(1) == 0
+    assert await cached(1) == whole
+    assert await cached(2) == BLOCK, "what comes before the image"
+    assert await cached(2) == whole
+    assert await cached(1) == whole
+    plain = before + (IMAGE_TOKEN,) * ROWS + after
+    report = (await generate(engine, request_for(plain)))[0].prompt
+    assert report is not None and report.cached_tokens == BLOCK, "image tokens without an image are text"
+
+
+async def test_events_name_the_images_in_each_block(subject: Subject) -> None:
+    """Of BLOCK = ROWS = 16: four tokens, then two images one behind the other, so that the second block has a part of both."""
+    request = showing(prompt_of(4), 11, 12, prompt_of(30), max_tokens=1)
+    first, second = (image.key for image in request.images)
+    await generate(subject.engine, request)
+    expected = [[(first, 0)], [(first, 12), (second, 0)], [(second, 12)]]
+    found: list[list[tuple[int | str, int | str]]] = []
+    for _ in range(100):
+        blocks = [block for event in subject.events if isinstance(event.data, Stored) for block in event.data.blocks]
+        found = [
+            [(key["hash"], key["start_offset"]) for key in block.mm_keys]
+            for block in blocks
+            if {key["hash"] for key in block.mm_keys} & {first, second}
+        ]
+        if len(found) == 3:
+            break
+        await asyncio.sleep(0.05)
+    assert found == expected
+    assert all(key["type"] == "mm_key" for block in blocks for key in block.mm_keys)
+    assert all(not block.mm_keys for block in blocks if IMAGE_TOKEN not in {token.token_id for token in block.tokens})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": -1},
+        {"start": 21},
+        {"length": 0},
+        {"rows": 0},
+        {"rows": ROWS + 1},
+        {"data": b""},
+        {"key": "short"},
+        {"dtype": "int8"},
+    ],
+)
+async def test_an_impossible_image_is_refused(engine: Engine, wrong: dict[str, object]) -> None:
+    request = showing(prompt_of(10), 1, prompt_of(10))
+    with pytest.raises(InvalidRequest) as caught:
+        await generate(engine, replace(request, images=(replace(request.images[0], **wrong),)))
+    assert caught.value.param == "prompt"
+
+
+async def test_images_that_overlap_are_refused(engine: Engine) -> None:
+    request = showing(prompt_of(2), 1, 2)
+    for images in (request.images[::-1], (request.images[0], replace(request.images[1], start=17))):
+        with pytest.raises(InvalidRequest):
+            await generate(engine, replace(request, images=images))
+
+
+@pytest.mark.parametrize("field", ["media", "encoding"])
+async def test_images_that_are_not_encoded_as_its_own_are_refused(engine: Engine, field: str) -> None:
+    carried = {"media": Media(text="", images=(b"",)), "encoding": Encoding(version=1, backend="trtllm", prompt="", state=b"")}
+    with pytest.raises(InvalidRequest):
+        await generate(engine, replace(request_for(prompt_of(5)), **{field: carried[field]}))
+
+
+@pytest.mark.parametrize("parts", [(1,), (1, 2), ((5, 6, 7), 1, tuple(range(40, 80)), 2)])
+async def test_decode_needs_no_embeddings(engine: Engine, parts: tuple[int | tuple[int, ...], ...]) -> None:
+    request = showing(*parts, prompt_of(3), max_tokens=20, logprobs=0)
+    whole = await generate(engine, request)
+    handed, stream = await prefill(engine, request)
+    rest = await generate(engine, replace(request, handoff=handed, images=without_data(request.images)))
+    await stream.aclose()
+    assert tokens_of([handed.first, *rest]) == tokens_of(whole) and rest[-1].finish_reason == "length"
+    await idle(engine)
+
+
+async def test_lost_blocks_are_computed_again_with_embeddings_and_not_without(engine: Engine) -> None:
+    request = showing(prompt_of(BLOCK), 3, prompt_of(5), max_tokens=20)
+    handed, stream = await prefill(engine, request)
+    await stream.aclose()
+    lost = replace(request, handoff=replace(handed, state=b""), cache_salt="elsewhere")
+    rest = await generate(engine, lost)
+    assert tokens_of([handed.first, *rest]) == tokens_of(await generate(engine, request))
+    with pytest.raises(EngineUnavailable):
+        await generate(engine, replace(lost, images=without_data(request.images), cache_salt="another", request_id="lost"))
+    await idle(engine)
+
+
+async def test_a_handoff_of_other_images_is_refused_or_of_no_use(engine: Engine) -> None:
+    if engine.info.backend != "fake":
+        pytest.skip("the embedded engine trusts that replicas agree on what they compute")
+    text = prompt_of(9)
+    handed, stream = await prefill(engine, showing(text, 1))
+    with pytest.raises(InvalidRequest, match="another prompt"):
+        await generate(engine, replace(showing(text, 2), handoff=handed))
+    await stream.aclose()

@@ -1,0 +1,112 @@
+"""Memory taken in pieces and given back, and read by peers."""
+
+import asyncio
+import itertools
+import threading
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from engine.encoder import EncodedImage
+from engine.replicas.encode_answers import EmbeddingStore
+from engine.transfer.arena import Arena, Place
+from engine.transfer.base import TransferError
+
+PAGE = 4096
+SIZE = 16 * PAGE
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE)), max_size=40))
+def test_places_do_not_overlap_and_come_back_whole(steps: list[tuple[bool, int]]) -> None:
+    async def run() -> None:
+        arena = Arena(SIZE, "shared_memory")
+        taken: list[Place] = []
+        for takes, number in steps:
+            if takes:
+                place = await arena.take(number, 0)
+                if place is not None:
+                    taken.append(place)
+            elif taken:
+                arena.free(taken.pop(number % len(taken)))
+            assert arena.taken == sorted(taken)
+            ends = [(place.offset, place.offset + place.size) for place in sorted(taken)]
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+            assert not ends or (ends[0][0] >= 0 and ends[-1][1] <= SIZE)
+        for place in taken:
+            arena.free(place)
+        assert await arena.take(SIZE, 0) == Place(0, SIZE)
+        await arena.close()
+
+    asyncio.run(run())
+
+
+async def test_who_finds_no_room_waits_for_it_and_not_for_ever() -> None:
+    arena = Arena(SIZE, "shared_memory")
+    first = await arena.take(SIZE, 0)
+    assert first is not None
+    waiting = asyncio.create_task(arena.take(PAGE, 5.0))
+    assert await arena.take(PAGE, 0.05) is None
+    assert not waiting.done()
+    arena.free(first)
+    assert await waiting == Place(0, PAGE)
+    assert await arena.take(SIZE + 1, 0.01) is None
+    await arena.close()
+
+
+async def test_one_arena_reads_another_in_parts() -> None:
+    theirs, ours = Arena(SIZE, "auto"), Arena(SIZE, "auto")
+    place = await theirs.take(3000, 0)
+    assert place is not None
+    theirs.write(place, [b"a" * 1000, b"b" * 2000])
+    assert await ours.read(theirs.offers, place.offset, [1000, 0, 2000], 5.0) == [b"a" * 1000, b"", b"b" * 2000]
+    with pytest.raises(TransferError, match="no room"):
+        await ours.read(theirs.offers, 0, [SIZE + 1], 0.05)
+    with pytest.raises(TransferError, match="beyond the peer"):
+        await ours.read(theirs.offers, SIZE - 10, [20], 5.0)
+    assert not ours.taken
+    await theirs.close()
+    await ours.close()
+
+
+class Slow(Arena):
+    """Writes only when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, "shared_memory")
+        self.go = threading.Event()
+
+    def write(self, place: Place, parts: object) -> None:
+        assert self.go.wait(10)
+        super().write(place, parts)  # type: ignore[arg-type]
+
+
+class Held:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.last = (0, 0)
+
+    def encoded(self, images: int, seconds: float) -> None: ...
+
+    def holds(self, answers: int, size: int) -> None:
+        self.last = (answers, size)
+
+
+async def test_a_place_that_is_written_to_is_free_only_when_that_is_over() -> None:
+    arena, held = Slow(), Held()
+    store = EmbeddingStore(arena, 0, held)
+    image = EncodedImage(text="x", rows=1, data=bytes(PAGE), dtype="float32")
+    putting = asyncio.create_task(store.put([image], False))
+    while held.last != (1, PAGE):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    putting.cancel()
+    await asyncio.wait([putting])
+    assert putting.cancelled() and held.last == (1, PAGE)
+    arena.go.set()
+    async with asyncio.timeout(5):
+        while held.last != (0, 0):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert not arena.taken
+    await store.close()

@@ -1,0 +1,186 @@
+"""Transfers that end early: peers that die or hang, cancellation, and what is left behind."""
+
+import gc
+import signal
+import time
+from threading import Event
+
+import pytest
+
+from engine.transfer.base import Read, TransferError
+from engine.transfer.nixl import _Agent
+from engine.transfer.transfers import Transfers
+from tests.support.transfer import NIXL, ON_HOST, Memory, ended, held, owning
+from tests.support.transfer_owner import content
+
+MIB = 1 << 20
+SIZES = (3 * MIB, 8 * MIB + 4096)
+LARGE = 256 * MIB
+
+on_host = pytest.mark.parametrize("method", ON_HOST)
+
+
+@on_host
+def test_an_owner_that_was_killed_before(method: str) -> None:
+    memory = Memory(MIB)
+    transfers = Transfers(memory.regions, method)
+    with owning(method, MIB) as owner:
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+        owner.kill()
+        with pytest.raises(TransferError):
+            ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]), seconds=2)
+    transfers.close()
+
+
+@on_host
+def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
+    memory = Memory(LARGE)
+    transfers = Transfers(memory.regions, method)
+    with owning(method, LARGE) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+        owner.kill()
+        with pytest.raises(TransferError):
+            ended(transfer, seconds=2)
+    with owning(method, LARGE // 8) as successor:
+        ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
+    transfers.close()
+
+
+@on_host
+def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
+    memory = Memory(LARGE)
+    transfers = Transfers(memory.regions, method)
+    with owning(method, LARGE) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+        transfer.cancel()
+        with pytest.raises(TransferError, match="cancelled"):
+            ended(transfer, seconds=1)
+        before = memory.bytes(0)
+        time.sleep(0.1)
+        assert memory.bytes(0) == before
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+        assert memory.bytes(0)[:MIB] == content(0, MIB)
+    transfers.close()
+
+
+@on_host
+def test_closing_ends_what_runs(method: str) -> None:
+    memory = Memory(LARGE)
+    transfers = Transfers(memory.regions, method)
+    with owning(method, LARGE) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+        start = time.monotonic()
+        transfers.close()
+        assert time.monotonic() - start < 2
+        with pytest.raises(TransferError, match="cancelled"):
+            transfer.done()
+
+
+def test_a_peer_that_hangs_holds_nobody_up() -> None:
+    """Over TCP, where the owner has a part in the transfer."""
+    memory = Memory(LARGE)
+    transfers = Transfers(memory.regions, "tcp")
+    with owning("tcp", LARGE) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+        owner.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        assert not transfer.done()
+        transfer.cancel()
+        with pytest.raises(TransferError, match="cancelled"):
+            ended(transfer, seconds=0.5)
+        owner.process.send_signal(signal.SIGCONT)
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+    transfers.close()
+
+
+@pytest.mark.parametrize("method", [NIXL])
+def test_nixl_is_torn_down_when_a_peer_hangs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP, where the owner has a part in the transfer, and goes on with it later."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr("engine.transfer.nixl.GRACE", 0.3)
+    memory = Memory(LARGE)
+    transfers = Transfers(memory.regions, method)
+    with owning(method, LARGE, UCX_TLS="tcp") as owner:
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+        owner.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        assert not transfer.done()
+        transfer.cancel()
+        with pytest.raises(TransferError, match="the peer hangs"):
+            ended(transfer, seconds=1)
+        before = memory.bytes(0)
+        owner.process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert memory.bytes(0) == before
+    with owning(method, MIB, UCX_TLS="tcp") as successor:
+        ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
+    transfers.close()
+
+
+@pytest.mark.parametrize("method", [NIXL])
+def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, go_on, real = Memory(MIB), Event(), _Agent.connect
+    transfers = Transfers(memory.regions, method)
+    with owning(method, MIB) as dead, owning(method, MIB) as other:
+
+        def connect(agent: _Agent, metadata: bytes) -> None:
+            if metadata in dead.offers[0].data:
+                assert go_on.wait(20)
+            real(agent, metadata)
+
+        monkeypatch.setattr(_Agent, "connect", connect)
+        hanging = [transfers.read(dead.offers, [Read(0, 0, 0, MIB)]) for _ in range(3)]
+        ended(transfers.read(other.offers, [Read(0, 0, 0, MIB)]), seconds=5)
+        assert not any(transfer.done() for transfer in hanging)
+        go_on.set()
+        for transfer in hanging:
+            ended(transfer)
+    transfers.close()
+
+
+@on_host
+def test_nothing_is_left_behind(method: str) -> None:
+    memory = Memory(*SIZES)
+    reads = [Read(1, block * 32768, block * 16384, 16384) for block in range(256)]
+
+    def round_of(kill: bool) -> None:
+        transfers = Transfers(memory.regions, method)
+        with owning(method, *SIZES) as owner:
+            ended(transfers.read(owner.offers, reads))
+            if kill:
+                owner.kill()
+                with pytest.raises(TransferError):
+                    ended(transfers.read(owner.offers, reads))
+        transfers.close()
+
+    round_of(kill=True)  # what a library takes once for the process
+    gc.collect()  # errors of earlier tests keep what raised them
+    before = held()
+    for kill in (False, True, True, False):
+        round_of(kill)
+    gc.collect()
+    assert held() == before
+
+
+def test_shared_memory_whose_descriptor_is_gone() -> None:
+    memory = Memory(*SIZES)
+    transfers = Transfers(memory.regions, "shared_memory")
+    with owning("shared_memory", *SIZES) as owner:
+        owner.say("forget")
+        assert owner.line() == "forgotten"
+        with pytest.raises(TransferError, match="cannot be opened: No such file"):
+            ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
+    transfers.close()
+
+
+def test_dead_peers_memory_is_let_go() -> None:
+    memory = Memory(*SIZES)
+    transfers = Transfers(memory.regions, "shared_memory")
+    with owning("shared_memory", *SIZES) as first, owning("shared_memory", *SIZES) as second:
+        ended(transfers.read(first.offers, [Read(0, 0, 0, MIB)]))
+        one_peer = held()["memories"]
+        first.kill()
+        ended(transfers.read(second.offers, [Read(0, 0, 0, MIB)]))
+        assert held()["memories"] == one_peer
+    transfers.close()

@@ -1,0 +1,278 @@
+"""Prefill, decode and encode on TensorRT-LLM's stand-in: what one engine hands over another goes on from."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine import handoff
+from engine.config import FakeConfig, TrtllmConfig
+from engine.errors import EngineFailure, InvalidRequest
+from engine.fake.engine import FakeEngine
+from engine.trtllm import disaggregation
+from engine.trtllm.encoder import TrtllmEncoder
+from engine.trtllm.engine import TrtllmEngine
+from engine.types import Delta, Encoding, GenerateRequest, Handoff, SamplingParams
+from tests.support.trtllm import found, handed_over, picture, trt  # noqa: F401 - a fixture for every test here
+
+PROMPT = tuple(range(10, 80))
+TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
+
+
+@pytest.fixture(autouse=True)
+def folder(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """Where the engines find their model's config.json."""
+    config = {"vocab_size": 512, "max_position_embeddings": 32768, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+async def idle(engine: TrtllmEngine) -> None:
+    """Wait until nothing runs in the engine."""
+    await asyncio.sleep(0.02)  # what was begun a moment ago is under way
+    async with asyncio.timeout(5):
+        while engine._running:  # noqa: ASYNC110 - the engine has no signal for it
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def engine(role: Any) -> AsyncIterator[TrtllmEngine]:
+    arguments = TRANSCEIVER | ({"disable_overlap_scheduler": True} if role == "prefill" else {}) | {"enable_iter_perf_stats": True}
+    running = TrtllmEngine(TrtllmConfig(model=".", role=role, arguments=arguments))
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.close()
+
+
+@contextlib.asynccontextmanager
+async def pair() -> AsyncIterator[tuple[TrtllmEngine, TrtllmEngine]]:
+    async with engine("prefill") as prefill, engine("decode") as decode:
+        yield prefill, decode
+
+
+def request(request_id: str = "r", **sampling: Any) -> GenerateRequest:
+    parameters = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return GenerateRequest(request_id=request_id, prompt_token_ids=PROMPT, sampling=parameters)
+
+
+async def all_of(stream: Any) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def expected(wanted: GenerateRequest) -> list[Delta]:
+    """What one engine says to the same request."""
+    alone = FakeEngine(FakeConfig())
+    await alone.start()
+    try:
+        return await all_of(alone.generate(wanted))
+    finally:
+        await alone.close()
+
+
+@pytest.mark.parametrize("logprobs", [None, 3])
+async def test_prefill_and_decode_give_what_one_engine_gives(logprobs: int | None) -> None:
+    async with pair() as (prefill, decode):
+        handed = await handed_over(prefill, request(logprobs=logprobs))
+        travelled = handoff.decode_handoff(handoff.encode(handed))
+        assert travelled == handed
+        rest = await all_of(decode.generate(msgspec.structs.replace(request(logprobs=logprobs), handoff=travelled)))
+    whole = await expected(request(logprobs=logprobs))
+    assert handed.first.prompt is not None and handed.first.finish_reason is None and len(handed.first.token_ids) == 1
+    assert tokens([handed.first, *rest]) == tokens(whole)
+    assert rest[-1].finish_reason == "length" and all(delta.prompt is None for delta in rest)
+    said = [entry[0] for delta in [handed.first, *rest] for entry in delta.logprobs]
+    assert [entry.token_id for entry in said] == (tokens(whole) if logprobs is not None else [])
+
+
+async def test_a_request_for_one_token_leaves_nothing_to_decode() -> None:
+    async with engine("prefill") as prefill:
+        handed = await handed_over(prefill, request(max_tokens=1))
+    assert handed.first.finish_reason == "length" and handed.state == b"" and len(handed.first.token_ids) == 1
+
+
+async def test_an_end_at_the_first_token_leaves_nothing_to_decode() -> None:
+    first = tokens(await expected(request()))[0]
+    async with engine("prefill") as prefill:
+        handed = await handed_over(prefill, request(stop_token_ids=(first,)))
+    assert (handed.first.finish_reason, handed.first.stop_reason, handed.state) == ("stop", first, b"")
+
+
+async def test_decode_refuses_a_request_without_a_handoff_unless_it_says_so() -> None:
+    async with engine("decode") as decode:
+        with pytest.raises(InvalidRequest, match="handoff") as caught:
+            await all_of(decode.generate(request()))
+        assert caught.value.param == "handoff"
+        local = await all_of(decode.generate(msgspec.structs.replace(request(), prefill_locally=True)))
+    assert tokens(local) == tokens(await expected(request()))
+
+
+async def test_a_handoff_of_another_engine_or_prompt_is_refused() -> None:
+    async with pair() as (prefill, decode):
+        handed = await handed_over(prefill, request())
+        other = msgspec.structs.replace(handed, backend="embedded")
+        with pytest.raises(InvalidRequest, match="embedded"):
+            await all_of(decode.generate(msgspec.structs.replace(request(), handoff=other)))
+        broken = msgspec.structs.replace(handed, state=b"\xc1")
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            await all_of(decode.generate(msgspec.structs.replace(request(), handoff=broken)))
+        elsewhere = msgspec.structs.replace(request(), handoff=handed, prompt_token_ids=(1, 2, 3))
+        with pytest.raises(InvalidRequest, match="prompt"):
+            await all_of(decode.generate(elsewhere))
+
+
+async def test_an_abort_on_decode_waits_for_the_transfer() -> None:
+    """Before the first response there is no abort in the engine; at the first one there is."""
+    async with pair() as (prefill, decode):
+        handed = await handed_over(prefill, request(max_tokens=500))
+        aborts: list[int] = []
+        result_class = found("tensorrt_llm.executor.result").GenerationResult
+        original = result_class.abort
+
+        def abort(self: Any) -> None:
+            aborts.append(len(self.outputs[0].token_ids))
+            original(self)
+
+        result_class.abort = abort
+        try:
+            stream = decode.generate(msgspec.structs.replace(request(max_tokens=500), handoff=handed))
+            await stream.aclose()
+            assert aborts == []
+            await idle(decode)
+        finally:
+            result_class.abort = original
+        assert len(aborts) == 1 and aborts[0] > 0
+
+
+async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.3}))  # it cannot be over before it is cancelled
+    async with engine("prefill") as prefill:
+        task = asyncio.create_task(handed_over(prefill, request()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await idle(prefill)
+        assert prefill._aborted == 1
+
+
+async def test_an_engine_without_a_transceiver_says_so() -> None:
+    running = TrtllmEngine(TrtllmConfig(model=".", role="prefill", arguments={"disable_overlap_scheduler": True}))
+    await running.start()
+    try:
+        with pytest.raises(InvalidRequest, match="cache_transceiver_config"):
+            await handed_over(running, request())
+    finally:
+        await running.close()
+
+
+async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
+    """Handles are used up at prefill; what decode needs of them are the hashes."""
+    encoder = TrtllmEncoder(TrtllmConfig(model=".", role="encode", arguments={"max_batch_size": 1}))
+    await encoder.start()
+    try:
+        assert encoder.healthy and encoder.load_seconds > 0
+        encoding = await encoder.encode("<image>", [picture()])
+        assert handoff.decode_encoding(handoff.encode(encoding)) == encoding
+        keywords = disaggregation.context_keywords(encoding)
+        assert keywords["request_type"] == "context_only" and len(keywords["multimodal_hashes"]) == 1
+        params = found("tensorrt_llm.llmapi.DisaggregatedParams")(
+            **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
+        )
+        result = _Result(params, (1, 2, 3))
+        asked = msgspec.structs.replace(request(), encoding=encoding)
+        handed = handoff.handoff_of("trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked))
+        assert handed.prompt_token_ids == (1, 2, 3)
+        generation = disaggregation.generation_keywords(handed)
+        assert "multimodal_embedding_handles" not in generation
+        assert generation["multimodal_hashes"] == keywords["multimodal_hashes"] and generation["opaque_state"] == b"\x00\xff"
+        assert disaggregation.local_keywords(encoding)["request_type"] == "context_and_generation"
+    finally:
+        await encoder.close()
+    assert not encoder.healthy
+
+
+def test_handles_wrapped_in_a_tuple_are_unwrapped() -> None:
+    params = found("tensorrt_llm.llmapi.DisaggregatedParams")(multimodal_embedding_handles=[{"method_key": 2}])
+    params.multimodal_embedding_handles = ([{"method_key": 2}],)
+    encoding = disaggregation.encoding_of(_Result(params, ()), "<image>")
+    assert disaggregation.context_keywords(encoding)["multimodal_embedding_handles"] == [{"method_key": 2}]
+
+
+def handles_of(encoding: Encoding) -> tuple[Any, Any]:
+    keywords = disaggregation.context_keywords(encoding)
+    found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
+    return keywords["multimodal_embedding_handles"], keywords.get("multimodal_hashes")
+
+
+def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
+    """Of two images `mm_embedding_handle` is but one. A handle for both goes without hashes, of which 1.2.1 wants as many as handles."""
+    first, second, hashes = {"method_key": 1}, {"method_key": 2}, [[1] * 8, [2] * 8]
+    make = found("tensorrt_llm.llmapi.DisaggregatedParams")
+    both = make(multimodal_embedding_handles=[first, second], multimodal_hashes=hashes)
+    assert handles_of(disaggregation.encoding_of(_Result(both, (), first), "")) == ([first, second], hashes)
+    for params in (make(), None):
+        assert handles_of(disaggregation.encoding_of(_Result(params, (), second), "")) == ([second], None)
+    shared = make()
+    shared.multimodal_embedding_handles, shared.multimodal_hashes = [first], hashes
+    assert handles_of(disaggregation.encoding_of(_Result(shared, (), first), "")) == ([first], None)
+
+
+def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
+    empty = found("tensorrt_llm.llmapi.DisaggregatedParams")()
+    without_a_token = found("tensorrt_llm.llmapi.DisaggregatedParams")(ctx_request_id=7, opaque_state=b"state")
+    without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
+    for params in (None, empty, without_a_token, without_an_id):
+        with pytest.raises(EngineFailure, match="transceiver"):
+            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), request())
+    with pytest.raises(EngineFailure, match="no embeddings"):
+        disaggregation.encoding_of(_Result(empty, ()), "")
+
+
+def test_every_field_of_disaggregated_params_has_its_place() -> None:
+    """A field that a later version adds is noticed here: neither side may lose it in silence."""
+    theirs = {field.name for field in fields(found("tensorrt_llm.llmapi.DisaggregatedParams"))} - {"request_type"}
+    ours = {*disaggregation.ContextState.__struct_fields__, *disaggregation.EncoderState.__struct_fields__}
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (handoff.encode(Handoff(version=2, backend="trtllm", first=Delta(()))), "version 2"),
+        (b"", "cannot be read"),
+        (b"\x80", "cannot be read"),
+        (b"\x93\x01", "cannot be read"),
+        (handoff.encode(Encoding(version=1, backend="trtllm", prompt="", state=b"")), "cannot be read"),
+    ],
+)
+def test_what_is_no_handoff_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        handoff.decode_handoff(data)
+    assert caught.value.param == "handoff"
+
+
+def test_a_handoff_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "MAX_BYTES", 10)
+    with pytest.raises(InvalidRequest, match="the most is 10"):
+        handoff.decode_handoff(bytes(11))
+
+
+class _Result:
+    def __init__(self, params: Any, prompt: tuple[int, ...], handle: Any = None) -> None:
+        self.disaggregated_params = params
+        self.mm_embedding_handle = handle
+        self.prompt_token_ids = list(prompt)
+        self.outputs = [self]

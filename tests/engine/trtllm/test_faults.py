@@ -1,0 +1,288 @@
+"""What goes wrong around TensorRT-LLM's executor while it lives, or without its saying so: one request's end, a poll's, or the engine's."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import TrtllmConfig
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.handoff import VERSION
+from engine.kit import logits
+from engine.process.wire import HostOptions
+from engine.trtllm import engine as engine_module
+from engine.trtllm.disaggregation import BACKEND, EncoderState
+from engine.trtllm.encoder import TrtllmEncoder
+from engine.trtllm.engine import TrtllmEngine
+from engine.trtllm.outputs import Outputs
+from engine.trtllm.polling import poll_stats
+from engine.types import Encoding
+from tests.support import trtllm_gotchas as trtllm_gotchas_support
+from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.http import application
+from tests.support.trtllm import found, handed_over, picture
+from tests.support.trtllm_gotchas import ROOT, request, running, tokens, until
+
+trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
+REFUSALS: list[tuple[Exception, type[EngineError]]] = [
+    (AssertionError("no such thing"), InvalidRequest),
+    (AssertionError(), InvalidRequest),
+    (NotImplementedError("not with this model"), InvalidRequest),
+    (RuntimeError("mrope_position_deltas_handle is missing"), InvalidRequest),
+    (TypeError("wrong"), InvalidRequest),
+    (ValueError("wrong"), InvalidRequest),
+    (AttributeError("Can't pickle local object"), EngineFailure),
+    (pickle.PicklingError("Can't pickle it"), EngineFailure),
+    (KeyError("what"), EngineFailure),
+    (OSError("Too many open files"), EngineFailure),
+]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return call
+
+
+async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder) as engine:
+        other = engine.generate(request(request_id="other", max_tokens=4000))
+        assert (await anext(other)).token_ids
+        for error, kind in REFUSALS:
+            with monkeypatch.context() as patch:
+                patch.setattr(found("tensorrt_llm.LLM"), "generate_async", raising(error))
+                with pytest.raises(kind, match=str(error) or "AssertionError") as caught:
+                    await tokens(engine, request())
+            assert type(caught.value) is kind
+        assert engine.healthy and (await anext(other)).token_ids and await tokens(engine, request())
+
+
+async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_is_gone(folder: Path) -> None:
+    async with running(folder) as engine:
+        found("tensorrt_llm._test").kill_executors()
+        with pytest.raises(EngineDied, match="shutting down"):
+            await tokens(engine, request())
+        assert not engine.healthy
+
+
+async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logits._factories, "local", lambda: None)
+    async with running(folder) as engine:
+        with pytest.raises(EngineFailure, match="pickle"):
+            await tokens(engine, request(processors=("local",)))
+        assert engine.healthy and await tokens(engine, request())
+
+
+async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: Path) -> None:
+    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}], mrope_position_ids_handle={"method_key": 2}))
+    encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
+    async with running(folder, "prefill") as engine:
+        with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):
+            await handed_over(engine, request(encoding=encoding))
+        assert engine.healthy and await tokens(engine, request())
+
+
+async def test_an_encoders_refusals_are_one_requests_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
+    await encoder.start()
+    kind = found("tensorrt_llm.llmapi.MultimodalEncoder")
+    try:
+        for error, expected in REFUSALS:
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, "generate_async", raising(error))
+                with pytest.raises(expected):
+                    await encoder.encode("<image>", [picture()])
+        with monkeypatch.context() as patch:  # a result that fails, though the executor runs
+            patch.setattr(found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ")))
+            with pytest.raises(EngineFailure, match="lengths differ"):
+                await encoder.encode("<image>", [picture()])
+        assert encoder.healthy and (await encoder.encode("<image>", [picture()])).state
+        found("tensorrt_llm._test").kill_executors()
+        with pytest.raises(EngineDied):
+            await encoder.encode("<image>", [picture()])
+        assert not encoder.healthy
+    finally:
+        await encoder.close()
+    with pytest.raises(EngineNotReady):
+        await encoder.encode("<image>", [picture()])
+
+
+async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Outputs, "_delta", raising(TypeError("None")))
+            with pytest.raises(EngineFailure, match="cannot be understood"):
+                await tokens(engine, request(max_tokens=4000))
+        await until(lambda: not engine._llm._executor._jobs)
+        assert engine.healthy and await tokens(engine, request())
+
+
+async def items(*raws: Any) -> AsyncIterator[Any]:
+    for raw in raws:
+        yield raw
+
+
+async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    broken: list[Any] = [{"iter": "seven"}, {"kvCacheStats": {"maxNumBlocks": "x"}}, None]
+    polls = iter([items(*broken, {"iter": 7}), *[items({"iter": "x"}) for _ in range(10)], raising(KeyError("type")), items({"iter": 8})])
+
+    class Llm:
+        def get_stats_async(self, timeout: float) -> Any:
+            poll = next(polls, items())
+            return poll() if callable(poll) else poll
+
+    published: list[int] = []
+    polling = asyncio.create_task(poll_stats(Llm(), lambda stats: published.append(stats.iteration)))
+    await until(lambda: published == [7, 8])
+    assert not polling.done()
+    polling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await polling
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(": ")[1] for line in warned] == ["ValueError", "ValidationError", "AttributeError", "ValueError", "KeyError"]
+    assert "10 so far" in warned[3] and "a poll of the engine's statistics" in warned[4]
+
+
+async def test_a_poller_that_ends_is_the_engines_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ends(*args: Any) -> None:
+        await asyncio.sleep(0.05)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(engine_module, "poll_stats", ends)
+    async with running(folder) as engine:
+        stream = engine.generate(request(max_tokens=4000))
+        with pytest.raises(EngineDied, match="not watched"):
+            _ = [delta async for delta in stream]
+        assert not engine.healthy and "a bug" in caplog.text
+
+
+async def test_an_executor_that_cannot_say_whether_it_runs_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    async with running(folder) as engine:
+        assert engine.healthy
+        monkeypatch.setattr(found("tensorrt_llm.LLM"), "_check_health", raising(OSError("broken pipe")))
+        await until(lambda: not engine.healthy)
+
+
+def reporting(monkeypatch: pytest.MonkeyPatch, **cache: Any) -> None:
+    """Have the executor's statistics say this of its cache."""
+    original = found("tensorrt_llm._executor").stats_item
+
+    def item(*args: Any) -> Any:
+        said = original(*args)
+        return said | {"kvCacheStats": said["kvCacheStats"] | cache}
+
+    monkeypatch.setattr(found("tensorrt_llm._executor"), "stats_item", item)
+
+
+@pytest.mark.parametrize("cache", [{"maxNumBlocks": 0}, {"tokensPerBlock": -1}])
+async def test_a_cache_that_holds_nothing_stops_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, int]) -> None:
+    reporting(monkeypatch, **cache)
+    with pytest.raises(EngineFailure, match="no memory is left"):
+        async with running(folder):
+            pass
+    assert found("tensorrt_llm._test").live() == 0
+
+
+@pytest.mark.parametrize("cache", [{"maxNumBlocks": None}, {"maxNumBlocks": "many"}])
+async def test_a_cache_of_unknown_size_starts_with_the_block_size_that_was_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: dict[str, Any]
+) -> None:
+    reporting(monkeypatch, **cache)
+    async with running(folder, kv_cache_config={"tokens_per_block": 64}) as engine:
+        assert (engine.info.num_blocks, engine.info.block_size) == (0, 64)
+    assert "does not report the size of its KV cache" in caplog.text
+
+
+async def test_facts_are_the_engines_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block size and capacity as reported, not as set; the ranks of attention DP; and how long loading took, without what follows."""
+    monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
+    found("tensorrt_llm._test").faults.construction_seconds = 0.3
+    reporting(monkeypatch, tokensPerBlock=128, maxNumBlocks=77)
+    parallel = {"tensor_parallel_size": 4, "enable_attention_dp": True, "kv_cache_config": {"tokens_per_block": 64}}
+    async with running(folder, **parallel) as engine:
+        info = engine.info
+    assert (info.block_size, info.num_blocks, info.data_parallel_size, info.tensor_parallel_size) == (128, 77, 4, 1)
+    assert 0.3 <= info.load_seconds < 5
+    async with running(folder, tensor_parallel_size=4) as engine:
+        assert (engine.info.data_parallel_size, engine.info.tensor_parallel_size) == (1, 4)
+
+
+async def test_metrics_show_how_long_loading_took_and_the_size_of_things() -> None:
+    async with application() as (client, _):
+        page = (await client.get("/metrics")).text.splitlines()
+    values = {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in page if line.startswith("trtllm_")}
+    assert values["trtllm_kv_cache_block_size"] == 32 and values["trtllm_kv_cache_max_blocks"] == 65536
+    assert values["trtllm_data_parallel_size"] == 1 and values["trtllm_model_load_time_seconds"] >= 0
+
+
+HANGING = """
+import sys, threading
+from engine.process import host
+from engine.trtllm import library
+
+host.more_stop_seconds = lambda config: 0.0
+library.shutdown = lambda llm: threading.Event().wait()
+library.is_alive = lambda llm: False
+sys.exit(host.main())
+"""
+
+
+def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
+    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
+    options = HostOptions(TrtllmConfig(model=str(folder)), f"ipc://{tmp_path}/engine.sock", "info")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}
+    process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(options) + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of 1.2.1's makes classes of nested configurations, and cannot make one of null."""
+    module = found("tensorrt_llm.llmapi.llm_args")
+    original = module.update_llm_args_with_extra_dict
+
+    def update(llm_args: dict[str, Any], extra: dict[str, Any]) -> Any:
+        assert None not in extra.values()
+        return original(llm_args, extra)
+
+    monkeypatch.setattr(module, "update_llm_args_with_extra_dict", update)
+    async with running(folder, speculative_config=None, cuda_graph_config=None) as engine:
+        assert engine._llm.args.speculative_config is None and engine._llm.args.cuda_graph_config is None
+
+
+async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
+    for made in (TrtllmEngine(TrtllmConfig(model=str(folder))), TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))):
+        with pytest.raises(ZeroDivisionError):
+            async with made:
+                assert made.healthy
+                raise ZeroDivisionError
+        assert not made.healthy and found("tensorrt_llm._test").live() == 0
+
+
+async def test_requests_may_have_one_id(folder: Path) -> None:
+    """The engine gives its own, so that ours say nothing: neither is taken for the other, running or just over."""
+    async with running(folder) as engine:
+        both = [engine.generate(request(max_tokens=length)) for length in (5, 40)]
+        assert [sum([len(delta.token_ids) async for delta in stream]) for stream in both] == [5, 40]
+        await until(lambda: not engine._streams)

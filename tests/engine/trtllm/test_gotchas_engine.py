@@ -1,0 +1,183 @@
+"""Gotchas 9 to 16 of TensorRT-LLM 1.2.1: arguments, polls, failures, and what of it the adapter leaves alone."""
+
+import asyncio
+import inspect
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import TrtllmConfig
+from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.kit import logits
+from engine.kv_events import EventDiff, KvEvent, Updated
+from engine.trtllm import engine as engine_module
+from engine.trtllm import library
+from engine.trtllm.arguments import defaults, forced, merge, problems
+from engine.trtllm.events import iteration_stats, kv_event
+from engine.trtllm.polling import poll_kv_events
+from tests.support import trtllm_gotchas as trtllm_gotchas_support
+from tests.support.trtllm import API, faults, found, sampling
+from tests.support.trtllm_contract_api import ATTRIBUTES
+from tests.support.trtllm_gotchas import FACTS, PRODUCT, SOURCES, arguments_of, request, running, tokens, until
+
+trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
+
+
+@pytest.mark.parametrize(
+    ("speculative", "named"),
+    [
+        ({"decoding_type": "Eagle3", "max_draft_len": 2}, "speculative_config"),
+        ({"decoding_type": "Draft_Target"}, "speculative_config"),
+        ({"decoding_type": "User_Provided", "drafter": None}, "speculative_config"),
+        ({"decoding_type": "NGram", "max_draft_len": 2}, "speculative_config.max_matching_ngram_size"),
+    ],
+)
+def test_gotcha_09_speculative_keys_are_those_of_1_2_1(folder: Path, speculative: dict[str, Any], named: str) -> None:
+    """Newer spellings are refused by name before a GPU is needed; the engine gets instances, made of a copy, which has its key popped."""
+    assert [problem.partition(":")[0] for problem in problems({"speculative_config": speculative})] == [named]
+    right = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}
+    config = TrtllmConfig(model=str(folder), arguments={"speculative_config": right})
+    assert problems(config.arguments) == []
+    with library.load(config) as llm:
+        assert isinstance(llm.args.speculative_config, found("tensorrt_llm.llmapi.EagleDecodingConfig"))
+    assert config.arguments == {"speculative_config": {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}}
+
+
+def test_gotcha_10_no_automatic_moe_three_required_fields_and_no_unknown_ones() -> None:
+    assert problems({"moe_config": {"backend": "AUTO"}})[0].startswith("moe_config.backend")
+    assert "backend" not in arguments_of("aggregated").get("moe_config", {}), "what is not said stays CUTLASS"
+    ours = defaults(0.9)["scheduler_config"]["dynamic_batch_config"]
+    assert ours.keys() == API["models"]["DynamicBatchConfig"]["fields"].keys()
+    for name in ours:
+        without = {key: value for key, value in ours.items() if key != name}
+        (problem,) = problems({"scheduler_config": {"dynamic_batch_config": without}})
+        assert name in problem
+    for field, text in ATTRIBUTES["TorchLlmArgs"].items():
+        if text.endswith(("Config", "Config]")) and field not in ("speculative_config", "sparse_attention_config"):
+            assert f"{field}.no_such_field: TensorRT-LLM 1.2.1 has no such argument" in problems({field: {"no_such_field": 1}})
+
+
+async def test_gotcha_11_a_lora_request_is_never_made(folder: Path, calls: list[Any]) -> None:
+    async with running(folder) as engine:
+        await tokens(engine, request())
+    assert all("lora_request" not in kwargs for _, kwargs in calls)
+    assert not [path for path in PRODUCT if "LoRARequest" in path.read_text(encoding="utf-8")]
+
+
+async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Too early and half-changed events end a poll and not the poller; what events and statistics need is forced or refused."""
+    events: list[KvEvent] = []
+    cache = {"event_buffer_max_size": 100, "tokens_per_block": 4}
+    with library.load(TrtllmConfig(model=str(folder), arguments={"kv_cache_config": cache})) as llm:
+        polling = asyncio.create_task(poll_kv_events(llm, events.append))
+        try:
+            await until(lambda: "not properly instantiated" in caplog.text)
+            await llm.generate_async([9] * 5, sampling())
+            await until(lambda: len(events) > 1)
+            faults().event_poll_error = "'NoneType' object has no attribute 'new_value'"
+            await until(lambda: "no attribute 'new_value'" in caplog.text)
+            before = len(events)
+            await llm.generate_async([8] * 5, sampling())
+            await until(lambda: len(events) > before)
+        finally:
+            while not polling.done():  # Python 3.11's wait_for can lose a cancellation
+                polling.cancel()
+                await asyncio.wait([polling], timeout=0.1)
+    assert [event.event_id for event in events] == list(range(len(events)))
+    half = {"type": "updated", "block_hash": 1, "cache_level": None, "priority": {"type": "event_diff", "new_value": 1, "old_value": 2}}
+    event = kv_event({"event_id": 0, "window_size": 1, "data": half})
+    assert event is not None and event.data == Updated(1, None, EventDiff(1, 2))
+    nulls = dict.fromkeys(API["json_schemas"]["iteration_stats"])
+    assert iteration_stats(nulls).kv_cache_stats.max_num_blocks == 0
+    assert arguments_of("aggregated")["enable_iter_perf_stats"] is True
+    published = merge(list(forced({}, "aggregated", publish_kv_events=True))).arguments
+    assert published["kv_cache_config"]["event_buffer_max_size"] > 0
+    assert problems({"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}})
+
+
+async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engines_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    async with running(folder) as engine:
+        other = engine.generate(request(request_id="other", max_tokens=4000))
+        assert (await anext(other)).token_ids
+        for responses, kind in ((0, InvalidRequest), (2, EngineFailure)):
+            faults().request_error, faults().request_error_after = "this one", responses
+            with pytest.raises(kind, match="this one"):
+                await tokens(engine, request(request_id=str(responses)))
+        assert engine.healthy and (await anext(other)).token_ids
+        found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
+        with pytest.raises(EngineDied, match="CUDA error"):
+            _ = [delta async for delta in other]
+        assert not engine.healthy
+        with pytest.raises(EngineNotReady):
+            await tokens(engine, request())
+    async with running(folder) as idle:
+        found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
+        await until(lambda: not idle.healthy)
+
+
+class Forces:
+    """A processor that allows the token 42 alone. It keeps state, which its copy in a worker has for itself."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, token_ids: Any, logits: Any) -> None:
+        self.lengths.append(len(token_ids))
+        logits[:42], logits[43:] = -1e9, -1e9
+
+
+class Fails:
+    def __call__(self, token_ids: Any, logits: Any) -> None:
+        logits[:] = 0.0
+        raise ValueError("no")
+
+
+async def test_gotcha_14_processors_are_called_by_position_and_pickled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # noqa: PLC0415 - the other tests here do without
+
+    monkeypatch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
+    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64}))
+    monkeypatch.setitem(logits._factories, "forces", Forces)
+    monkeypatch.setitem(logits._factories, "fails", Fails)
+    async with running(tiny_model) as engine:
+        assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
+        plain = await tokens(engine, request(ignore_eos=True))
+        assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
+    made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
+    copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
+    assert len(inspect.signature(copied).parameters) == 5
+    scores = torch.zeros(1, 1, 64)
+    copied(7, scores, [[1, 2, 3]], None, None)
+    assert scores.argmax().item() == 42 and scores.min() == -1e9
+    assert not [name for name, source in SOURCES.items() if re.search("BatchedLogitsProcessor|apply_batched", source)]
+
+
+async def test_gotcha_15_the_async_llm_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs Ray. The plain one is made with keywords only, its model among them."""
+    made: list[Any] = []
+    original = found("tensorrt_llm.LLM").__init__
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append((args, kwargs))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(found("tensorrt_llm.LLM"), "__init__", construct)
+    async with running(folder):
+        ((args, kwargs),) = made
+        assert args == () and kwargs["model"] == str(folder) and "orchestrator_type" not in kwargs
+    assert not [path for path in PRODUCT if "AsyncLLM" in path.read_text(encoding="utf-8")]
+
+
+def test_gotcha_16_its_parsers_are_not_used() -> None:
+    """Reasoning and tool calls are parsed by us, so that no spelling of a parser's name ever reaches the engine from our settings."""
+    for role in ("aggregated", "prefill", "decode", "encode"):
+        assert not {"reasoning_parser", "tool_parser"} & arguments_of(role).keys()
+    assert problems({"tool_parser": "qwen3"}) == ["tool_parser: TensorRT-LLM 1.2.1 has no such argument"]
+    assert not [path for path in PRODUCT if "tensorrt_llm.serve" in path.read_text(encoding="utf-8")]

@@ -1,0 +1,252 @@
+"""Images on TensorRT-LLM's stand-in: raw to an engine that encodes them, or encoded elsewhere; aggregated, and by way of prefill."""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.config import TrtllmConfig
+from engine.encoder import ImageInput
+from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
+from engine.handoff import decode_encoding, decode_handoff, encode
+from engine.kv_events import KvEvent, Stored
+from engine.trtllm import media
+from engine.trtllm.encoder import TrtllmEncoder
+from engine.trtllm.engine import TrtllmEngine
+from engine.types import Delta, Encoding, GenerateRequest, Image, Media
+from tests.support import trtllm_gotchas as trtllm_gotchas_support
+from tests.support.trtllm import IMAGE, handed_over, model_folder, picture
+from tests.support.trtllm_gotchas import request, running, until
+
+trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
+TEXT = "w5 <image> w6 <image> w7"
+IDS = (5, IMAGE, 6, IMAGE, 7)
+EXPANDED = (5, *[IMAGE] * 16, 6, *[IMAGE] * 16, 7)
+
+
+RED, BLUE = picture("red").data, picture("blue").data
+
+
+def bomb() -> bytes:
+    """A small file that says of itself to be large."""
+    header = b"IHDR" + (9000).to_bytes(4) + (9000).to_bytes(4) + RED[24:29]
+    return RED[:12] + header + zlib.crc32(header).to_bytes(4) + RED[33:]
+
+
+def showing(*files: bytes, **fields: Any) -> GenerateRequest:
+    """A request with raw images."""
+    return request(prompt_token_ids=IDS, media=Media(text=TEXT, images=files), **{"max_tokens": 20, "ignore_eos": True, **fields})
+
+
+async def encoded(folder: Path, *files: bytes) -> Encoding:
+    """What an encode replica makes of images, as it travels."""
+    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
+    await encoder.start()
+    try:
+        return decode_encoding(encode(await encoder.encode(TEXT, [ImageInput(data) for data in files])))
+    finally:
+        await encoder.close()
+
+
+async def all_of(engine: TrtllmEngine, wanted: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in engine.generate(wanted)]
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def disaggregated(prefill: TrtllmEngine, decode: TrtllmEngine, wanted: GenerateRequest) -> list[Delta]:
+    """By way of prefill; decode sees no image."""
+    handed = decode_handoff(encode(await handed_over(prefill, wanted)))
+    assert handed.prompt_token_ids == EXPANDED
+    rest = await all_of(decode, replace(wanted, media=None, encoding=None, handoff=handed))
+    return [handed.first, *rest]
+
+
+async def test_raw_images_go_to_the_engine_with_their_text(folder: Path, calls: list[Any]) -> None:
+    async with running(folder) as engine:
+        said = [await all_of(engine, showing(*files)) for files in ((RED, BLUE), (BLUE, RED), (RED, BLUE))]
+        assert tokens_of(said[0]) == tokens_of(said[2]) != tokens_of(said[1])
+        for deltas in said:
+            assert [delta.prompt is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+            assert deltas[0].prompt is not None and deltas[0].prompt.prompt_tokens == len(EXPANDED)
+        inputs = calls[-1][1]["inputs"]
+        assert inputs.keys() == {"prompt", "multi_modal_data"} and inputs["prompt"] == TEXT
+        assert [(image.mode, image.size) for image in inputs["multi_modal_data"]["image"]] == [("RGB", (8, 6))] * 2
+        assert not calls[-1][1]["sampling_params"].add_special_tokens and calls[-1][1]["disaggregated_params"] is None
+        assert (await all_of(engine, request()))[0].prompt.prompt_tokens == 0, "the request's own"  # type: ignore[union-attr]
+
+
+async def test_every_way_of_an_image_gives_the_same_answer(folder: Path, calls: list[Any]) -> None:
+    """Aggregated, with embeddings of an encode replica, and both by way of prefill."""
+    answers = []
+    async with running(folder) as alone, running(folder, "prefill") as prefill, running(folder, "decode") as decode:
+        for files in ((RED, BLUE), (BLUE, RED)):
+            raw = showing(*files)
+            ready = [replace(raw, media=None, encoding=await encoded(folder, *files)) for _ in range(2)]
+            whole = tokens_of(await all_of(alone, raw))
+            assert tokens_of(await all_of(alone, ready[0])) == whole
+            assert tokens_of(await disaggregated(prefill, decode, raw)) == whole
+            assert tokens_of(await disaggregated(prefill, decode, ready[1])) == whole
+            answers.append(whole)
+            context, generation = calls[-2][1], calls[-1][1]
+            assert context["inputs"] == {"prompt": TEXT} and len(context["disaggregated_params"].multimodal_hashes) == 2
+            assert generation["inputs"] == list(EXPANDED) and generation["disaggregated_params"].multimodal_embedding_handles is None
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, calls: list[Any], ready: bool) -> None:
+    for mrope in (False, True):
+        folder = tmp_path / str(mrope)
+        folder.mkdir()
+        model_folder(folder, **({"rope_scaling": {"mrope_section": [2, 3, 3]}} if mrope else {}))
+        async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
+            wanted = showing(RED, BLUE)
+            if ready:
+                wanted = replace(wanted, media=None, encoding=await encoded(folder, RED, BLUE))
+            await disaggregated(prefill, decode, wanted)
+        params = calls[-1][1]["disaggregated_params"]
+        assert params.request_type == "generation_only"
+        assert (params.mrope_position_ids_handle is not None) == (params.mrope_position_deltas_handle is not None) == mrope
+
+
+async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
+    async with running(folder) as engine:
+        report = (await all_of(engine, showing(RED, BLUE, prompt_logprobs=1)))[0].prompt
+        assert report is not None and report.logprobs is not None
+        first, *rest = report.logprobs
+        assert first is None and [entry[0].token_id for entry in rest if entry is not None] == list(EXPANDED[1:])
+
+
+async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls: list[Any]) -> None:
+    """1.2.1's documentation says that images and the reuse of blocks do not go together. Those of text are shared as ever."""
+    long = replace(showing(RED, BLUE), media=Media(text=TEXT + " w8" * 100, images=(RED, BLUE)))
+    async with running(folder, "prefill") as prefill, running(folder, "decode") as decode, running(folder) as alone:
+        for _ in range(2):
+            report = (await all_of(alone, replace(long, cache_salt="tenant")))[0].prompt
+            assert report is not None and (report.prompt_tokens, report.cached_tokens) == (len(EXPANDED) + 100, 0)
+        for expected in (0, 64):
+            report = (await all_of(alone, request(prompt_token_ids=tuple(range(4, 60)) * 2)))[0].prompt
+            assert report is not None and (report.cached_tokens > 0) == (expected > 0)
+        salts = [call[1]["cache_salt"] for call in calls[-4:]]
+        assert salts[0].startswith("tenant/") and salts[1].startswith("tenant/") and salts[0] != salts[1] and salts[2:] == [None, None]
+        await disaggregated(prefill, decode, showing(RED, BLUE))
+        assert len({call[1]["cache_salt"] for call in calls[-2:]} - {None}) == 2, "nor at decode, where the tokens of all images are alike"
+
+
+async def test_events_name_the_images_of_blocks(folder: Path) -> None:
+    events: list[KvEvent] = []
+    async with running(folder, kv_cache_config={"event_buffer_max_size": 1000}) as engine:
+
+        async def collect() -> None:
+            async for batch in engine.kv_events():
+                events.extend(batch)
+
+        collecting = asyncio.create_task(collect())
+        await all_of(engine, showing(RED, BLUE))
+        await until(lambda: any(isinstance(event.data, Stored) and event.data.blocks[0].mm_keys for event in events))
+    await collecting
+    block = next(event.data.blocks[0] for event in events if isinstance(event.data, Stored) and event.data.blocks[0].mm_keys)
+    assert [key["start_offset"] for key in block.mm_keys] == [0, 0]
+    assert len({key["hash"] for key in block.mm_keys}) == 2 and all(key["type"] == "mm_key" for key in block.mm_keys)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no image", "cannot be read|can be read"),
+        (RED[:50], "damaged"),
+        (picture(form="BMP").data, "cannot be read|can be read"),
+        (bomb(), "more than 64000000 pixels"),
+    ],
+    ids=["bytes", "truncated", "another format", "a bomb"],
+)
+async def test_what_cannot_be_decoded_is_the_requests_fault_and_never_begins(
+    folder: Path, calls: list[Any], data: bytes, message: str
+) -> None:
+    async with running(folder) as engine:
+        submitted = len(calls)
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            await all_of(engine, showing(RED, data))
+        assert caught.value.param == "image" and len(calls) == submitted
+        assert engine.healthy and await all_of(engine, showing(RED, BLUE))
+
+
+async def test_the_limit_of_pixels_is_the_configurations(folder: Path) -> None:
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), max_image_pixels=47)) as engine:
+        with pytest.raises(InvalidRequest, match="more than 47 pixels"):
+            await all_of(engine, showing(RED, BLUE))
+
+
+async def test_one_without_memory_for_its_images_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def too_large(images: Sequence[ImageInput], max_pixels: int) -> list[Any]:
+        raise MemoryError
+
+    async with running(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(media, "decoded", too_large)
+            with pytest.raises(EngineFailure, match="no memory"):
+                await all_of(engine, showing(RED, BLUE))
+        assert engine.healthy and await all_of(engine, showing(RED, BLUE))
+
+
+async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: Path, calls: list[Any]) -> None:
+    async with running(folder) as engine:
+        submitted = len(calls)
+        stream = engine.generate(showing(RED, BLUE))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        await until(lambda: not engine._streams)
+        await asyncio.sleep(0.1)
+        assert len(calls) == submitted and [delta async for delta in stream] == []
+
+
+async def test_one_that_is_closed_later_is_aborted(folder: Path) -> None:
+    async with running(folder) as engine:
+        stream = engine.generate(showing(RED, BLUE, max_tokens=3000))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: not engine._running)
+        assert engine._aborted == 1 and not engine._streams
+
+
+async def test_an_engine_that_closes_meanwhile_fails_the_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder) as engine:
+        begun = asyncio.Event()
+
+        async def never(images: Sequence[ImageInput], max_pixels: int) -> list[Any]:
+            begun.set()
+            await asyncio.Event().wait()
+            return []
+
+        monkeypatch.setattr(media, "decoded", never)
+        stream = engine.generate(showing(RED, BLUE))
+        await begun.wait()
+        await engine.close()
+        with pytest.raises(EngineNotReady):
+            await anext(stream)
+
+
+async def test_a_prefill_with_images_is_held_until_its_stream_is_closed(folder: Path) -> None:
+    async with running(folder, "prefill") as engine:
+        stream = engine.generate(replace(showing(RED, BLUE), prefill_only=True))
+        delta = await anext(stream)
+        assert delta.held is not None and delta.prompt is not None and delta.prompt.prompt_tokens == len(EXPANDED)
+        waiting = asyncio.ensure_future(anext(stream))
+        assert not (await asyncio.wait([waiting], timeout=0.1))[0]
+        await stream.aclose()
+        await asyncio.wait([waiting])
+        await until(lambda: not engine._running)
+
+
+async def test_embeddings_of_the_embedded_engine_are_refused(folder: Path) -> None:
+    image = Image(key="0" * 64, start=1, length=1, rows=1, dtype="float32", data=b"data")
+    async with running(folder) as engine:
+        with pytest.raises(InvalidRequest, match="encodes images itself"):
+            await all_of(engine, request(images=(image,)))

@@ -1,0 +1,113 @@
+"""What one chat with images may cost others: turns, time, memory, and work for requests that are refused at any rate."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.config import FakeConfig
+from engine.errors import QueueFull
+from engine.fake.encoder import HIDDEN_SIZE, FakeEncoder
+from engine.fake.engine import FakeEngine
+from multimodal.errors import DeadlineExceeded, RequestError
+from multimodal.media import vision
+from multimodal.media.cache import EmbeddingCache
+from multimodal.media.vision import Vision
+from multimodal.metrics import GenerationMetrics
+from multimodal.processor import Processor
+from multimodal.sampling import Limits
+from multimodal.text.prompts import Prompts
+from multimodal.text.templates import ChatTemplate
+from multimodal.text.tokenizer import byte_tokenizer
+from protocol.chat import ChatCompletionRequest
+from protocol.tokenize import TokenizeRequest
+from tests.support.disaggregated import replica
+from tests.support.encode import until
+from tests.support.media import OddServer, data_url, image_file, ok, world
+
+PNG, OTHER = image_file(), image_file(size=(32, 32))
+
+
+@asynccontextmanager
+async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[Processor, OddServer]]:
+    """A processor with images, and the one server of all that it fetches."""
+    tokenizer, engine = byte_tokenizer(), FakeEngine(FakeConfig())
+    assert tokenizer.chat_template is not None
+    await engine.start()
+    await encoder.start()
+    async with world() as w:
+        images = Vision(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, 32)
+        prompts = Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens), images)
+        yield Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")), w.server
+    await engine.close()
+
+
+def chat(*urls: str, **fields: Any) -> ChatCompletionRequest:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": parts}], **fields})
+
+
+async def test_images_that_servers_hold_back_are_in_nobody_elses_way() -> None:
+    async with world(concurrency=1) as w:
+        asked, going_on = asyncio.Event(), asyncio.Event()
+
+        async def hold_back(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await going_on.wait()
+            writer.write(ok(PNG))
+
+        w.server.answers["/"] = hold_back
+        slow = asyncio.create_task(w.loader.load("http://images.test/"))
+        await asked.wait()
+        async with asyncio.timeout(2):
+            assert (await w.loader.load(data_url(PNG))).data == PNG
+        assert not slow.done()
+        going_on.set()
+        assert (await slow).data == PNG
+
+
+async def test_the_deadline_counts_while_images_are_encoded() -> None:
+    encoder = FakeEncoder(seconds=30.0)
+    async with processor(encoder, request_timeout_seconds=0.1) as (prepared, _):
+        body = chat(data_url(PNG))
+        with pytest.raises(DeadlineExceeded, match=r"longer than the 0\.1 seconds"):
+            await prepared.chat(body, "id")
+        with pytest.raises(DeadlineExceeded):
+            await prepared.tokenize(TokenizeRequest.model_validate({"messages": body.model_dump(exclude_none=True)["messages"]}))
+        assert not encoder._running
+
+
+async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "MOST_WAITING", len(PNG) + len(OTHER) - 1)
+    encoder = FakeEncoder(seconds=0.2)
+    async with processor(encoder) as (prepared, _):
+        first = asyncio.create_task(prepared.chat(chat(data_url(PNG)), "id"))
+        await until(lambda: encoder._running)
+        with pytest.raises(QueueFull):
+            await prepared.chat(chat(data_url(OTHER)), "id")
+        await asyncio.gather(first, prepared.chat(chat(data_url(PNG)), "id"))  # what is on its way needs no more
+        await prepared.chat(chat(data_url(OTHER)), "id")
+        assert encoder.encoded == 2
+
+
+async def test_a_client_that_goes_leaves_no_images_behind() -> None:
+    messages = chat(data_url(PNG)).model_dump(exclude_none=True)["messages"]
+    async with replica("aggregated", fake_token_delay_ms=5000) as (url, life), httpx.AsyncClient(base_url=url, timeout=0.5) as client:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(path, json={"messages": messages})
+            await until(lambda: not life.running, 1.0)
+
+
+async def test_nothing_is_fetched_for_a_request_with_too_many_choices() -> None:
+    async with processor(FakeEncoder(), max_n=4) as (prepared, server):
+        server.answers["/"] = ok(PNG)
+        with pytest.raises(RequestError):
+            await prepared.chat(chat("http://images.test/", n=5), "id")
+        assert not server.requests
+        await prepared.chat(chat("http://images.test/", n=4), "id")
+        assert server.requests == {"/": 1}

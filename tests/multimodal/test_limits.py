@@ -1,0 +1,213 @@
+"""What is too large or contradicts itself is refused before it costs anything; nothing that is asked for is dropped in silence."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from engine.config import FakeConfig
+from engine.errors import InvalidRequest
+from engine.fake.engine import FakeEngine
+from engine.kit.stream import DeltaStream
+from engine.types import GUIDE_KINDS, GenerateRequest, Guide
+from multimodal.answers.generation import Generation
+from multimodal.errors import RequestError
+from multimodal.fields import check_fields
+from multimodal.guides import guide_of
+from multimodal.metrics import GenerationMetrics
+from multimodal.processor import Processor
+from multimodal.sampling import Limits
+from multimodal.text.prompts import Prompts
+from multimodal.text.templates import ChatTemplate
+from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
+from protocol.chat import ChatCompletionRequest
+from protocol.completions import CompletionRequest
+from tests.support.http import application
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+PROMPT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the texts that it encodes."""
+
+    encoded = 0
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        self.encoded += 1
+        return super().encode(text, add_special_tokens)
+
+
+class Setup:
+    def __init__(self, engine: FakeEngine) -> None:
+        tokens = byte_tokenizer()
+        self.tokenizer = CountingTokenizer(tokens._backend, tokens.special_tokens, CHATML)
+        template = ChatTemplate(CHATML, tokens.special_tokens)
+        metrics = GenerationMetrics(CollectorRegistry(), "fake")
+        self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(), "fake", metrics)
+
+    async def prepare(self, body: dict[str, Any]) -> Generation:
+        if "messages" in body:
+            return await self.processor.chat(ChatCompletionRequest.model_validate_json(json.dumps(body)), "id")
+        return await self.processor.completion(CompletionRequest.model_validate_json(json.dumps(body)), "id")
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    engine = FakeEngine(FakeConfig(vocab_size=259, context_length=256))
+    await engine.start()
+    yield Setup(engine)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**PROMPT, "prompt": "x" * 5000}, "prompt"),
+        ({**CHAT, "messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({**PROMPT, "prompt": ["x"] * 65, "n": 2}, "n"),
+    ],
+)
+async def test_what_cannot_fit_is_refused_untokenised(setup: Setup, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await setup.prepare(body)
+    assert caught.value.param == param
+    assert setup.tokenizer.encoded == 0
+
+
+async def test_truncated_prompts_may_be_of_any_length(setup: Setup) -> None:
+    for prompt in ("x" * 5000, [5] * 5000, [5000] * 500 + [5] * 300):
+        generation = await setup.prepare({"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": 6})
+        assert len(generation._choices[0].request.prompt_token_ids) == 250
+    for more, left in (({"max_completion_tokens": 56}, 200), ({"max_completion_tokens": 56, "max_tokens": 5}, 200), ({}, 255)):
+        body = {"messages": [{"role": "user", "content": "x" * 5000}], "truncate_prompt_tokens": -1, **more}
+        assert len((await setup.prepare(body))._choices[0].request.prompt_token_ids) == left
+    generation = await setup.prepare({"prompt": "x" * 5000, "truncate_prompt_tokens": -1})
+    assert len(generation._choices[0].request.prompt_token_ids) == 240, "room for the 16 tokens that a completion has by default"
+
+
+async def test_words_are_tokenised_once_for_all_choices(setup: Setup) -> None:
+    generation = await setup.prepare({**PROMPT, "n": 100, "bad_words": ["no"], "seed": 7})
+    assert setup.tokenizer.encoded == 3
+    assert [choice.request.sampling.seed for choice in generation._choices] == list(range(7, 107))
+    with pytest.raises(RequestError, match="1024 characters"):
+        await setup.prepare({**PROMPT, "bad_words": ["x" * 1025]})
+
+
+@pytest.mark.parametrize("key", ["05", "+5", " 5", "\u0665", "1" * 5000])
+async def test_a_token_has_one_spelling_in_logit_bias(setup: Setup, key: str) -> None:
+    with pytest.raises(RequestError, match="logit_bias"):
+        await setup.prepare({**PROMPT, "logit_bias": {key: 1, "5": 2}})
+
+
+def test_a_long_list_of_wrong_values_is_one_error() -> None:
+    started = time.monotonic()
+    for body in (
+        {"prompt": [1] * 200_000 + ["x"]},
+        {"prompt": ["x"] * 200_000},
+        {"prompt": [["x"]] * 200_000},
+        {**PROMPT, "stop": [1] * 200_000},
+        {**PROMPT, "allowed_token_ids": ["x"] * 200_000},
+    ):
+        with pytest.raises(ValidationError) as caught:
+            CompletionRequest.model_validate_json(json.dumps(body))
+        assert caught.value.error_count() < 5
+    assert time.monotonic() - started < 5
+
+
+async def test_a_body_of_millions_of_values_is_refused() -> None:
+    async with application() as (client, _):
+        for body in ('{"prompt": [' + "[]," * 700_000 + "[]]}", '{"prompt": "' + "," * 1_400_000 + '"}'):
+            response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 400
+            assert "values" in response.json()["error"]["message"]
+
+
+def guide(**fields: Any) -> Guide | None:
+    body = ChatCompletionRequest.model_validate_json(json.dumps({**CHAT, **fields}))
+    check_fields(body, strict=False)
+    return guide_of(body, GUIDE_KINDS, 1 << 16, 32)
+
+
+def test_a_schema_beside_json_object_is_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    expected = Guide("json_schema", json.dumps(schema))
+    assert guide(response_format={"type": "json_object", "schema": schema}) == expected
+    assert guide(response_format={"type": "json_schema", "schema": schema}) == expected
+    assert guide(response_format={"type": "json_object"}) == Guide("json_object")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"regex": "a+", "allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"structural_tag": {"structures": []}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"guided_json": r'{"const": "\ud800"}'}, "guided_json"),
+        ({"guided_choice": ["a"], "regex": "b"}, "regex"),
+    ],
+)
+def test_guides_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        guide(**fields)
+    assert caught.value.param == param
+
+
+async def test_errors_of_the_engine_name_the_fields_of_the_request(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: GenerateRequest) -> DeltaStream:
+        return DeltaStream.failed(InvalidRequest("no", parts[-1]))
+
+    parts: list[str] = []
+    monkeypatch.setattr(setup.processor._engine, "generate", refuse)
+    monkeypatch.setattr("multimodal.sampling.guide_of", lambda *_: None)
+    for part, body, param in (
+        ("guide", {**CHAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("guide", {**CHAT, "guided_regex": "a", "stream": True}, "guided_regex"),
+        ("prompt", CHAT, "messages"),
+        ("prompt", PROMPT, "prompt"),
+        ("request_id", PROMPT, "request_id"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parts.append(part)
+            await (await setup.prepare(body)).complete()
+        assert caught.value.param == param
+
+
+def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture) -> None:
+    body = {
+        **CHAT,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "annotations": []}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"free": 1}, "stricter": True}},
+    }
+    check_fields(ChatCompletionRequest.model_validate(body), strict=False)
+    for name in ("messages.content.cache_control", "response_format.json_schema.stricter"):
+        assert repr(name) in caplog.text
+    assert "annotations" not in caplog.text and "free" not in caplog.text
+    with pytest.raises(RequestError, match=r"response_format\.json_schema\.stricter"):
+        check_fields(ChatCompletionRequest.model_validate(body), strict=True)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "content": None, "audio": {"id": "a"}},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    ],
+)
+async def test_messages_that_cannot_be_shown_are_refused(setup: Setup, message: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        await setup.prepare({**CHAT, "messages": [*CHAT["messages"], message]})
+    assert caught.value.param == "messages"
+
+
+def test_half_a_surrogate_pair_in_a_tool_call_is_refused() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": "\ud800"}}}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {})
+    with pytest.raises(RequestError, match="surrogates"):
+        template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -1,0 +1,188 @@
+"""One envelope for everything that is not a success."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import HTTPException
+from starlette.requests import ClientDisconnect
+
+import engine.errors
+import multimodal.errors
+from server.http.errors import render
+from tests.support.http import CHAT, application
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with application(max_body_mb=0.001, body_timeout_seconds=0.2) as (client, _):
+        yield client
+
+
+def check(response: httpx.Response, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The error of a response that must have this status and the envelope."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    assert "server" not in response.headers
+    error: dict[str, Any] = response.json()["error"]
+    assert list(response.json()) == ["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert (error["code"], error["param"]) == (code, param)
+    return error
+
+
+async def test_unknown_route(client: httpx.AsyncClient) -> None:
+    for path in ("/nope", "/v1", "/", "/v1/chat/completions/"):
+        assert check(await client.get(path), 404, "unknown_url")["type"] == "not_found_error"
+
+
+async def test_wrong_method(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/chat/completions")
+    check(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    check(await client.delete("/v1/models"), 405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_wrong_content_type(client: httpx.AsyncClient, path: str) -> None:
+    for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
+        check(await client.post(path, content=b"{}", headers={"content-type": content_type}), 415, "unsupported_media_type")
+    check(await client.post(path, content=b"{}", headers={**JSON, "content-encoding": "gzip"}), 415, "unsupported_media_type")
+
+
+async def test_content_type_with_parameters(client: httpx.AsyncClient) -> None:
+    content = json.dumps(CHAT).encode()
+    for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {"content-type": "application/vnd.x+json"}):
+        assert (await client.post("/v1/chat/completions", content=content, headers=headers)).status_code == 200
+
+
+async def test_body_too_large(client: httpx.AsyncClient) -> None:
+    check(await client.post("/v1/chat/completions", content=b" " * 2000, headers=JSON), 413, "request_too_large")
+    response = await client.post("/v1/chat/completions", content=_pieces(b" " * 100, 20), headers=JSON)
+    check(response, 413, "request_too_large")
+    assert response.headers["connection"] == "close"
+
+
+async def test_body_of_the_largest_size(client: httpx.AsyncClient) -> None:
+    content = json.dumps(CHAT).encode().ljust(1048)
+    assert (await client.post("/v1/chat/completions", content=content, headers=JSON)).status_code == 200
+
+
+async def test_validation_names_the_field_and_not_the_branch(client: httpx.AsyncClient) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**CHAT, "temperature": "hot"}, "temperature"),
+        ({**CHAT, "stop": [1]}, "stop"),
+        ({**CHAT, "messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "messages.0.content"),
+        ({**CHAT, "messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
+        ({**CHAT, "logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]}, "messages.0.content"),
+        ({"max_tokens": 5}, "messages"),
+        ({**CHAT, "messages": []}, "messages"),
+    ]
+    for body, param in cases:
+        error = check(await client.post("/v1/chat/completions", json=body), 400, None, param)
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff", b'{"messages":' + b"[" * 400 + b"]" * 400 + b"}", b'{"n":' * 150 + b"1" + b"}" * 150]
+)
+async def test_not_json_or_too_deep(client: httpx.AsyncClient, content: bytes) -> None:
+    response = await client.post("/v1/chat/completions", content=content, headers=JSON)
+    check(response, 400, None, response.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("field", ["temperature", "metadata", "unknown_field"])
+async def test_numbers_that_are_none(client: httpx.AsyncClient, field: str, number: str) -> None:
+    content = f'{json.dumps(CHAT)[:-1]},"{field}":{number}}}'.encode()
+    check(await client.post("/v1/chat/completions", content=content, headers=JSON), 400)
+
+
+async def test_words_that_look_like_them(client: httpx.AsyncClient) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "NaN is not Infinity"}]}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_validation_message_is_bounded_and_echoes_nothing() -> None:
+    secret = "s3cret\n" * 50
+    bodies: list[dict[str, Any]] = [
+        {**CHAT, "messages": [{"role": secret, "content": {secret: secret}}] * 400},
+        {**CHAT, "logit_bias": {secret * 20 + str(i): secret for i in range(50)}},
+        {**CHAT, "stop": [1] * 5000},
+    ]
+    async with application() as (client, _):
+        for body in bodies:
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400
+            assert len(response.content) < 3000
+            assert "\n" not in response.json()["error"]["message"]
+        assert "s3cret" not in (await client.post("/v1/chat/completions", json=bodies[0])).text
+
+
+async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield piece
+
+
+STATUS: dict[type[Exception], tuple[int, bool]] = {
+    engine.errors.InvalidRequest: (400, False),
+    engine.errors.ContextOverflow: (400, False),
+    engine.errors.EngineUnavailable: (503, True),
+    engine.errors.EngineNotReady: (503, True),
+    engine.errors.EngineDied: (503, True),
+    engine.errors.QueueFull: (429, True),
+    engine.errors.QueueTimeout: (503, True),
+    engine.errors.EngineFailure: (500, False),
+    engine.errors.EngineError: (500, False),
+    multimodal.errors.RequestError: (400, False),
+    multimodal.errors.ModelNotFound: (404, False),
+    multimodal.errors.ContextLengthExceeded: (400, False),
+    multimodal.errors.MediaError: (400, False),
+    multimodal.errors.MediaTimeout: (408, False),
+    multimodal.errors.InvalidMedia: (400, False),
+    multimodal.errors.UnsupportedMedia: (415, False),
+    multimodal.errors.DeadlineExceeded: (504, False),
+}
+
+
+def test_table_covers_every_error() -> None:
+    declared = [*vars(engine.errors).values(), *vars(multimodal.errors).values()]
+    assert {cls for cls in declared if isinstance(cls, type) and issubclass(cls, Exception)} == set(STATUS)
+
+
+@pytest.mark.parametrize("cls", STATUS)
+def test_status_and_retry(cls: type[Exception]) -> None:
+    arguments = {multimodal.errors.ContextLengthExceeded: (10, 20, 25, "messages"), multimodal.errors.DeadlineExceeded: (1.5,)}
+    error = cls(*arguments.get(cls, ("why",)))
+    answer = render(error)
+    status, again = STATUS[cls]
+    assert answer.status == status
+    assert ("retry-after" in answer.headers) == again
+    if status >= 429:
+        assert answer.headers["x-should-retry"] == str(again).lower()
+    body = json.loads(answer.body)["error"]
+    assert status >= 500 or status == 429 or body["type"] in ("invalid_request_error", "not_found_error")
+    assert body["code"] == "context_length_exceeded" or not isinstance(
+        error, engine.errors.ContextOverflow | multimodal.errors.ContextLengthExceeded
+    )
+
+
+def test_bug_is_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    answer = render(ZeroDivisionError("at 0x7fffdeadbeef"))
+    assert answer.status == 500
+    assert answer.headers == {"x-should-retry": "false"}
+    assert b"0x7fff" not in answer.body
+    assert "0x7fffdeadbeef" in caplog.text
+
+
+def test_client_gone_and_other_statuses() -> None:
+    assert render(ClientDisconnect()).status == 499
+    assert render(HTTPException(418, "teapot")).status == 418
+    assert json.loads(render(HTTPException(403)).body)["error"]["type"] == "permission_error"

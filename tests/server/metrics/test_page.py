@@ -1,0 +1,258 @@
+"""The metrics page: well-formed, nothing twice, nothing of a user's choice in it, the same from any process; and what names its metrics."""
+
+import asyncio
+import json
+import os
+import re
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.admission import AdmissionEngine
+from engine.config import FakeConfig
+from engine.fake.engine import FakeEngine
+from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
+from engine.types import GenerateRequest, Guide, SamplingParams
+from multimodal.metrics import GenerationMetrics
+from server.health.canary import tiny_image
+from server.metrics.page import ServerMetrics
+from tests.support.http import CHAT, ROOT, application, serving
+
+OBSERVABILITY = ROOT / "deploy/observability"
+DASHBOARD = json.loads((OBSERVABILITY / "grafana/trellis.json").read_text())
+EVENTS = f"ipc://@trellis-test-{os.getpid()}"
+HERE = {"internal_secret": "s", "prefill_urls": "http://127.0.0.1:9", "encode_urls": "http://127.0.0.1:9"}
+ROLES: dict[str, dict[str, Any]] = {
+    "aggregated": {"publish_kv_events": True, "kv_events_endpoint": EVENTS},
+    "prefill": {"internal_secret": "s"},
+    "decode": HERE,
+    "encode": {"internal_secret": "s"},
+    "router": {"route_urls": "http://127.0.0.1:9"},
+}
+
+
+def samples(page: str) -> list[Any]:
+    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+
+def check_page(page: str) -> None:
+    """Well-formed, each family once with help, each series once."""
+    types = Counter(line.split()[2] for line in page.splitlines() if line.startswith("# TYPE "))
+    assert types and max(types.values()) == 1
+    assert types.keys() == {line.split()[2] for line in page.splitlines() if line.startswith("# HELP ")}
+    series = Counter((sample.name, *sorted(sample.labels.items())) for sample in samples(page))
+    assert max(series.values()) == 1, series.most_common(1)
+
+
+async def page_of(role: str, **settings: Any) -> str:
+    async with application(role != "router", disaggregation_mode=role, **{**ROLES[role], **settings}) as (client, _):
+        if role == "aggregated":
+            await client.post("/v1/chat/completions", json=CHAT)
+        await asyncio.sleep(0.3)  # the engine's statistics are taken ten times a second
+        return (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str) -> None:
+    page = await page_of(role)
+    check_page(page)
+    (info,) = [sample for sample in samples(page) if sample.name == "trellis_info"]
+    assert (info.labels["role"], info.labels["backend"]) == (role, "none" if role == "router" else "fake")
+
+
+async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
+    """Paths, methods, model names, headers and queries make no label: the series are the same before and after, whatever comes."""
+    async with application(served_model_name='a"}\n\\') as (client, _):
+        for method in ("GET", "POST"):
+            for path in ("/v1/models/x", "/nowhere", "/v1/chat/completions", "/metrics"):
+                await client.request(method, path, json=CHAT)
+        for path in ("/nowhere", "/metrics", "/v1/models/x", "/v1/chat/completions"):
+            await client.request("BREW", path)
+        await client.post("/v1/chat/completions", json={**CHAT, "model": "other"})
+        await asyncio.sleep(0.3)
+        before = (await client.get("/metrics")).text
+        for number in range(30):
+            evil = f"evil{number}"
+            headers = {"x-request-id": evil, "user-agent": evil, "host": evil, "x-forwarded-for": evil, "traceparent": evil}
+            for method in ("GET", "POST", evil.upper()):
+                for path in (f"/v1/models/{evil}", f"/{evil}", f"/v1/chat/completions?{evil}", "/metrics/..%2f" + evil, "/%0aevil 1"):
+                    await client.request(method, path, json={**CHAT, "model": evil, "user": evil}, headers=headers)
+        await asyncio.sleep(0.3)
+        after = (await client.get("/metrics")).text
+    check_page(after)
+    assert "evil" not in after.lower()
+    assert _series(after) == _series(before)
+    assert {sample.labels["model_name"] for sample in samples(after) if "model_name" in sample.labels} == {'a"}\n\\'}
+
+
+def _series(page: str) -> set[tuple[Any, ...]]:
+    return {(sample.name, *sorted(sample.labels.items())) for sample in samples(page)}
+
+
+async def test_both_paths_show_the_page() -> None:
+    async with application() as (client, _):
+        await client.get("/metrics")
+        pages = [(await client.get(path)).text for path in ("/metrics", "/prometheus/metrics")]
+    names = [{family.name for family in text_string_to_metric_families(page)} for page in pages]
+    assert names[0] == names[1] != set()
+
+
+async def test_kinds_of_requests_and_their_lengths_are_counted() -> None:
+    url = f"data:image/png;base64,{b64encode(tiny_image()).decode()}"
+    seen = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "max_tokens": 2}
+    async with application() as (client, _):
+        for body in (CHAT, seen, {**seen, "n": 2}):
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        page = (await client.get("/metrics")).text
+    values = {sample.name: sample.value for sample in samples(page) if sample.name.startswith("trtllm_")}
+    assert values["trtllm_request_type_image_total"] == 2, "requests, not choices"
+    assert values["trtllm_request_type_structured_output_total"] == 0
+    assert values["trtllm_request_prompt_tokens_count"] == values["trtllm_request_generation_tokens_count"] == 4
+    assert values["trtllm_request_prompt_tokens_sum"] == values["trtllm_prompt_tokens_total"]
+    assert values["trtllm_request_generation_tokens_sum"] == values["trtllm_generation_tokens_total"] == 8 + 3 * 2
+
+
+def test_requests_with_a_grammar_are_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = GenerationMetrics(registry, "m")
+    for guide in (None, Guide("json_object")):
+        metrics.requested(GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, guide=guide)))
+    assert registry.get_sample_value("trtllm_request_type_structured_output_total", {"model_name": "m"}) == 1
+
+
+async def test_steps_and_the_speed_of_transfers() -> None:
+    """Each step that is seen counts once, and none before the first; the speed is that of what was read since the statistics before."""
+    metrics = ServerMetrics("m", None)
+    engine = _Reported([_stats(0, 0, 0), _stats(1, 0, 0), _stats(1, 0, 0), _stats(2, 3_000_000_000, 1.5), _stats(3, 3_000_000_000, 1.5)])
+    await engine.start()
+    try:
+        await metrics.watch_engine(AdmissionEngine(engine, 1, 1))
+    finally:
+        await engine.close()
+    values = {sample.name: sample.value for sample in samples(metrics.render().decode()) if "le" not in sample.labels}
+    assert values["trtllm_iteration_duration_seconds_count"] == 3
+    assert values["trtllm_iteration_duration_seconds_sum"] == pytest.approx(0.03)
+    assert values["trtllm_kv_transfer_speed_gb_s"] == 2
+    assert metrics.iteration == 3
+
+
+class _Reported(FakeEngine):
+    """An engine that has said this of itself."""
+
+    def __init__(self, said: list[IterationStats]) -> None:
+        super().__init__(FakeConfig())
+        self._said = said
+
+    async def stats(self) -> AsyncIterator[IterationStats]:
+        for one in self._said:
+            yield one
+
+
+def _stats(iteration: int, size: int, seconds: float) -> IterationStats:
+    return IterationStats(
+        timestamp=0.0,
+        iteration=iteration,
+        iter_latency_ms=10.0,
+        num_active_requests=0,
+        num_queued_requests=0,
+        num_completed_requests=0,
+        max_num_active_requests=1,
+        kv_cache_stats=KvCacheStats(max_num_blocks=1, free_num_blocks=1, used_num_blocks=0, tokens_per_block=1),
+        inflight_batching_stats=InflightBatchingStats(),
+        kv_transfer_bytes=size,
+        kv_transfer_latency_seconds=seconds,
+    )
+
+
+def test_any_of_several_processes_shows_the_same() -> None:
+    with serving("--api-processes", "2", "--canary-seconds", "0.2", "--publish-kv-events", "1", "--kv-events-endpoint", EVENTS) as server:
+        while server.log.count("ready: ") < 2:
+            time.sleep(0.05)
+        server.wait_metric("trellis_ready", 1)
+        with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:  # each time another connection: any of the processes
+            for _ in range(20):
+                assert client.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
+            server.wait_metric("trtllm_request_success_total", 20)
+            pages = [client.get(f"{server.url}/metrics").text for _ in range(8)]
+            settings = client.get(f"{server.url}/server_info").json()["settings"]
+            assert (settings["api_processes"], settings["engine_address"]) == (2, "***")
+        for page in pages:
+            check_page(page)
+            found = {sample.name: sample.value for sample in samples(page)}
+            assert (found["trellis_ready"], found["trellis_info"]) == (1, 1)
+            assert found["trtllm_request_prompt_tokens_count"] == 20
+            assert found["trtllm_kv_event_publisher_up"] == 1
+
+
+async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
+    parser = pytest.importorskip("promql_parser")
+    pages = [await page_of(role) for role in ROLES]
+    there = {sample.name for page in pages for sample in samples(page)} | {
+        line.split()[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")
+    }
+    there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")} | {"up"}  # Prometheus' own
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    queries += _queries((ROOT / "docs/observability.md").read_text())
+    assert len(queries) > 70
+    for query in queries:
+        names = set(_selected(parser.parse(query.replace("$__rate_interval", "1m")), parser))
+        assert names and names <= there, f"{query}: {names - there}"
+    told = set(re.findall(r"`((?:trtllm|trellis|http|event_loop)_\w+)`", (ROOT / "docs/observability.md").read_text()))
+    families = {line.split()[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")}
+    assert told <= there, told - there
+    untold = {name for name in families if not name.endswith("_created")} - told
+    assert not untold, f"docs/observability.md says nothing of {sorted(untold)}"
+
+
+def _queries(text: str) -> list[str]:
+    return [line for block in re.findall(r"```promql\n(.*?)```", text, re.DOTALL) for line in block.splitlines() if line.strip()]
+
+
+def _selected(expression: Any, parser: Any) -> Iterator[str]:
+    """Names of the metrics in a parsed query."""
+    if isinstance(expression, parser.VectorSelector):
+        yield expression.name
+    for name in ("vector_selector", "lhs", "rhs", "expr"):
+        if (part := getattr(expression, name, None)) is not None:
+            yield from _selected(part, parser)
+    if isinstance(expression, parser.Call):
+        for argument in expression.args:
+            yield from _selected(argument, parser)
+
+
+def test_the_dashboard_is_whole() -> None:
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
+    places: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        assert place["x"] + place["w"] <= 24 and not cells & places, f"{panel['title']} lies over another"
+        places |= cells
+        assert panel["title"] and panel["description"] and panel["targets"]
+        for target in panel["targets"]:
+            assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= variables
+
+
+def test_compose_mounts_what_there_is() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    for name in ("prometheus", "grafana"):
+        assert services[name]["profiles"] == ["observability"]
+        files = [volume.partition(":")[0] for volume in services[name]["volumes"] if volume.startswith("./")]
+        assert files and all((ROOT / file).is_file() for file in files)
+    (scrape,) = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())["scrape_configs"]
+    (names,) = (found["names"] for found in scrape["dns_sd_configs"])
+    replicas = {name for name, service in services.items() if "8000" in service.get("expose", []) or name == "tensorrt-llm"}
+    assert replicas <= set(names), "every replica is scraped"
+    source = yaml.safe_load((OBSERVABILITY / "grafana/datasources.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"

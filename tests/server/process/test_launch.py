@@ -1,0 +1,96 @@
+"""Several API processes on one port and one engine."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.http import CHAT, ServerProcess, serving
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving("--api-processes", "2", "--fake-token-delay-ms", "5", environment={"TMPDIR": str(tmp_path)}) as server:
+        while server.log.count("ready: ") < 2:
+            time.sleep(0.05)
+        yield server
+    assert list(tmp_path.iterdir()) == [] or server.process.returncode == -signal.SIGKILL
+
+
+def api_processes(server: ServerProcess) -> list[psutil.Process]:
+    return [child for child in server.children() if "server.process.child" in child.cmdline()]
+
+
+def handled(server: ServerProcess) -> set[int]:
+    """Which processes accepted connections: each connection is a new one."""
+    pids = set()
+    for _ in range(40):
+        with httpx.Client() as client:
+            client.get(f"{server.url}/health/live")
+            port = int(server.url.rpartition(":")[2])
+            for process in api_processes(server):
+                if [c for c in process.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED]:
+                    pids.add(process.pid)
+        if len(pids) == 2:
+            break
+    return pids
+
+
+def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: ServerProcess) -> None:
+    assert len(api_processes(server)) == 2
+    assert len([child for child in server.children() if "engine.process.host" in child.cmdline()]) == 1
+    assert len(handled(server)) == 2
+    for _ in range(20):
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
+    for _ in range(6):
+        assert server.metric("trtllm_generation_tokens_total") == 160
+        page = httpx.get(f"{server.url}/metrics").text
+        assert 'http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 20.0' in page
+        assert page.count("\ntrtllm_num_requests_waiting{") == 1
+    server.wait_metric("trtllm_num_requests_completed_total", 20)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+def test_dead_child_is_replaced(server: ServerProcess) -> None:
+    first = api_processes(server)[0]
+    httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+    tokens = server.metric("trtllm_generation_tokens_total")
+    first.kill()
+    deadline = time.monotonic() + 15
+    while server.log.count("ready: ") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert first.pid not in [child.pid for child in api_processes(server)]
+    assert len(handled(server)) == 2
+    assert server.metric("trtllm_generation_tokens_total") == tokens, "counters outlive the process that counted"
+    assert "an API process ended with exit code -9" in server.log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_drain_and_no_child_left(server: ServerProcess, everyone: bool) -> None:
+    children = server.children()
+    assert len(children) == 3
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for process in (server.process, *(children if everyone else [])):
+            process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.wait() == 0
+    assert not [child for child in children if child.is_running()]
+
+
+def test_children_end_with_a_killed_launcher(server: ServerProcess) -> None:
+    children = server.children()
+    server.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=8)
+    assert not alive

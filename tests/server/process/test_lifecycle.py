@@ -1,0 +1,240 @@
+"""How a server starts, drains and ends."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.http import CHAT, ServerProcess, serving
+
+# About two seconds of tokens.
+LONG = {**CHAT, "max_tokens": 40, "ignore_eos": True, "stream": True}
+SLOW = ("--fake-token-delay-ms", "50")
+
+
+def stream_all(server: ServerProcess, count: int) -> list[threading.Thread]:
+    """Begin `count` streams; their events are in `results` of the threads once they have ended."""
+    threads = [StreamThread(server.url) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    server.wait_metric("trtllm_num_requests_running", count)
+    return list(threads)
+
+
+class StreamThread(threading.Thread):
+    """A streaming request, and the last two events of its answer."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self.last: list[str] = []
+
+    def run(self) -> None:
+        answer = httpx.post(f"{self._url}/v1/chat/completions", json=LONG, timeout=30)
+        self.last = [event.removeprefix("data: ") for event in answer.text.split("\n\n")][-3:-1]
+
+
+@pytest.mark.parametrize("process", ["true", "false"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals) -> None:
+    with serving(*SLOW, "--engine-process", process) as server:
+        children = server.children()
+        threads = stream_all(server, 20)
+        server.process.send_signal(signum)
+        time.sleep(0.3)
+        for path in ("/health/ready", "/health", "/v1/models"):
+            answer = httpx.get(server.url + path)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"]
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+        for thread in threads:
+            thread.join()
+            assert isinstance(thread, StreamThread)
+            assert json.loads(thread.last[0])["choices"][0]["finish_reason"] == "length"
+            assert thread.last[1] == "[DONE]"
+        assert server.wait() == 0
+        assert not [child for child in children if child.is_running()]
+    assert "Traceback" not in server.log
+
+
+def test_signal_to_every_process_lets_running_streams_finish() -> None:
+    """As systemd and supervisors do by default."""
+    with serving(*SLOW) as server:
+        threads = stream_all(server, 5)
+        for process in (server.process, *server.children()):
+            process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+            assert isinstance(thread, StreamThread)
+            assert thread.last[1] == "[DONE]"
+        assert server.wait() == 0
+
+
+def test_new_requests_do_not_hold_up_the_drain() -> None:
+    """Clients that try again and again get 503 and nothing else; the server ends all the same."""
+    with serving(*SLOW) as server:
+        threads = stream_all(server, 3)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+
+        async def insist() -> set[int]:
+            statuses = set()
+            async with httpx.AsyncClient() as client:
+                try:
+                    while True:
+                        statuses.add((await client.post(f"{server.url}/v1/chat/completions", json=CHAT)).status_code)
+                except httpx.TransportError:
+                    return statuses
+
+        assert asyncio.run(insist()) == {503}
+        for thread in threads:
+            thread.join()
+        assert server.wait() == 0
+
+
+def test_end_of_the_grace_period_is_an_error_event() -> None:
+    with serving(*SLOW, "--shutdown-grace-seconds", "0.5") as server:
+        threads = stream_all(server, 5)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+            assert isinstance(thread, StreamThread)
+            assert json.loads(thread.last[1])["error"]["code"] == "not_ready"
+        assert 0.4 < time.monotonic() - began < 1.5
+        assert server.wait() == 0
+
+
+def test_an_image_that_does_not_come_cannot_stop_the_end() -> None:
+    flags = ("--media-allow-private", "true", "--shutdown-grace-seconds", "0.5")
+    with serving(*flags) as server, socket.create_server(("127.0.0.1", 0)) as images:
+        image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/"}}
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": [image]}]})
+            with images.accept()[0]:
+                began = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert 0.4 < time.monotonic() - began < 1.5
+        assert server.wait() == 0
+
+
+def test_client_that_does_not_read_cannot_stop_the_end() -> None:
+    with serving("--shutdown-grace-seconds", "0.2") as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        content = json.dumps({**LONG, "max_tokens": 30000}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        time.sleep(1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+
+
+def test_second_signal_ends_at_once() -> None:
+    with serving(*SLOW) as server:
+        threads = stream_all(server, 3)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(1.5) == 128 + signal.SIGINT
+        for thread in threads:
+            thread.join()
+
+
+def test_killed_server_leaves_no_engine(tmp_path: Path) -> None:
+    with serving(*SLOW, environment={"TMPDIR": str(tmp_path)}) as server:
+        children = server.children()
+        assert len(children) == 1
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+
+
+def test_port_answers_before_the_model_is_there(tmp_path: Path) -> None:
+    """An engine address where nobody is: the server waits, alive and not ready, and still obeys."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ServerProcess("--engine-address", f"ipc://{tmp_path}/nobody.sock", "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for_status(f"{url}/health/live", 200)
+        for path in ("/health/ready", "/health", "/v1/models"):
+            answer = httpx.get(url + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            assert answer.headers["retry-after"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.process.kill()
+        server.wait()
+
+
+def _wait_for_status(url: str, status: int) -> None:
+    deadline = time.monotonic() + 15
+    while True:
+        try:
+            if httpx.get(url).status_code == status:
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_api_processes_that_cannot_serve_end_the_launcher(tmp_path: Path) -> None:
+    server = ServerProcess("--api-processes", "2", "--chat-template", str(tmp_path / "missing.jinja"))
+    assert server.wait(30) == 1
+    assert "missing.jinja" in server.log
+    assert "the server ends: an API process cannot serve" in server.log
+
+
+@pytest.mark.parametrize("flags", [(), ("--engine-process", "false"), ("--api-processes", "2")])
+def test_failed_start_is_one_line_and_not_zero(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    (tmp_path / "model").mkdir()
+    server = ServerProcess("--engine", "embedded", "--model", str(tmp_path / "model"), "--cache-dir", str(tmp_path), *flags)
+    assert server.wait(30) == 1
+    assert len([line for line in server.lines if "the server ends: " in line]) == 1
+    assert "Traceback" not in server.log
+
+
+def test_engine_death_ends_the_server_if_so_set() -> None:
+    with serving("--engine-on-death", "exit") as server:
+        server.child("engine.process.host").kill()
+        assert server.wait() == 1
+    assert "the server ends: the engine process died (signal SIGKILL)" in server.log
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = ServerProcess("--port", str(taken.getsockname()[1]))
+        assert server.wait() == 1
+    assert len(server.lines) == 1
+    assert "cannot listen on 127.0.0.1" in server.lines[0]
+
+
+def test_banner_and_logs() -> None:
+    with serving("--log-format", "json", "--access-log", "true") as server:
+        httpx.get(f"{server.url}/a%0Ab", headers={"x-request-id": "mine"})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    entries = [json.loads(line) for line in server.lines]
+    banner = entries[0]["message"]
+    for part in (f"ready: {server.url}/v1 serves fake", "context 32768 tokens", "KV cache 2097152 tokens", " s"):
+        assert part in banner
+    access = next(entry for entry in entries if entry["logger"] == "access")
+    assert (access["request_id"], access["path"], access["status"]) == ("mine", "/a b", 404)

@@ -1,0 +1,168 @@
+"""Settings: one class, one example file, one help page, three places to set them from."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import FakeConfig
+from server.cli import explain, main
+from server.compose.engine import engine_config
+from server.settings.replica import Settings, example, read_settings
+from tests.support.http import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_example_file_lists_every_setting_in_order() -> None:
+    assert (ROOT / "settings.env.example").read_text() == example(), "python -m server.settings > settings.env.example"
+
+
+def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line.removeprefix("# ") for line in example().splitlines() if line.startswith("# ") and line[2:].partition("=")[0].isupper()]
+    assert len(lines) == len(Settings.model_fields)
+    (tmp_path / ".env").write_text("\n".join(lines))
+    defaults = Settings()
+    monkeypatch.chdir(tmp_path)
+    assert Settings() == defaults
+
+
+def test_help_shows_every_setting_with_default_and_description() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "server", "--help"], capture_output=True, text=True, check=True, cwd=ROOT, env={"COLUMNS": "500"}
+    )
+    text = " ".join(run.stdout.split())
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        default = {None: "null"}.get(field.default, field.default)
+        assert f"{field.description} (default: {default})" in text
+    assert "--version" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert f'version = "{capsys.readouterr().out.split()[1]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("MAX_N=1\nMAX_STOP=1\nMAX_MESSAGES=1\n")
+    monkeypatch.setenv("MAX_N", "2")
+    monkeypatch.setenv("MAX_STOP", "2")
+    settings = read_settings(["--max-n", "3"])
+    assert (settings.max_n, settings.max_stop, settings.max_messages) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--max-batch-sizes", "3"], "--max-batch-sizes"),
+        (["--max-batch-size", "0"], "--max-batch-size (MAX_BATCH_SIZE)"),
+        (["--api-keys", " , "], "--api-keys (API_KEYS)"),
+        (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
+        (["--port", "x"], "--port (PORT)"),
+        (["--engine", "tensorflow"], "--engine"),
+        (["--docs", "perhaps"], "--docs (DOCS)"),
+        (["--queue-timeout-seconds", "nan"], "--queue-timeout-seconds"),
+        (["--disaggregation-mode", "both"], "--disaggregation-mode (DISAGGREGATION_MODE)"),
+        (["--disaggregation-mode", "prefill"], "--internal-secret (INTERNAL_SECRET): the role prefill needs it"),
+        (["--disaggregation-mode", "decode", "--internal-secret", "s"], "--prefill-urls (PREFILL_URLS): the role decode needs it"),
+        (["--prefill-urls", "http://prefill"], "--prefill-urls (PREFILL_URLS): Value error, each must be http://host:port"),
+        (["--prefill-urls", "http://a:1,dns+https://b:2"], "--prefill-urls (PREFILL_URLS): Value error, each must be"),
+        (["--prefill-urls", "http://a:1/v1"], "--prefill-urls (PREFILL_URLS): Value error, nothing may follow the port"),
+        (["--disaggregation-mode", "encode", "--engine", "trtllm"], "--internal-secret (INTERNAL_SECRET): the role encode needs it"),
+        (
+            ["--disaggregation-mode", "encode", "--internal-secret", "s", "--api-processes", "2"],
+            "--api-processes (API_PROCESSES): the role encode has one",
+        ),
+        (["--encode-urls", "http://encode:8000"], "--internal-secret (INTERNAL_SECRET): ENCODE_URLS needs it"),
+        (["--encode-urls", "http://encode"], "--encode-urls (ENCODE_URLS): Value error, each must be http://host:port"),
+        (["--image-processor-options", "[1]"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
+        (["--image-processor-options", "{"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
+        (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): Value error, names nothing"),
+        (["--kv-events-endpoint", "5557"], "(KV_EVENTS_ENDPOINT): Value error, must be tcp://*:port"),
+        (["--kv-events-endpoint", ""], "--kv-events-endpoint (KV_EVENTS_ENDPOINT)"),
+        (["--kv-events-replay-endpoint", "tcp://*:70000"], "(KV_EVENTS_REPLAY_ENDPOINT): Value error, must be tcp://*:port"),
+        (["--nats-url", "localhost:4222"], "(NATS_URL): Value error, must be nats://host:port"),
+        (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
+        (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): Value error, must be http://host:port"),
+        (["--watchdog-seconds", "0"], "--watchdog-seconds (WATCHDOG_SECONDS)"),
+        (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
+        (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
+        (
+            ["--kv-cache-dtype", "fp8", "--engine", "fake"],
+            "(KV_CACHE_DTYPE): Value error, fp8 is for the embedded engine, not for fake",
+        ),
+        (["--enable-test-logits-processor", "1", "--engine", "fake"], "--enable-test-logits-processor (ENABLE_TEST_LOGITS_PROCESSOR)"),
+    ],
+)
+def test_wrong_flag_stops_the_start_by_name(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert name in lines[0]
+
+
+def test_wrong_file_stops_the_start_by_name(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("MAX_BATCH=3\nMAX_N=many\nAPI_KEYS=secret\n")
+    command = [sys.executable, "-m", "server"]
+    run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert sorted(line.split(":")[1].strip() for line in run.stderr.splitlines()) == [
+        "--max-n (MAX_N)",
+        "unknown setting MAX_BATCH in .env",
+    ]
+    assert "secret" not in run.stderr
+
+
+def test_every_wrong_setting_is_named() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings(max_n=0, max_body_mb=0)
+    assert [line.partition(":")[0] for line in explain(caught.value)] == ["--max-body-mb (MAX_BODY_MB)", "--max-n (MAX_N)"]
+
+
+def test_lists_roles_and_empty_values() -> None:
+    settings = Settings(api_keys="a, b,", cors_origins="https://x", disaggregation_mode="agg", chat_template="", internal_secret="")
+    assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
+    assert settings.cors_origins == ("https://x",)
+    assert settings.disaggregation_mode == "aggregated"
+    assert settings.chat_template is None
+    assert settings.internal_secret is None
+    assert "a" not in str(settings.api_keys)
+
+
+def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
+    sizes = [engine_config(read_settings(["--engine", "fake", *flags]), None) for flags in ([], ["--max-batch-size", "5"])]
+    assert [config.max_num_seqs for config in sizes if isinstance(config, FakeConfig)] == [FakeConfig().max_num_seqs, 5]
+
+
+@pytest.mark.parametrize(
+    ("level", "there", "seen"),
+    [
+        ("debug", None, "VERBOSE"),
+        ("warning", None, "WARNING"),
+        ("error", None, "ERROR"),
+        ("info", "TRACE", "TRACE"),
+        ("info", None, "INFO"),
+    ],
+)
+def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
+    """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
+    code = "import os, sys; from server import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
+    run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
+    assert run.stdout.strip() == seen
+
+
+def test_the_engines_process_gets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
+    with serving("--log-level", "debug") as server:
+        assert server.child("engine.process.host").environ()["TLLM_LOG_LEVEL"] == "VERBOSE"
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().max_n = 3

@@ -1,0 +1,104 @@
+"""The GPU's code without a GPU: Triton's interpreter runs the kernels, and `tests.support.fake_flashinfer`, eager steps and a few lines the rest.
+
+Modules that import this are skipped where Triton is not installed.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import fake_flashinfer
+
+ON_GPU = torch.cuda.is_available()
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
+
+from engine.embedded import core  # noqa: E402
+from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products  # noqa: E402
+from engine.embedded.sampling import sampler  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+
+
+def _to_fp8(values: Any) -> Any:
+    """The interpreter's own conversion to eight bits forgets to carry into the exponent."""
+    return torch.from_numpy(values).float().to(FP8).view(torch.uint8).numpy()
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without a GPU, kernels run here: one program after the other, so that there is nothing to wait for. The interpreter changes Triton's
+    language for every call of a function of it, which takes longer than most: here it does so once.
+
+    A program that is given an empty tensor reads or writes what lies around it, which only some kernels would fail of: none may be.
+    """
+    if ON_GPU:
+        yield
+        return
+    from triton.runtime import interpreter  # noqa: PLC0415
+
+    convert, call = interpreter._convert_float, interpreter.GridExecutor.__call__
+
+    def run(executor: Any, *args: Any, launch_pdl: bool = True, **options: Any) -> None:
+        empty = any(isinstance(arg, torch.Tensor) and not arg.numel() for arg in args)
+        assert not empty or 0 in executor.grid, f"{executor.fn.__name__} is given nothing"
+        call(executor, *args, **options)
+
+    monkeypatch.setattr(interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a))
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    for module in (decode_attention, fp8_kernels, kernels, products):
+        monkeypatch.setattr(module, "gdc_wait", lambda: None)
+        monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
+    changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+    yield
+    changed.restore()
+
+
+class _Replayed:
+    """In the place of a CUDA graph: does its step again, into the same memory."""
+
+    def __init__(self, model: Any, inputs: torch.Tensor) -> None:
+        self._model, self._inputs = model, inputs
+        self.outputs = model._run_whole(inputs)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for held, new in zip(self.outputs, self._model._run_whole(self._inputs), strict=True):
+            held.copy_(new)
+
+
+@pytest.fixture
+def cuda_model(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`engine.embedded.models.cuda.model` on a CPU, whose model every core loads. All is float32, also what fast products of eight bits return."""
+    assert not ON_GPU
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+        from engine.embedded.models.cuda import attention, model  # noqa: PLC0415
+
+    @torch.inference_mode()
+    def capture(self: Any, largest: int) -> None:
+        for size in model._sizes(largest):
+            inputs = torch.zeros(4, size, dtype=torch.int32)
+            inputs[2:] = self._spare_slot
+            graph = _Replayed(self, inputs)
+            self._graphs[size] = model._Graph(graph, inputs, *graph.outputs)
+
+    make, multiply = torch.tensor, torch._scaled_mm
+    monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: make(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, out_dtype, **k: multiply(*a, out_dtype=torch.float32, **k))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(model, "_SHORT_PROMPT", 0)  # a graph for a step of every size would leave nothing to the others
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)  # as many as are worth dividing a sequence for when they run in turn
+    monkeypatch.setattr(model, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
+    monkeypatch.setattr(model.CudaModel, "_capture", capture)
+    monkeypatch.setattr(sampler, "to_host", torch.clone)  # from the device that is a copy: the next step may write where these are
+    monkeypatch.setattr(core, "load_model", model.CudaModel)
+    return model

@@ -1,0 +1,95 @@
+"""Encode replicas on real sockets in this process, an encoder before them, and images that are none."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from engine.encoder import EncodedImage, Encoder, ImageInput
+from engine.fake.encoder import FakeEncoder
+from engine.process.attachments import detach_images
+from engine.replicas.ask import ENCODE, Lease, ask
+from engine.replicas.encode_answers import Embeddings
+from engine.replicas.encoders import EncodePeers, EncoderPool
+from engine.transfer.arena import Arena
+from protocol.internal import VERSION, EncodeRequest, pieces
+from tests.support.disaggregated import BEARER, SECRET, Seen
+
+ARENA_BYTES = 1 << 22
+SIZE = 16 * 64 * 4
+"""Bytes of a fake image's embeddings."""
+
+
+def image(index: int, size: int = 100, detail: Any = "auto") -> ImageInput:
+    return ImageInput(b"\x89PNG\r\n\x1a\n" + str(index).zfill(size).encode(), detail)
+
+
+def body_of(images: Sequence[ImageInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
+    bare, parts = detach_images(images)
+    raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+    return b"".join(pieces(EncodeRequest(version, model, raw, [*map(len, parts)], **fields), parts))
+
+
+async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
+    """What one encoder makes of them."""
+    encoder = FakeEncoder()
+    await encoder.start()
+    return await encoder.encode(images)
+
+
+@asynccontextmanager
+async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[Lease[Embeddings]]:
+    """What a replica hands over, held until the end."""
+    async with httpx.AsyncClient(headers=BEARER) as http:
+        lease = await ask(http, ENCODE, url, [body_of(images, **fields)], {})
+        try:
+            yield lease
+        finally:
+            await lease.aclose()
+
+
+@asynccontextmanager
+async def arena(method: Any = "auto", size: int = ARENA_BYTES) -> AsyncIterator[Arena]:
+    made = Arena(size, method)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def encoder_of(
+    urls: Sequence[str],
+    *,
+    local: Encoder | None = None,
+    method: str = "auto",
+    start: bool = True,
+    model: tuple[str, str] = ("fake", "fake"),
+) -> AsyncIterator[tuple[EncoderPool, EncodePeers, Seen]]:
+    """An encoder that has images encoded by replicas. `method`: how it reads, empty for not at all; `model`: name and backend."""
+    seen = Seen()
+    into = Arena(ARENA_BYTES, method) if method else None  # type: ignore[arg-type]
+    peers = EncodePeers(urls, SECRET, 3, seen, into, 5.0)
+    pool = EncoderPool(peers, *model, local)
+    try:
+        if start:
+            await pool.start()
+        yield pool, peers, seen
+    finally:
+        await pool.close()
+        assert into is None or not into.taken
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def pages(count: int, start: int = 0) -> list[ImageInput]:
+    """Different images."""
+    return [image(index) for index in itertools.islice(itertools.count(start), count)]

@@ -1,0 +1,179 @@
+"""Engines to hold against their promises, requests for them, and what is asked of their answers."""
+
+import asyncio
+import itertools
+import json
+import random
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from msgspec.structs import replace
+
+from engine.admission import AdmissionEngine
+from engine.base import Engine
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, create_engine
+from engine.kv_events import KvEvent, Stored
+from engine.process.child import EngineProcess
+from engine.process.client import EngineClient
+from engine.stats import IterationStats
+from engine.types import Delta, GenerateRequest, Image, SamplingParams
+
+BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
+KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+"""The kinds that prefill for each other; one engine is both sides here."""
+TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
+"""The kinds that take images as embeddings, given a model that does."""
+IMAGE_TOKEN, ROWS, HIDDEN = 3, 16, 64
+"""Of `tests.support.vision_models.build_llava`: its image token, and the shape of an image's embeddings."""
+FAKE_TRTLLM = str(Path(__file__).resolve().parents[1] / "fake_trtllm")
+_ids = itertools.count()
+_rng = random.Random(0)
+
+
+EMBEDDED: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "threads": 1, "max_batch_size": 16, "kv_block_size": BLOCK, "num_blocks": 1024,
+}  # fmt: skip
+
+
+@contextmanager
+def fake_trtllm() -> Iterator[None]:
+    """tensorrt_llm can be imported, here and in child processes: the fake, which generates with the embedded engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FAKE_TRTLLM)
+        patch.setenv("PYTHONPATH", FAKE_TRTLLM)
+        patch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
+        patch.setenv("FAKE_TRTLLM_CONFIG", json.dumps(EMBEDDED))
+        yield
+
+
+def config_of(kind: str, tiny_model: Path) -> EngineConfig:
+    if kind.startswith("embedded"):
+        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED)
+    if kind.startswith("trtllm"):
+        cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
+        arguments = {"kv_cache_config": cache, "max_batch_size": 16, "guided_decoding_backend": "xgrammar", "enable_iter_perf_stats": True}
+        arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
+        return TrtllmConfig(model=str(tiny_model), arguments=arguments)
+    return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
+
+
+@asynccontextmanager
+async def engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
+    """An engine that has not started yet, closed at the end."""
+    with fake_trtllm() if kind.startswith("trtllm") else nullcontext():
+        async with _engine_of(kind, config) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def _engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
+    if not kind.endswith("-host"):
+        engine: Engine = create_engine(config)
+        if kind.endswith("-admission"):
+            engine = AdmissionEngine(engine, max_queue_size=100, queue_timeout=30.0)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+        return
+    process = EngineProcess(config)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await process.close()
+
+
+@dataclass
+class Subject:
+    """A running engine and the KV events it has sent so far."""
+
+    engine: Engine
+    events: list[KvEvent] = field(default_factory=list)
+
+    async def collect_events(self) -> None:
+        async for batch in self.engine.kv_events():
+            self.events += batch
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    """A prompt that no other test has used, without special ids."""
+    return tuple(_rng.randrange(3, VOCABULARY) for _ in range(length))
+
+
+def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return GenerateRequest(request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt)
+
+
+def image_of(seed: int, start: int) -> Image:
+    """An image of `ROWS` tokens, alike for equal seeds."""
+    values = random.Random(seed)
+    data = array("f", (values.gauss(0.0, 1.0) for _ in range(ROWS * HIDDEN))).tobytes()
+    return Image(key=blake3(data).hexdigest(), start=start, length=ROWS, rows=ROWS, dtype="float32", data=data)
+
+
+def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
+    """A request whose prompt consists of token ids, and of images by their seeds."""
+    prompt: tuple[int, ...] = ()
+    images = []
+    for part in parts:
+        if isinstance(part, int):
+            images.append(image_of(part, len(prompt)))
+            part = (IMAGE_TOKEN,) * ROWS
+        prompt += part
+    return replace(request_for(prompt, cache_salt, **sampling), images=tuple(images))
+
+
+async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in engine.generate(request)]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def idle(engine: Engine, since: IterationStats | None = None, timeout: float = 30.0) -> IterationStats:
+    """Statistics with nothing running, waiting or held, and with some request over since `since`; fails if they do not come in time."""
+    async with asyncio.timeout(timeout):
+        async for stats in engine.stats():
+            nothing = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
+            if nothing and (since is None or _over(stats) > _over(since)):
+                return stats
+    raise AssertionError("the statistics have ended")
+
+
+def _over(stats: IterationStats) -> int:
+    return stats.num_completed_requests + stats.num_aborted_requests
+
+
+def stored_chain(events: list[KvEvent], prompt: tuple[int, ...]) -> list[int]:
+    """Hashes under which the complete blocks of `prompt` were stored, each below the one before; empty until all are."""
+    stored: dict[tuple[int | None, tuple[int, ...]], int] = {}
+    for event in events:
+        if isinstance(event.data, Stored):
+            parent = event.data.parent_hash
+            for block in event.data.blocks:
+                stored[parent, tuple(token.token_id for token in block.tokens)] = block.block_hash
+                parent = block.block_hash
+    chain: list[int] = []
+    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
+        block_hash = stored.get((chain[-1] if chain else None, prompt[start : start + BLOCK]))
+        if block_hash is None:
+            return []
+        chain.append(block_hash)
+    return chain
+
+
+async def exhaust(stats: AsyncIterator[IterationStats]) -> None:
+    async for _ in stats:
+        pass

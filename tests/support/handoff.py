@@ -1,0 +1,173 @@
+"""Two engine cores that serve requests together, one prefilling and one decoding, and transfers that end when a test says so."""
+
+import ctypes
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine import handoff
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore
+from engine.embedded.handoff import state as handover
+from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sequence import Sequence
+from engine.transfer.base import Offer, Read, TransferError
+from engine.transfer.transfers import Transfers
+from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_mb": 16, "kv_transfer": "tcp", "overlap_scheduler": "off"}
+Deltas = dict[str, list[Delta]]
+
+
+def request_of(name: str, prompt: Sequence_[int], **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
+
+
+def sequence_of(core: EngineCore, request: GenerateRequest) -> Sequence:
+    params, prompt = request.sampling, request.prompt_token_ids
+    state = SamplerState(params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device)
+    logprobs = None if params.prompt_logprobs is None else [None]
+    sequence = Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs)
+    if request.handoff is not None:
+        handover.resume(sequence, request.handoff, core.layout)
+    return sequence
+
+
+def step(core: EngineCore) -> list[tuple[str, Delta]]:
+    outputs: list[tuple[str, Delta]] = []
+    for name, delta in core.step():
+        assert isinstance(delta, Delta), delta.__cause__
+        outputs.append((name, delta))
+    core.scheduler.audit()
+    return outputs
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+class Pair:
+    """A prefill and a decode core of the same model."""
+
+    def __init__(self, folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+        self.events: list[Any] = []
+        self.prefill = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **prefill}), lambda _: None)
+        self.decode = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **decode}), self.events.append)
+        self.controlled: list[Controlled] = []
+
+    def serve(self, requests: list[GenerateRequest]) -> Deltas:
+        """All of them at once: each is prefilled, handed over, and released as soon as its decode has said something."""
+        deltas: Deltas = {}
+        for request in requests:
+            self.prefill.add(sequence_of(self.prefill, replace(request, prefill_only=True)))
+        by_name = {request.request_id: request for request in requests}
+        while self.prefill.busy or self.decode.busy:
+            for name, delta in step(self.prefill):
+                deltas[name] = [replace(delta, held=None)]
+                if delta.finish_reason is None:
+                    self.decode.add(sequence_of(self.decode, replace(by_name[name], handoff=travelled(delta))))
+            for name, delta in step(self.decode):
+                deltas[name].append(delta)
+                self.prefill.abort(name)
+        return deltas
+
+    def hand_over(self, request: GenerateRequest) -> Handoff:
+        """What the prefill core, with nothing else to do, leaves of a request; its blocks stay held."""
+        self.prefill.add(sequence_of(self.prefill, replace(request, prefill_only=True)))
+        while not (outputs := step(self.prefill)):
+            pass
+        [(_, delta)] = outputs
+        assert delta.held is not None and not self.prefill.busy
+        return travelled(delta)
+
+    def begin(self, request: GenerateRequest) -> Handoff:
+        """Hand a request over, and have the decode core take it."""
+        handed = self.hand_over(request)
+        self.decode.add(sequence_of(self.decode, replace(request, handoff=handed)))
+        return handed
+
+    def finish(self) -> Deltas:
+        """What the decode core has still to say, and everything released."""
+        deltas: Deltas = {}
+        while self.decode.busy:
+            for name, delta in step(self.decode):
+                deltas.setdefault(name, []).append(delta)
+        for sequence in list(self.prefill.scheduler.held):
+            self.prefill.abort(sequence.request.request_id)
+        return deltas
+
+    def control(self) -> None:
+        """Have the decode core's transfers wait for the test."""
+        fetches = self.decode._fetches
+        assert fetches is not None
+        real = fetches._transfers
+        fetches._transfers = _Controller(real, self)  # type: ignore[assignment]
+
+    def check_clean(self) -> None:
+        for core in (self.prefill, self.decode):
+            core.scheduler.audit()
+            stats = core.stats()
+            assert stats.kv_cache_stats.used_num_blocks == 0 and not core.busy
+            assert (stats.num_active_requests, stats.num_queued_requests, stats.num_held_requests, stats.num_held_blocks) == (0, 0, 0, 0)
+
+
+@contextmanager
+def pair_of(folder: Path, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Iterator[Pair]:
+    """Nothing may be left held or running at the end."""
+    pair = Pair(folder, prefill or {}, decode or prefill or {})
+    try:
+        yield pair
+        pair.check_clean()
+    finally:
+        pair.prefill.close()
+        pair.decode.close()
+
+
+def travelled(delta: Delta) -> Handoff:
+    return handoff.decode_handoff(handoff.encode(handoff.handoff_of("embedded", delta)))
+
+
+class Controlled:
+    """A transfer that does what the test says."""
+
+    def __init__(self, real: Transfers, offers: Sequence_[Offer], reads: Sequence_[Read]) -> None:
+        self._real, self._offers, self.reads = real, offers, reads
+        self.cancelled = self.ended = False
+        self.error = ""
+
+    def done(self) -> bool:
+        if self.error:
+            raise TransferError(self.error)
+        return self.ended
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def succeed(self) -> None:
+        transfer = self._real.read(self._offers, self.reads)
+        while not transfer.done():
+            time.sleep(0.0005)
+        self.ended = True
+
+    def scribble(self) -> None:
+        """Write what is no key and no value to where the bytes should go."""
+        for read in self.reads:
+            ctypes.memset(self._real._regions[read.region].address + read.local_offset, 0x41, read.size)
+
+
+class _Controller:
+    def __init__(self, real: Transfers, pair: Pair) -> None:
+        self._real, self._pair = real, pair
+
+    def read(self, offers: Sequence_[Offer], reads: Sequence_[Read]) -> Controlled:
+        self._pair.controlled.append(Controlled(self._real, offers, reads))
+        return self._pair.controlled[-1]
+
+    def close(self) -> None:
+        self._real.close()

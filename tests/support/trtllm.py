@@ -1,0 +1,102 @@
+"""The stand-in for TensorRT-LLM in this process, and short names for what tests make with it."""
+
+import importlib
+import inspect
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from PIL import Image
+
+from engine.base import Engine
+from engine.encoder import ImageInput
+from engine.handoff import handoff_of
+from engine.types import GenerateRequest, Handoff
+
+ROOT = Path(__file__).resolve().parents[1]
+API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
+PROMPT = [5, 6, 7]
+IMAGE = 3
+
+
+@pytest.fixture(autouse=True)
+def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package, without faults and with short polls; nothing may live on after a test."""
+    monkeypatch.syspath_prepend(str(ROOT / "fake_trtllm"))
+    monkeypatch.delenv("FAKE_TRTLLM_ENGINE", raising=False)
+    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.002}))
+    package = importlib.import_module("tensorrt_llm")
+    faults = importlib.import_module("tensorrt_llm._test")
+    faults.reset()
+    faults.faults.longest_poll_seconds = 0.2
+    yield package
+    faults.reset()
+    assert faults.live() == 0
+
+
+def found(name: str) -> Any:
+    """An object by its dotted name; modules are imported on the way. Raises AttributeError."""
+    parts = name.split(".")
+    value: Any = importlib.import_module(parts[0])
+    for position, part in enumerate(parts[1:], 2):
+        if inspect.ismodule(value):
+            try:
+                value = importlib.import_module(".".join(parts[:position]))
+                continue
+            except ModuleNotFoundError:
+                pass
+        value = inspect.getattr_static(value, part) if inspect.isclass(value) and part == "__call__" else getattr(value, part)
+    return value
+
+
+def llm(**arguments: Any) -> Any:
+    return found("tensorrt_llm.LLM")(model="fake", **arguments)
+
+
+def sampling(**fields: Any) -> Any:
+    return found("tensorrt_llm.SamplingParams")(**{"end_id": 2, "max_tokens": 8, **fields})
+
+
+def disaggregated(kind: str, **fields: Any) -> Any:
+    return found("tensorrt_llm.llmapi.DisaggregatedParams")(request_type=kind, **fields)
+
+
+def faults() -> Any:
+    return found("tensorrt_llm._test").faults
+
+
+def disaggregating(**arguments: Any) -> Any:
+    return llm(cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True, **arguments)
+
+
+def model_folder(folder: Path, **config: Any) -> Path:
+    """Make `folder` that of a model with a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - most tests do without
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE, **{f"w{token}": token for token in range(4, 64)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    known = {"vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2, "image_token_id": IMAGE}
+    (folder / "config.json").write_text(json.dumps(known | config), encoding="utf-8")
+    return folder
+
+
+def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> ImageInput:
+    """A small file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, form)
+    return ImageInput(buffer.getvalue())
+
+
+async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:
+    """What the prefill of a request leaves, which the stand-in keeps although its stream is closed."""
+    stream = engine.generate(replace(request, prefill_only=True))
+    try:
+        return handoff_of("trtllm", await anext(stream))
+    finally:
+        await stream.aclose()
