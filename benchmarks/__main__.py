@@ -35,7 +35,9 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the servers are stopped
     compared = specs(args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "label", "llama_server", "vllm")}
+    settings = {
+        key: value for key, value in vars(args).items() if key not in ("output", "label", "llama_server", "vllm")
+    }
     report = Report(args.label, settings | {"cells": " ".join(map(str, args.cells))})
     for key, value in {**report.machine, **report.settings}.items():
         print(f"{key}: {value}")
@@ -48,24 +50,46 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
-    choices = ["ours", *(f"transformers-{dtype}" for dtype in DTYPES), "llama.cpp", *(f"vllm-{dtype}" for dtype in DTYPES), "fake"]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    choices = [
+        "ours",
+        *(f"transformers-{dtype}" for dtype in DTYPES),
+        "llama.cpp",
+        *(f"vllm-{dtype}" for dtype in DTYPES),
+        "fake",
+    ]
     parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the setting's")
     parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
     parser.add_argument(
-        "--transformers-options", default="", help="further options of transformers serve, such as '--cb-max-batch-tokens 512'"
+        "--transformers-options",
+        default="",
+        help="further options of transformers serve, such as '--cb-max-batch-tokens 512'",
     )
     parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server, built for this machine")
-    parser.add_argument("--gguf", default="", help="the model for llama.cpp; `python -m benchmarks.widen` makes bfloat16 of the built-in's")
-    parser.add_argument("--vllm", default="vllm", help="the command of vLLM's build for CPUs, in an environment of its own")
-    parser.add_argument("--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64")
+    parser.add_argument(
+        "--gguf",
+        default="",
+        help="the model for llama.cpp; `python -m benchmarks.widen` makes bfloat16 of the built-in's",
+    )
+    parser.add_argument(
+        "--vllm", default="vllm", help="the command of vLLM's build for CPUs, in an environment of its own"
+    )
+    parser.add_argument(
+        "--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64"
+    )
     parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
     parser.add_argument("--rounds", type=int, default=1, help="requests of each stream in a cell, at least 3 in all")
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
     parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
     parser.add_argument("--fake-rounds", type=int, default=6, help="requests of each of these streams")
     parser.add_argument("--fake-delay-ms", type=float, default=24.0, help="time between the tokens of FakeEngine")
-    parser.add_argument("--fake-engine-process", action="store_true", help="FakeEngine in a process of its own, as engines are by default")
+    parser.add_argument(
+        "--fake-engine-process",
+        action="store_true",
+        help="FakeEngine in a process of its own, as engines are by default",
+    )
     parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
     parser.add_argument("--label", default="", help="name of the result files (full or quick)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -91,7 +115,10 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     gguf, args.gguf = args.gguf, Path(args.gguf).name  # a result names files, not where they lie
     made = {
         "ours": lambda: servers.ours(folder),
-        **{f"transformers-{dtype}": partial(servers.transformers, folder, dtype, *args.transformers_options.split()) for dtype in DTYPES},
+        **{
+            f"transformers-{dtype}": partial(servers.transformers, folder, dtype, *args.transformers_options.split())
+            for dtype in DTYPES
+        },
         "llama.cpp": lambda: servers.llama_cpp(args.llama_server, gguf),
         **{f"vllm-{dtype}": partial(servers.vllm, args.vllm, folder, dtype) for dtype in DTYPES},
     }
@@ -108,18 +135,26 @@ def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> N
                     measure(server, row, prompts[server.spec.name], args, repeat, report)
             report.write(args.output)  # what there is, should a later round fail
         for server in running:
-            report.servers[server.spec.name] = {"ready": server.ready_seconds, "answer": server.answer_seconds, "memory": server.memory_mb}
+            report.servers[server.spec.name] = {
+                "ready": server.ready_seconds,
+                "answer": server.answer_seconds,
+                "memory": server.memory_mb,
+            }
 
 
 def warm_up(server: Server) -> PromptMaker:
     """Two requests of different sizes to learn how it counts, then a few at once."""
-    print(f"{server.spec.name}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s")
+    print(
+        f"{server.spec.name}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
+    )
     prompts = fit(server.target)
     run(server.target, Load(4, 4, 60, 8), prompts, "warm-up")
     return prompts
 
 
-def measure(server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report) -> None:
+def measure(
+    server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report
+) -> None:
     load = Load(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
     others = others_cpu_seconds(server)
     summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
@@ -147,7 +182,10 @@ def http_alone(args: argparse.Namespace, report: Report) -> None:
     """Our server on FakeEngine, on one core of its own where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     server_core, client_core = (cores[1], cores[0]) if len(cores) > 1 else (None, None)
-    with serving(servers.fake(args.fake_delay_ms, engine_process=args.fake_engine_process), server_core) as server, pinned(client_core):
+    with (
+        serving(servers.fake(args.fake_delay_ms, engine_process=args.fake_engine_process), server_core) as server,
+        pinned(client_core),
+    ):
         prompts = fit(server.target)
         run(server.target, Load(32, 64, 40, 64), prompts, "warm-up")
         lag, cpu = histogram(server.get("/metrics"), LAG), server.cpu_seconds()

@@ -58,7 +58,12 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
     """All conversations. Equal seeds say the same; a `salt` keeps the blocks of one run from another's."""
     rng = random.Random(seed)
     systems = [words(chats.system, rng) for _ in range(chats.systems)]
-    talks = iter([(systems[i % chats.systems], [words(chats.user, rng) for _ in range(chats.turns)]) for i in range(chats.sessions)])
+    talks = iter(
+        [
+            (systems[i % chats.systems], [words(chats.user, rng) for _ in range(chats.turns)])
+            for i in range(chats.sessions)
+        ]
+    )
     began = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
@@ -67,16 +72,27 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
                 messages = [{"role": "system", "content": system}]
                 for text in said:
                     messages.append({"role": "user", "content": text})
-                    messages.append({"role": "assistant", "content": await turn(client, messages, chats.answer, salt, found)})
+                    messages.append(
+                        {"role": "assistant", "content": await turn(client, messages, chats.answer, salt, found)}
+                    )
                     await asyncio.sleep(chats.pause)
 
         await asyncio.gather(*(talk() for _ in range(chats.concurrency)))
     found.seconds = time.perf_counter() - began
 
 
-async def turn(client: httpx.AsyncClient, messages: list[dict[str, str]], max_tokens: int, salt: str, found: Found) -> str:
+async def turn(
+    client: httpx.AsyncClient, messages: list[dict[str, str]], max_tokens: int, salt: str, found: Found
+) -> str:
     """What a turn is answered. One that fails is asked again, and counted."""
-    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "cache_salt": salt}
+    body = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "cache_salt": salt,
+    }
     while True:
         kind, text = await ask(client, {**body, "stream_options": {"include_usage": True}}, found)
         found.kinds[kind] += 1

@@ -37,9 +37,13 @@ class Target:
     def request(self, text: str | Sequence[object], max_tokens: int) -> bytes:
         """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`, or token ids, or content parts."""
         url = urlsplit(self.base_url)
-        prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+        prompt: dict[str, object] = (
+            {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+        )
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        body = orjson.dumps({"model": self.model, **prompt, "max_tokens": max_tokens, "temperature": 0, **stream, **self.extra})
+        body = orjson.dumps(
+            {"model": self.model, **prompt, "max_tokens": max_tokens, "temperature": 0, **stream, **self.extra}
+        )
         path = "chat/completions" if self.endpoint == "chat" else "completions"
         head = [
             f"POST {url.path.rstrip('/')}/{path} HTTP/1.1",
@@ -201,7 +205,9 @@ async def _connect(base_url: str) -> _Connection:
     return connection
 
 
-async def _worker(target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0) -> None:
+async def _worker(
+    target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0
+) -> None:
     connection: _Connection | None = None
     await asyncio.sleep(delay)
     for request in requests:
@@ -266,7 +272,9 @@ def fit(target: Target) -> PromptMaker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.client", description="Load one server and print what the client saw.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.client", description="Load one server and print what the client saw."
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", required=True, help="name of the model in requests")
     parser.add_argument("--api-key", default="")
@@ -279,7 +287,9 @@ def main() -> None:
     parser.add_argument("--seed", default=str(time.time_ns()))
     args = parser.parse_args()
     target = Target(args.base_url, args.model, args.api_key, args.endpoint, args.extra)
-    summary = run(target, Load(args.concurrency, args.requests, args.prompt_tokens, args.max_tokens), fit(target), args.seed)
+    summary = run(
+        target, Load(args.concurrency, args.requests, args.prompt_tokens, args.max_tokens), fit(target), args.seed
+    )
     print(json.dumps(summary.asdict(), indent=2))
 
 

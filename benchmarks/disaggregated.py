@@ -66,7 +66,12 @@ def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers are stopped
     facts = {**describe_gpu(), **describe_machine(), **({"commit": args.commit} if args.commit else {})}
-    facts |= {"model": args.model, "mix": args.mix, "seed": args.seed, "settings": arguments(Path(args.model), args.flags)[2:]}
+    facts |= {
+        "model": args.model,
+        "mix": args.mix,
+        "seed": args.seed,
+        "settings": arguments(Path(args.model), args.flags)[2:],
+    }
     for key, value in facts.items():
         print(f"- {key}: {value}")
     began = time.perf_counter()
@@ -94,7 +99,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", help=f"a folder, a model's name, or a shape without weights: {', '.join(SHAPES)}")
-    parser.add_argument("--gpus", default="0,1", help="of the decode and of the prefill replica; the same twice shares it")
+    parser.add_argument(
+        "--gpus", default="0,1", help="of the decode and of the prefill replica; the same twice shares it"
+    )
     parser.add_argument("--prompts", default="", help="tokens of the prompts that are handed over, separated by commas")
     parser.add_argument("--repeats", type=int, default=5, help="of each prompt, after a warm-up")
     parser.add_argument("--mix", default="", help="streams:prompt:output:long:every, as tokens and seconds")
@@ -107,9 +114,15 @@ def parse() -> argparse.Namespace:
     cuda = args.device == "cuda"
     args.model = args.model or ("llama-8b" if cuda else SMOLLM2)
     args.label = args.label or f"disaggregated-{args.device}"
-    args.prompts = [int(tokens) for tokens in (args.prompts or ("512,4096,16384" if cuda else "128,512,1536")).split(",")]
+    args.prompts = [
+        int(tokens) for tokens in (args.prompts or ("512,4096,16384" if cuda else "128,512,1536")).split(",")
+    ]
     args.mix = mix_of(args.mix) if args.mix else CUDA_MIX if cuda else CPU_MIX
-    args.flags = (CUDA if cuda else CPU) | ({"load-format": "dummy"} if args.model in SHAPES else {}) | settings_of(flags, parser)
+    args.flags = (
+        (CUDA if cuda else CPU)
+        | ({"load-format": "dummy"} if args.model in SHAPES else {})
+        | settings_of(flags, parser)
+    )
     args.prefill_flags = args.flags | (PREFILL_CUDA if cuda else {})
     return args
 
@@ -140,7 +153,10 @@ class Run:
 
     def aggregated(self) -> Rows:
         with reserved_port() as one, reserved_port() as two:
-            specs = [replace(self._spec(f"aggregated-{i}", self._args.flags, i, (), {}), port=port) for i, port in enumerate((one, two))]
+            specs = [
+                replace(self._spec(f"aggregated-{i}", self._args.flags, i, (), {}), port=port)
+                for i, port in enumerate((one, two))
+            ]
             with self._started(specs) as servers:
                 return self._measured(servers)
 
@@ -148,7 +164,12 @@ class Run:
         """A replica on a GPU of ours. It sees the other as well, behind its own: CUDA IPC needs that."""
         argv = (sys.executable, "-m", "server", "--port", "{port}", *arguments(Path(self._model), flags), *more)
         order = ",".join(dict.fromkeys([self._gpus[gpu], self._gpus[1 - gpu]]))
-        return Spec(name, argv, "/health/ready", env=env if self._args.device == "cpu" else {**env, "CUDA_VISIBLE_DEVICES": order})
+        return Spec(
+            name,
+            argv,
+            "/health/ready",
+            env=env if self._args.device == "cpu" else {**env, "CUDA_VISIBLE_DEVICES": order},
+        )
 
     @contextmanager
     def _started(self, specs: list[Spec]) -> Iterator[list[Server]]:
@@ -182,7 +203,9 @@ class Run:
             before = transferred(server)
             prompt = token_ids(tokens, self._vocabulary, random.Random(f"{self._args.seed}/{tokens}/{repeat}"))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                (sample,) = checked(runner.run(exchange(target, Load(1, 1, tokens, 8, timeout=120), [target.request(prompt, 8)])))
+                (sample,) = checked(
+                    runner.run(exchange(target, Load(1, 1, tokens, 8, timeout=120), [target.request(prompt, 8)]))
+                )
             time.sleep(0.3)  # for the engine's statistics, and for the cache to be idle
             if repeat:
                 samples.append(sample)
@@ -231,7 +254,11 @@ async def mixed(targets: list[Target], mix: Mix, vocabulary: int, rng: random.Ra
     began = time.perf_counter()
     running = asyncio.gather(
         *(
-            exchange(target, Load(len(share), len(share), mix.prompt, mix.output), [target.request(prompt, mix.output) for prompt in share])
+            exchange(
+                target,
+                Load(len(share), len(share), mix.prompt, mix.output),
+                [target.request(prompt, mix.output) for prompt in share],
+            )
             for target, share in zip(targets, shares, strict=True)
         )
     )
@@ -251,7 +278,9 @@ async def mixed(targets: list[Target], mix: Mix, vocabulary: int, rng: random.Ra
     rows |= {"mix: longest gap, ms": max(gaps) * 1e3, "mix: long prompts": float(len(long))}
     for name, samples in (("a stream", streams), ("a long prompt", long)):
         for percent in (50, 99):
-            rows[f"mix: first token of {name} p{percent}, ms"] = percentile([sample.ttft for sample in samples], percent) * 1e3
+            rows[f"mix: first token of {name} p{percent}, ms"] = (
+                percentile([sample.ttft for sample in samples], percent) * 1e3
+            )
     return rows
 
 
@@ -259,7 +288,13 @@ def rendered(disaggregated: Rows, aggregated: Rows) -> str:
     rows = []
     for name, ours in disaggregated.items():
         theirs = aggregated.get(name)
-        rows.append([name, shown(ours), *(["", ""] if theirs is None else [shown(theirs), f"{theirs / ours:.2f}" if ours else ""])])
+        rows.append(
+            [
+                name,
+                shown(ours),
+                *(["", ""] if theirs is None else [shown(theirs), f"{theirs / ours:.2f}" if ours else ""]),
+            ]
+        )
     return table(["", "disaggregated", "aggregated", "aggregated / disaggregated"], rows)
 
 

@@ -54,7 +54,12 @@ def products(rows: int) -> None:
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
         seconds = timed(lambda: [functional.linear(x, weight) for weight in weights])
         total += seconds / COPIES
-        say(f"cublas {name} rows={rows}", seconds, COPIES * (n * k * 2 + rows * (n + k) * 2), COPIES * 2.0 * rows * n * k)
+        say(
+            f"cublas {name} rows={rows}",
+            seconds,
+            COPIES * (n * k * 2 + rows * (n + k) * 2),
+            COPIES * 2.0 * rows * n * k,
+        )
     print(f"  32 layers of products, rows={rows}: {total * 32 * 1e3:.2f} ms", flush=True)
 
 
@@ -70,20 +75,35 @@ def fp8_products(rows: int) -> None:
 
         def product(weight: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
             return torch._scaled_mm(
-                values, weight.t(), scale_a=scales, scale_b=channels.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
+                values,
+                weight.t(),
+                scale_a=scales,
+                scale_b=channels.unsqueeze(0),
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
             )
 
         seconds = timed(lambda: [product(*weight) for weight in weights])
         total += seconds / COPIES
-        say(f"scaled_mm {name} rows={rows}", seconds, COPIES * (n * k + rows * (k + n * 2)), COPIES * 2.0 * rows * n * k)
+        say(
+            f"scaled_mm {name} rows={rows}", seconds, COPIES * (n * k + rows * (k + n * 2)), COPIES * 2.0 * rows * n * k
+        )
     print(f"  32 layers of fp8 products, rows={rows}: {total * 32 * 1e3:.2f} ms", flush=True)
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     x, wide = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (HIDDEN, 2 * MIDDLE))
     added = torch.randn_like(x)
-    say(f"fp8 quantise rows={rows}", timed(lambda: [fp8_kernels.quantise(x) for _ in range(COPIES)]), COPIES * rows * HIDDEN * 3)
+    say(
+        f"fp8 quantise rows={rows}",
+        timed(lambda: [fp8_kernels.quantise(x) for _ in range(COPIES)]),
+        COPIES * rows * HIDDEN * 3,
+    )
     seconds = timed(lambda: [fp8_kernels.rms_norm(x, norm, 1e-5, added) for _ in range(COPIES)])
     say(f"fp8 add and rms_norm rows={rows}", seconds, COPIES * rows * HIDDEN * 7)
-    say(f"fp8 silu_mul rows={rows}", timed(lambda: [fp8_kernels.silu_mul(wide) for _ in range(COPIES)]), COPIES * rows * MIDDLE * 5)
+    say(
+        f"fp8 silu_mul rows={rows}",
+        timed(lambda: [fp8_kernels.silu_mul(wide) for _ in range(COPIES)]),
+        COPIES * rows * MIDDLE * 5,
+    )
 
 
 def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,19 +117,45 @@ def gemvs(fp8: bool) -> None:
     """The best three tiles for each product of one row."""
     from engine.embedded.models.cuda import kernels
 
-    tiles = [(4, 1024, 4), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (16, 512, 4), (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (16, 256, 4)]
+    tiles = [
+        (4, 1024, 4),
+        (8, 512, 4),
+        (8, 1024, 4),
+        (8, 1024, 8),
+        (16, 512, 4),
+        (16, 512, 8),
+        (4, 2048, 8),
+        (2, 2048, 4),
+        (16, 256, 4),
+    ]
     if fp8:
-        tiles += [(2, 4096, 4), (2, 4096, 8), (4, 4096, 8), (8, 2048, 8), (16, 1024, 8), (4, 2048, 4), (8, 1024, 2), (2, 2048, 2)]
+        tiles += [
+            (2, 4096, 4),
+            (2, 4096, 8),
+            (4, 4096, 8),
+            (8, 2048, 8),
+            (16, 1024, 8),
+            (4, 2048, 4),
+            (8, 1024, 2),
+            (2, 2048, 2),
+        ]
     for name, (n, k) in SHAPES.items():
-        weights = [fp8_weight(n, k) if fp8 else torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
+        weights = [
+            fp8_weight(n, k) if fp8 else torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+            for _ in range(COPIES)
+        ]
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
-        arguments: dict[str, Any] = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "gated": True}}.get(name, {"residual": residual})
+        arguments: dict[str, Any] = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "gated": True}}.get(
+            name, {"residual": residual}
+        )
         results = []
         for tile in tiles:
             if k % tile[1] == 0:
-                results.append((timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights]), tile))
+                results.append(
+                    (timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights]), tile)
+                )
         for seconds, tile in sorted(results)[:3]:
             say(f"{'fp8 ' * fp8}gemv {name} tile={tile}", seconds, COPIES * n * k * (1 if fp8 else 2))
 
@@ -127,11 +173,26 @@ def decode_attention(batch: int, length: int) -> None:
     query = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
     attend = DecodeAttention(HEADS, KV_HEADS, DIM, DIM**-0.5, torch.device("cuda"))
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(256 << 20, device="cuda", dtype=torch.uint8), use_tensor_cores=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(256 << 20, device="cuda", dtype=torch.uint8), use_tensor_cores=True
+    )
     begun = torch.arange(0, batch + 1, dtype=torch.int32) * width
     last = torch.full((batch,), (length - 1) % BLOCK + 1, dtype=torch.int32)
-    wrapper.plan(begun, tables.flatten(), last, HEADS, KV_HEADS, DIM, BLOCK, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-    weight, x = torch.randn(2 * MIDDLE, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+    wrapper.plan(
+        begun,
+        tables.flatten(),
+        last,
+        HEADS,
+        KV_HEADS,
+        DIM,
+        BLOCK,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    weight, x = (
+        torch.randn(2 * MIDDLE, HIDDEN, device="cuda", dtype=torch.bfloat16),
+        torch.randn(batch, HIDDEN, device="cuda").bfloat16(),
+    )
     size = COPIES * batch * length * 2 * KV_HEADS * DIM * 2
     alone = timed(lambda: [functional.linear(x, weight) for _ in range(COPIES)])
     small, rounded = cache.to(torch.float8_e4m3fn), torch.empty_like(out)
@@ -160,7 +221,9 @@ def prefill_attention(count: int, length: int) -> None:
     for backend in ("fa3", "fa2"):
         workspace = torch.zeros(256 << 20, device="cuda", dtype=torch.uint8)
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
-        ragged.plan(begun, begun, HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        ragged.plan(
+            begun, begun, HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
+        )
         seconds = timed(lambda: [ragged.run(query, key, key) for _ in range(COPIES)])
         say(f"ragged {backend} {count}x{length}", seconds, 0, flops)
         paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
@@ -190,7 +253,10 @@ def between(rows: int) -> None:
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device="cuda", dtype=torch.bfloat16)
     keys, values = cache.view(-1)[:], cache.view(-1)[BLOCK * KV_HEADS * DIM :]
     seconds = timed(
-        lambda: [kernels.rotate_and_store(qkv, (HEADS, KV_HEADS, DIM), rotations, positions, slots, keys, values) for _ in range(COPIES)]
+        lambda: [
+            kernels.rotate_and_store(qkv, (HEADS, KV_HEADS, DIM), rotations, positions, slots, keys, values)
+            for _ in range(COPIES)
+        ]
     )
     say(f"rotate_and_store rows={rows}", seconds, COPIES * rows * (HEADS * 2 + KV_HEADS * 5) * DIM * 2)
 

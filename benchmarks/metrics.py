@@ -6,7 +6,9 @@ import re
 
 def total(page: str, name: str) -> float:
     """A counter or gauge, summed over label sets; 0 if the page has none."""
-    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))
+    )
 
 
 def histogram(page: str, name: str) -> dict[float, float]:

@@ -82,7 +82,9 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", default="smolvision", help=f"a vision-language model's name or folder, or {LLAVA_7B}")
+    parser.add_argument(
+        "--model", default="smolvision", help=f"a vision-language model's name or folder, or {LLAVA_7B}"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--label", default="", help="name of the result files")
@@ -181,7 +183,9 @@ def moving(args: argparse.Namespace) -> Rows:
         transfers = Transfers([region], method)
         with transfer.owner(sizes, method) as offers:
             for count in (1, 20):
-                reads = [Read(0, block * EMBEDDING_BYTES, block * EMBEDDING_BYTES, EMBEDDING_BYTES) for block in range(count)]
+                reads = [
+                    Read(0, block * EMBEDDING_BYTES, block * EMBEDDING_BYTES, EMBEDDING_BYTES) for block in range(count)
+                ]
                 transfer.timed(transfers, offers, reads)
                 seconds = median(transfer.timed(transfers, offers, reads) for _ in range(args.repeats))
                 rows[f"{count} embeddings by {method}, ms"] = seconds * 1e3

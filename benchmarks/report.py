@@ -63,7 +63,12 @@ class Report:
         if not names:
             return ""
         peers = names[1:]
-        head = ["streams", "prompt", "output", *(f"{name} {what}" for name in names for what in ("tok/s", "TTFT p50/p99", "gap p50/p99"))]
+        head = [
+            "streams",
+            "prompt",
+            "output",
+            *(f"{name} {what}" for name in names for what in ("tok/s", "TTFT p50/p99", "gap p50/p99")),
+        ]
         head += [f"{names[0]} / {peer}" for peer in peers]
         rows = []
         for cell, results in self.cells.items():
@@ -77,7 +82,10 @@ class Report:
         return f"{table(head, rows)}\n\n{note} {noise}"
 
     def _servers(self) -> str:
-        rows = [[name, *(f"{facts[key]:.1f}" for key in ("ready", "answer", "memory"))] for name, facts in self.servers.items()]
+        rows = [
+            [name, *(f"{facts[key]:.1f}" for key in ("ready", "answer", "memory"))]
+            for name, facts in self.servers.items()
+        ]
         return table(["server", "ready, s", "first answer, s", "resident, MiB"], rows) if rows else ""
 
     def _http(self) -> str:
@@ -116,14 +124,20 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, its columns aligned for those who read it in a terminal."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = ["| " + " | ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    text = [
+        "| " + " | ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
     text.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
     return "\n".join(text)
 
 
 def describe_machine() -> dict[str, object]:
     """Where and on what this ran."""
-    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
     installed = {distribution.name.lower() for distribution in metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),

@@ -59,14 +59,34 @@ class Replicas:
             replays,
         )
         return Spec(
-            "router", (sys.executable, "-m", "server", "--port", "{port}", *argv, *self._flags, *flags), "/health/ready", answers=False
+            "router",
+            (sys.executable, "-m", "server", "--port", "{port}", *argv, *self._flags, *flags),
+            "/health/ready",
+            answers=False,
         )
 
     def _serve(self, place: int) -> Server:
         port, events, replay = self.ports[place]
-        sockets = ("--kv-events-endpoint", f"tcp://127.0.0.1:{events}", "--kv-events-replay-endpoint", f"tcp://127.0.0.1:{replay}")
-        argv = (sys.executable, "-m", "server", "--port", "{port}", "--publish-kv-events", "true", *sockets, *self._flags)
-        return self._stack.enter_context(serving(Spec(f"replica-{place}", argv, "/health/ready", port=port, answers=False)))
+        sockets = (
+            "--kv-events-endpoint",
+            f"tcp://127.0.0.1:{events}",
+            "--kv-events-replay-endpoint",
+            f"tcp://127.0.0.1:{replay}",
+        )
+        argv = (
+            sys.executable,
+            "-m",
+            "server",
+            "--port",
+            "{port}",
+            "--publish-kv-events",
+            "true",
+            *sockets,
+            *self._flags,
+        )
+        return self._stack.enter_context(
+            serving(Spec(f"replica-{place}", argv, "/health/ready", port=port, answers=False))
+        )
 
     def kill(self, place: int) -> None:
         os.killpg(self.servers[place].process.pid, signal.SIGKILL)
@@ -119,7 +139,8 @@ async def overhead(direct: str, routed: Server, requests: int, tokens: int) -> R
         chunks = sum(await asyncio.gather(*(count_chunks(client, routed.url, long) for _ in range(8))))
         used, took = routed.cpu_seconds() - before, time.perf_counter() - began
     rows = {
-        f"{name}, p50 us": median(times) * 1e6 for name, times in zip(("request, direct", "request, routed"), seconds.values(), strict=True)
+        f"{name}, p50 us": median(times) * 1e6
+        for name, times in zip(("request, direct", "request, routed"), seconds.values(), strict=True)
     }
     for name in ("tokenize", "choose"):
         metric = f"trtllm_router_{name}_seconds"
@@ -165,14 +186,26 @@ def run_chats(url: str, args: argparse.Namespace, salt: str) -> Rows:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers are stopped
-    facts = {**describe_machine(), "chats": str(args.chats), "replicas": args.replicas, "seed": args.seed, "settings": " ".join(args.flags)}
+    facts = {
+        **describe_machine(),
+        "chats": str(args.chats),
+        "replicas": args.replicas,
+        "seed": args.seed,
+        "settings": " ".join(args.flags),
+    }
     found = measure(args)
     names = list(dict.fromkeys(name for side, rows in found.items() if side != "overhead" for name in rows))
-    lines = [[side, *(f"{rows[name]:.0f}" if name in rows else "" for name in names)] for side, rows in found.items() if side != "overhead"]
+    lines = [
+        [side, *(f"{rows[name]:.0f}" if name in rows else "" for name in names)]
+        for side, rows in found.items()
+        if side != "overhead"
+    ]
     parts = ["\n".join(f"- {key}: {value}" for key, value in facts.items())]
     parts += [table(["before the replicas", *names], lines)] if lines else []
     if "overhead" in found:
-        parts.append(table(["the router alone", ""], [[name, f"{value:.0f}"] for name, value in found["overhead"].items()]))
+        parts.append(
+            table(["the router alone", ""], [[name, f"{value:.0f}"] for name, value in found["overhead"].items()])
+        )
     markdown = "\n\n".join([f"# Benchmark: {args.label}", *parts]) + "\n"
     print("\n" + markdown)
     print(f"written to {save(args.output, args.label, markdown, {'facts': facts, **found})}")
@@ -187,7 +220,9 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--chats", default="24:4:6:4:400:30:16:0.5", help="sessions:turns:concurrency:systems:system:user:answer:pause")
+    parser.add_argument(
+        "--chats", default="24:4:6:4:400:30:16:0.5", help="sessions:turns:concurrency:systems:system:user:answer:pause"
+    )
     parser.add_argument("--only", choices=["chats", "overhead"])
     parser.add_argument("--requests", type=int, default=300, help="for the overhead of a request")
     parser.add_argument("--tokens", type=int, default=2000, help="of each stream, for the overhead of a token")

@@ -86,14 +86,19 @@ def measure(
         found.append(index.find(tokens))
         times.append(time.perf_counter() - began)
     blocks = sum(len(messages) for messages in replicas) * (len(prompts[0]) // BLOCK)
-    return {"to apply an event, for each block, us": applied / blocks * 1e6, "to look a prompt up, p50, us": median(times) * 1e6}, found
+    return {
+        "to apply an event, for each block, us": applied / blocks * 1e6,
+        "to look a prompt up, p50, us": median(times) * 1e6,
+    }, found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_index", description=__doc__, allow_abbrev=False)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=500, help="that each replica has computed")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a prompt; half of it is a system prompt that all share")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="of a prompt; half of it is a system prompt that all share"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -113,7 +118,9 @@ def main() -> int:
     for key, value in (describe_machine() | vars(args)).items():
         print(f"- {key}: {value}")
     names = list(rows["ours"])
-    print("\n" + table(["", *names], [[name, *(f"{row[column]:.1f}" for column in names)] for name, row in rows.items()]))
+    print(
+        "\n" + table(["", *names], [[name, *(f"{row[column]:.1f}" for column in names)] for name, row in rows.items()])
+    )
     return 0
 
 

@@ -51,7 +51,14 @@ def ours(model: str) -> Spec:
 
 def fake(delay_ms: float, *, engine_process: bool) -> Spec:
     """Our server without a model: what HTTP alone costs."""
-    engine = ("--engine", "fake", "--fake-token-delay-ms", str(delay_ms), "--engine-process", str(engine_process).lower())
+    engine = (
+        "--engine",
+        "fake",
+        "--fake-token-delay-ms",
+        str(delay_ms),
+        "--engine-process",
+        str(engine_process).lower(),
+    )
     return Spec("trellis-fake", (sys.executable, "-m", "server", "--port", "{port}", *engine), "/health/ready")
 
 
@@ -60,7 +67,18 @@ def transformers(model: str, dtype: str, *more: str) -> Spec:
     if find_spec("accelerate") is None:
         raise RuntimeError("transformers serve needs accelerate: pip install accelerate")
     command = str(Path(sys.executable).with_name("transformers"))
-    options = ("--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}", *more)
+    options = (
+        "--continuous-batching",
+        "--device",
+        "cpu",
+        "--dtype",
+        dtype,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+        *more,
+    )
     extra: dict[str, object] = {"generation_config": json.dumps({"eos_token_id": -1, "do_sample": False})}
     env = {"HF_HUB_OFFLINE": "1"}
     return Spec(f"transformers-{dtype}", (command, "serve", model, *options), "/health", model, extra, env)
@@ -69,13 +87,33 @@ def transformers(model: str, dtype: str, *more: str) -> Spec:
 def llama_cpp(binary: str, gguf: str, streams: int = 32, tokens: int = 640) -> Spec:
     """llama.cpp's server, as its build and the file are: `streams` sequences of up to `tokens` tokens, a thread for each core."""
     threads = str(os.cpu_count())
-    room = ("--parallel", str(streams), "--ctx-size", str(streams * tokens), "--threads", threads, "--threads-batch", threads)
+    room = (
+        "--parallel",
+        str(streams),
+        "--ctx-size",
+        str(streams * tokens),
+        "--threads",
+        threads,
+        "--threads-batch",
+        threads,
+    )
     return Spec("llama.cpp", (binary, "--model", gguf, "--host", "127.0.0.1", "--port", "{port}", *room), "/health")
 
 
 def vllm(command: str, model: str, dtype: str = "bfloat16") -> Spec:
     """vLLM's build for CPUs, with an OpenMP thread for each core and none kept back for the API."""
-    options = ("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--max-num-seqs", "32", "--max-model-len", "2048")
+    options = (
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+        "--dtype",
+        dtype,
+        "--max-num-seqs",
+        "32",
+        "--max-model-len",
+        "2048",
+    )
     env = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -161,7 +199,12 @@ def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Ite
         with pinned(core), log.open("wb") as output:
             started = time.perf_counter()
             process = subprocess.Popen(
-                argv, cwd=ROOT, env=child_environment(**spec.env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                argv,
+                cwd=ROOT,
+                env=child_environment(**spec.env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             server = Server(spec, process, port, log)
             stack.callback(server.stop)

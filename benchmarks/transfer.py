@@ -34,7 +34,12 @@ def main() -> None:
     if args.own:
         own(args)
         return
-    for key, value in {**describe_machine(), "device": devices(args), "blocks": args.blocks, "bytes of a block": args.block_bytes}.items():
+    for key, value in {
+        **describe_machine(),
+        "device": devices(args),
+        "blocks": args.blocks,
+        "bytes of a block": args.block_bytes,
+    }.items():
         print(f"- {key}: {value}")
     rows = [row for method in args.method for row in measure(args, method)]
     head = ["method", "tokens", "MiB", "first, ms", "contiguous, ms", "GB/s", "scattered, ms", "GB/s"]

@@ -26,7 +26,9 @@ def widen(source: Path, target: Path) -> None:
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         if len(tensor.shape) == 2:
-            writer.add_tensor(tensor.name, quantize(values, GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                tensor.name, quantize(values, GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16
+            )
         else:
             writer.add_tensor(tensor.name, values.astype(np.float32))
     writer.write_header_to_file()
@@ -36,7 +38,9 @@ def widen(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.widen", description=(__doc__ or "").split(":", 1)[1].strip())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.widen", description=(__doc__ or "").split(":", 1)[1].strip()
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     args = parser.parse_args()

@@ -39,12 +39,21 @@ class Group:
         given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, compute_threads() // count))}
         self._environment = {**given, **os.environ}
 
-    async def replicas(self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str) -> list[str]:
+    async def replicas(
+        self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str
+    ) -> list[str]:
         """URLs of `count` replicas, once they are ready. `each` makes the variables that no two have in common."""
         urls = []
         for index in range(1, count + 1):
             port = free_port()
-            environment = {**self._environment, **variables, **each(), "DISAGGREGATION_MODE": role, "HOST": "127.0.0.1", "PORT": str(port)}
+            environment = {
+                **self._environment,
+                **variables,
+                **each(),
+                "DISAGGREGATION_MODE": role,
+                "HOST": "127.0.0.1",
+                "PORT": str(port),
+            }
             await self.start(f"{role}-{index}", [sys.executable, "-m", "server", *self._arguments], environment)
             urls.append(f"http://127.0.0.1:{port}")
         for url in urls:
@@ -53,7 +62,13 @@ class Group:
 
     async def router(self, port: int, **variables: str) -> None:
         """Start a router at `port`; returns when it is ready."""
-        environment = {**self._environment, **variables, "DISAGGREGATION_MODE": "router", "HOST": "127.0.0.1", "PORT": str(port)}
+        environment = {
+            **self._environment,
+            **variables,
+            "DISAGGREGATION_MODE": "router",
+            "HOST": "127.0.0.1",
+            "PORT": str(port),
+        }
         await self.start("router", [sys.executable, "-m", "server", *self._arguments], environment)
         await self.ready(f"http://127.0.0.1:{port}")
 
@@ -76,7 +91,9 @@ class Group:
 
     async def stop(self) -> None:
         """Those that clients talk to first: they still need the others while they finish."""
-        others = [process for name, process in self._processes.items() if name.startswith(("encode", "prefill", "aggregated"))]
+        others = [
+            process for name, process in self._processes.items() if name.startswith(("encode", "prefill", "aggregated"))
+        ]
         await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in others))
         await asyncio.gather(*map(_end, others))
         if self._logs:
@@ -94,7 +111,9 @@ class Group:
                     if status == httpx.codes.OK:
                         return
                     if status == httpx.codes.UNAUTHORIZED:
-                        raise SystemExit("the replicas have an API key that is not known here: set API_KEYS in the environment")
+                        raise SystemExit(
+                            "the replicas have an API key that is not known here: set API_KEYS in the environment"
+                        )
                 except httpx.TransportError:
                     pass
                 await asyncio.sleep(0.1)
@@ -158,7 +177,9 @@ async def run(counts: argparse.Namespace, arguments: Sequence[str], folder: Path
 
 async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
     """Start everything, say where it is, and return the name of the first process that ends."""
-    encode, prefill = await asyncio.gather(group.replicas("encode", counts.encode), group.replicas("prefill", counts.prefill))
+    encode, prefill = await asyncio.gather(
+        group.replicas("encode", counts.encode), group.replicas("prefill", counts.prefill)
+    )
     urls = {"PREFILL_URLS": ",".join(prefill)} | ({"ENCODE_URLS": ",".join(encode)} if encode else {})
     decode = await group.replicas("decode", counts.decode, **urls)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -168,7 +189,9 @@ async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
         port = int(os.environ.get("PORT", "8000"))
         (folder / "nginx.conf").write_text(nginx_configuration(decode, port, folder))
         directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
-        await group.start("nginx", [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
+        await group.start(
+            "nginx", [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives]
+        )
         await group.ready(f"http://127.0.0.1:{port}")
         sys.stdout.write(f"ready: http://127.0.0.1:{port}/v1\n")
     sys.stdout.flush()
@@ -178,7 +201,9 @@ async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     for role, count in (("encode", 0), ("prefill", 2), ("decode", 2)):
-        parser.add_argument(f"--{role}", type=int, choices=range(0 if role == "encode" else 1, 65), default=count, metavar="N")
+        parser.add_argument(
+            f"--{role}", type=int, choices=range(0 if role == "encode" else 1, 65), default=count, metavar="N"
+        )
     counts, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="trellis-") as folder:
         return asyncio.run(run(counts, arguments, Path(folder)))

@@ -68,7 +68,9 @@ class AdmissionEngine:
         elif len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
         elif (size := sum(map(len, data_of(request)))) and self._waiting_bytes + size > MOST_WAITING_BYTES:
-            return DeltaStream.failed(QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already"))
+            return DeltaStream.failed(
+                QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
+            )
         else:
             self._queue[stream] = size
             self._waiting_bytes += size

@@ -24,13 +24,21 @@ def handoff_of(backend: str, first: Delta) -> Handoff:
     held, first = first.held, msgspec.structs.replace(first, held=None)
     if held is None:
         return Handoff(version=VERSION, backend=backend, first=first)
-    return Handoff(version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids)
+    return Handoff(
+        version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids
+    )
 
 
 def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
     """What replicas have to have in common to hand over from one to the other."""
     return internal.PrefillInfo(
-        internal.VERSION, model_name, info.backend, info.dtype, info.block_size, info.tensor_parallel_size, info.kv_layout
+        internal.VERSION,
+        model_name,
+        info.backend,
+        info.dtype,
+        info.block_size,
+        info.tensor_parallel_size,
+        info.kv_layout,
     )
 
 

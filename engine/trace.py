@@ -26,7 +26,9 @@ class Span(Protocol):
         """W3C trace context (`traceparent`, perhaps `tracestate`) for those who are asked on its behalf."""
         ...
 
-    def child(self, name: str, attributes: Attributes | None = None, *, client: bool = False, start: int | None = None) -> "Span":
+    def child(
+        self, name: str, attributes: Attributes | None = None, *, client: bool = False, start: int | None = None
+    ) -> "Span":
         """A part of it. `client`: another process does it. `start`: nanoseconds of the epoch, if not now."""
         ...
 
@@ -89,7 +91,10 @@ class Stages:
         self._first = time.time_ns()
         prefilling = min(self._start + int(report.queue_seconds * 1e9), self._first)
         self._parent.child("queue", self._attributes, start=self._start).end(prefilling)
-        tokens = {"gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.cache_read.input_tokens": report.cached_tokens}
+        tokens = {
+            "gen_ai.usage.input_tokens": prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
+        }
         self._parent.child("prefill", {**self._attributes, **tokens}, start=prefilling).end(self._first)
         if not self._attributes["trellis.choice"]:
             waited, first = (prefilling - self._start) / 1e9, (self._first - self._start) / 1e9

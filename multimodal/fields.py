@@ -69,7 +69,9 @@ def _check_tools(body: GenerationFields) -> None:
     choice: Any = getattr(body, "tool_choice", None)
     if tools and choice != "none":
         raise RequestError(
-            "This server does not support 'tools' yet; send tool_choice 'none' to have them ignored.", "tools", "unsupported_parameter"
+            "This server does not support 'tools' yet; send tool_choice 'none' to have them ignored.",
+            "tools",
+            "unsupported_parameter",
         )
     if not tools and choice not in (None, "none", "auto"):
         raise RequestError("'tool_choice' needs 'tools'.", "tool_choice")

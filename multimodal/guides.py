@@ -110,4 +110,8 @@ def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
 def _depth(value: Any, limit: int) -> int:
     """Levels of nesting, counted no further than just past the limit."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 0 if limit < 0 else 1 + max((_depth(child, limit - 1) for child in children if isinstance(child, (dict, list))), default=0)
+    return (
+        0
+        if limit < 0
+        else 1 + max((_depth(child, limit - 1) for child in children if isinstance(child, (dict, list))), default=0)
+    )

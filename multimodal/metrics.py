@@ -19,7 +19,9 @@ class GenerationMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+            return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(
+                model_name
+            )
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"trtllm_{name}", text, ["model_name"], registry=registry).labels(model_name)
@@ -28,17 +30,25 @@ class GenerationMetrics:
         self.inter_token = histogram("inter_token_latency_seconds", "Between a token and the next")
         self.per_token = histogram("time_per_output_token_seconds", "Mean time between the tokens of a choice")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
-        self.queue = histogram("request_queue_time_seconds", "From the request's arrival until the engine began with it")
+        self.queue = histogram(
+            "request_queue_time_seconds", "From the request's arrival until the engine began with it"
+        )
         self.prompt_length = histogram("request_prompt_tokens", "Tokens in the prompt of a choice", _TOKENS)
-        self.output_length = histogram("request_generation_tokens", "Tokens generated for a choice that finished", _TOKENS)
+        self.output_length = histogram(
+            "request_generation_tokens", "Tokens generated for a choice that finished", _TOKENS
+        )
         self.image_requests = counter("request_type_image", "Requests with images")
-        self.structured_requests = counter("request_type_structured_output", "Requests whose output has to follow a grammar")
+        self.structured_requests = counter(
+            "request_type_structured_output", "Requests whose output has to follow a grammar"
+        )
         self.prompt_tokens = counter("prompt_tokens", "Tokens in prompts")
         self.cached_tokens = counter("prompt_cached_tokens", "Prompt tokens whose KV blocks were reused")
         self.generation_tokens = counter("generation_tokens", "Tokens generated")
         self.errors = counter("request_error", "Choices that ended with an error")
         self.aborted = counter("num_aborted_requests", "Choices whose client went away")
-        success = Counter("trtllm_request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry)
+        success = Counter(
+            "trtllm_request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
+        )
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
 
     def requested(self, request: GenerateRequest) -> None:

@@ -52,8 +52,14 @@ class Processor:
         info = self._check(body)
         choices = self._count(body, 1)  # before images are fetched
         prompt = await self._chat_prompt(body, info, choices)
-        shape = ChatShape(self._tokenizer, return_token_ids=bool(body.return_token_ids), prompt_logprobs=body.prompt_logprobs is not None)
-        return await self._generation(body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages")
+        shape = ChatShape(
+            self._tokenizer,
+            return_token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
+        return await self._generation(
+            body, [prompt], info, shape, f"chatcmpl-{body.request_id or request_id}", "messages"
+        )
 
     async def completion(self, body: CompletionRequest, request_id: str) -> Generation:
         """Prepare completions of one or several prompts; raises RequestError and EngineNotReady, and has started nothing."""
@@ -82,7 +88,9 @@ class Processor:
             chat = ChatCompletionRequest.model_validate(body.model_dump(include=_CHAT_FIELDS, exclude_none=True))
             ids = (await self._chat_prompt(chat, self._engine.info, 0)).ids
         strings = await off_loop(len(ids), lambda: self._strings(ids)) if body.return_token_strs else None
-        return TokenizeResponse(count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings)
+        return TokenizeResponse(
+            count=len(ids), max_model_len=self._engine.info.context_length, tokens=ids, token_strs=strings
+        )
 
     async def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids, special tokens included."""
@@ -119,11 +127,19 @@ class Processor:
         """Choices for each prompt."""
         count = body.n if body.n is not None else 1
         if not 1 <= count <= self._limits.max_n or count * prompts > self._limits.max_n:
-            raise RequestError(f"'n' must be at least 1, and n times the number of prompts at most {self._limits.max_n}.", "n")
+            raise RequestError(
+                f"'n' must be at least 1, and n times the number of prompts at most {self._limits.max_n}.", "n"
+            )
         return count
 
     async def _generation(
-        self, body: GenerationFields, prompts: Sequence[Prompt], info: EngineInfo, shape: Shape, answer_id: str, param: str
+        self,
+        body: GenerationFields,
+        prompts: Sequence[Prompt],
+        info: EngineInfo,
+        shape: Shape,
+        answer_id: str,
+        param: str,
     ) -> Generation:
         count = self._count(body, len(prompts))
         if not all(prompt.ids for prompt in prompts):
@@ -131,7 +147,9 @@ class Processor:
         sampling = Sampling(info, self._tokenizer, self._limits, self._processors)
         lengths = [len(prompt.ids) for prompt in prompts]
         params = await off_loop(sum(map(len, body.bad_words or ())), lambda: sampling.params(body, lengths, count))
-        text = TextOptions(sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+        text = TextOptions(
+            sampling.stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False
+        )
         describe_request("chat" if param == "messages" else "text_completion", self.model_name, answer_id, params)
         unique, choices = uuid4().hex, list[Choice]()
         for index, sampled in enumerate(params):
@@ -161,7 +179,13 @@ class Processor:
         return Generation(self._engine, choices, builder, self._metrics, self._limits.request_timeout_seconds, fields)
 
 
-_CHAT_FIELDS = {"messages", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+_CHAT_FIELDS = {
+    "messages",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+}
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

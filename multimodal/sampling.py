@@ -126,7 +126,9 @@ class Sampling:
     def _logit_bias(self, bias: dict[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
         if not all(_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size for key in bias):
-            raise RequestError(f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias")
+            raise RequestError(
+                f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias"
+            )
         return {int(key): _within("logit_bias", value, 0.0, -100.0, 100.0) for key, value in bias.items()}
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

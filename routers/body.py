@@ -37,7 +37,9 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
 
 def _check_headers(request: Request) -> None:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not (content_type.startswith("application/") and content_type.endswith("+json")):
+    if content_type != "application/json" and not (
+        content_type.startswith("application/") and content_type.endswith("+json")
+    ):
         raise HTTPException(415, "The body must be application/json.", {"accept": "application/json"})
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
@@ -59,7 +61,9 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
                     raise await _too_large(request, limit)
                 chunks.append(chunk)
     except TimeoutError:
-        raise HTTPException(408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}) from None
+        raise HTTPException(
+            408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}
+        ) from None
     return b"".join(chunks) if size < _LARGE else await asyncio.to_thread(b"".join, chunks)
 
 

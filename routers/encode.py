@@ -37,7 +37,9 @@ async def encode(request: Request, state: StateDep, request_id: RequestId) -> Re
     """Encode images, and hold the embeddings that are not in the answer for as long as it is open, within the lease."""
     replica, options = state["replica"], state["http"]
     service = _service(replica)
-    limit = max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes) + _ENVELOPE_BYTES  # a prompt's images come together
+    limit = (
+        max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes) + _ENVELOPE_BYTES
+    )  # a prompt's images come together
     wanted, images = await asyncio.to_thread(_read, await read_message(request, options, limit), replica, options)
     return LeasedAnswer(_Encode(service, wanted, images, f"the embeddings of {request_id}"), state)
 

@@ -43,7 +43,9 @@ async def prefill(request: Request, state: StateDep) -> Response:
     options = state["http"]
     images = options.max_images * max(MOST_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
-    wanted = await asyncio.to_thread(_read, body, state["replica"]) if len(body) > _LARGE else _read(body, state["replica"])
+    wanted = (
+        await asyncio.to_thread(_read, body, state["replica"]) if len(body) > _LARGE else _read(body, state["replica"])
+    )
     return LeasedAnswer(_Prefill(wanted, state), state)
 
 
@@ -53,7 +55,9 @@ def no_public_routes(what: str) -> APIRouter:
 
     @refusing.api_route("/v1/{path:path}", methods=_METHODS)
     async def refuse(path: str) -> Response:
-        raise HTTPException(404, f"This is {what}, which serves other replicas only: send requests to a decode or an aggregated one.")
+        raise HTTPException(
+            404, f"This is {what}, which serves other replicas only: send requests to a decode or an aggregated one."
+        )
 
     return refusing
 

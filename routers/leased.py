@@ -101,7 +101,9 @@ class LeasedAnswer(Response):
                     raise EngineNotReady("The engine gives no sign of life.")
                 await self._send(send, frame())
             payload, held = computing.result()
-        except Exception as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
+        except (
+            Exception
+        ) as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
             if not self._started:
                 raise
             await self._send(send, frame(self._render_error(error), failed=True), last=True)
@@ -119,7 +121,9 @@ class LeasedAnswer(Response):
             if lost.done():
                 log.warning("%s are lost: %s", self._work.held, lost.result())
             else:
-                log.warning("the lease of %s is over: they were not fetched in %g s", self._work.held, self._lease_seconds)
+                log.warning(
+                    "the lease of %s is over: they were not fetched in %g s", self._work.held, self._lease_seconds
+                )
                 self._lease_is_over = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await asyncio.wait({lost})

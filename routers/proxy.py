@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 @router.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 @router.api_route("/tokenize", methods=["POST"], include_in_schema=False)
 @router.api_route("/detokenize", methods=["POST"], include_in_schema=False)
-@router.api_route("/v1/completions", methods=["POST"], include_in_schema=False)  # added first: metrics and traces have it by its name
+@router.api_route(
+    "/v1/completions", methods=["POST"], include_in_schema=False
+)  # added first: metrics and traces have it by its name
 @router.api_route("/v1/chat/completions", methods=["POST"], include_in_schema=False)
 async def forward(request: Request) -> Response:
     """Whatever a replica answers."""
@@ -83,7 +85,11 @@ class _Exchange:
             refusal = response
         if refusal is not None:
             return refusal
-        raise EngineNotReady("No replica is ready.") if why is None else EngineDied("The replicas that were asked did not answer.")
+        raise (
+            EngineNotReady("No replica is ready.")
+            if why is None
+            else EngineDied("The replicas that were asked did not answer.")
+        )
 
     async def _prompt(self) -> Prompt:
         """Of a request that generates; of any other, nothing is known, and nothing has to be."""
@@ -106,7 +112,9 @@ class _Exchange:
         outcome = "cancelled"
         connection: Connection | None = None
         try:
-            with trace.span("route", {"trellis.replica": replica.number, "trellis.attempt": len(self._tried)}, client=True):
+            with trace.span(
+                "route", {"trellis.replica": replica.number, "trellis.attempt": len(self._tried)}, client=True
+            ):
                 connection = await replica.upstream.request(self._head(replica), self._body)
                 headers = [*end_to_end(connection.headers), (REPLICA_HEADER, b"%d" % replica.number)]
                 if is_stream(connection.headers):
@@ -148,7 +156,9 @@ class _Exchange:
         if query := scope["query_string"]:
             target += b"?" + query
         traced = {name.encode(): value.encode() for name, value in trace.headers().items()}
-        headers = [header for header in end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced]
+        headers = [
+            header for header in end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
+        ]
         headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
         return replica.upstream.head(self._request.method, target, headers, len(self._body))
 

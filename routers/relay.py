@@ -89,7 +89,9 @@ class Relay(Response):
         try:
             while chunk:
                 if chunk[-1] == 10:  # a line's end, as nearly always
-                    await send({"type": "http.response.body", "body": rest + chunk if rest else chunk, "more_body": True})
+                    await send(
+                        {"type": "http.response.body", "body": rest + chunk if rest else chunk, "more_body": True}
+                    )
                     rest = b""
                 else:
                     end = chunk.rfind(b"\n") + 1

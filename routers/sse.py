@@ -27,7 +27,9 @@ class EventStream(EventSourceResponse):
     What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the client has gone.
     """
 
-    def __init__(self, payloads: AsyncGenerator[bytes, None], ping_interval: float, render_error: Callable[[Exception], bytes]) -> None:
+    def __init__(
+        self, payloads: AsyncGenerator[bytes, None], ping_interval: float, render_error: Callable[[Exception], bytes]
+    ) -> None:
         super().__init__(payloads, headers={"Cache-Control": "no-cache"}, ping=ping_interval, sep="\n")
         self._payloads = payloads
         self._render_error = render_error

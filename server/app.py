@@ -69,7 +69,9 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
     app.add_middleware(GateMiddleware)
     http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
-    app.add_middleware(ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret)
+    app.add_middleware(
+        ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

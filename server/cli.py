@@ -26,7 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     if "--version" in arguments:
         sys.stdout.write(f"trellis {__version__}\n")
         return 0
-    command, arguments = (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("serve", arguments)
+    command, arguments = (
+        (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("serve", arguments)
+    )
     try:
         settings = read_settings(arguments)
         if command == "doctor":
@@ -60,7 +62,9 @@ def _check_servable(settings: Settings) -> None:
         try:
             from server.http import tracing  # noqa: F401, PLC0415 - most replicas do without
         except ImportError as error:
-            raise SettingsError(f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}") from error
+            raise SettingsError(
+                f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
+            ) from error
     if settings.engine == "trtllm" and not settings.engine_address and settings.disaggregation_mode != "router":
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without

@@ -61,7 +61,9 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield check_python((sys.version_info.major, sys.version_info.minor))
     present, devices = parse_gpus(nvidia_smi()), visible_devices()
     gpus = visible(present, devices)
-    yield from check_gpus(gpus, needed=on_gpu) if gpus or not present else [check_hidden(len(present), devices, needed=on_gpu)]
+    yield from (
+        check_gpus(gpus, needed=on_gpu) if gpus or not present else [check_hidden(len(present), devices, needed=on_gpu)]
+    )
     if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
         needs, faults = engine_arguments(settings)
@@ -81,7 +83,9 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield check_port(settings.host, settings.port)
     if settings.engine == "trtllm":
         yield check_shared_memory(free_bytes(Path("/dev/shm")), ranks)
-        yield from check_limits(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0])
+        yield from check_limits(
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0]
+        )
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_disk(settings.cache_dir)
 
@@ -97,15 +101,27 @@ def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
     """Driver, compute capability, and that the GPUs are alike. Without any, a problem only where one is `needed`."""
     if not gpus:
         cure = "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, and --gpus all"
-        yield Finding("problem", "no NVIDIA GPU answers", cure) if needed else Finding("ok", "no NVIDIA GPU: runs on the CPU")
+        yield (
+            Finding("problem", "no NVIDIA GPU answers", cure)
+            if needed
+            else Finding("ok", "no NVIDIA GPU: runs on the CPU")
+        )
         return
     names = sorted({gpu.name for gpu in gpus})
-    memory = f"{min(gpu.memory for gpu in gpus) / GIB:.0f} GiB each" if all(gpu.memory for gpu in gpus) else "memory unknown"
+    memory = (
+        f"{min(gpu.memory for gpu in gpus) / GIB:.0f} GiB each" if all(gpu.memory for gpu in gpus) else "memory unknown"
+    )
     text = f"{len(gpus)} GPU(s): {', '.join(names)}, {memory}, driver {gpus[0].driver}"
     if needed and min(gpu.capability for gpu in gpus) < _OLDEST_CAPABILITY:
-        yield Finding("problem", f"{text}: compute capability below {_OLDEST_CAPABILITY}", "use GPUs of the Ampere generation or newer")
+        yield Finding(
+            "problem",
+            f"{text}: compute capability below {_OLDEST_CAPABILITY}",
+            "use GPUs of the Ampere generation or newer",
+        )
     elif needed and int(gpus[0].driver.split(".")[0]) < _OLDEST_DRIVER:
-        yield Finding("warning", text, f"driver {_OLDEST_DRIVER} or newer; older ones need CUDA's forward compatibility")
+        yield Finding(
+            "warning", text, f"driver {_OLDEST_DRIVER} or newer; older ones need CUDA's forward compatibility"
+        )
     elif needed and len(names) > 1:
         yield Finding("warning", text, "one replica on GPUs of one kind: choose with CUDA_VISIBLE_DEVICES")
     else:
@@ -114,7 +130,9 @@ def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
 
 def check_hidden(present: int, devices: str | None, *, needed: bool) -> Finding:
     text = f"CUDA_VISIBLE_DEVICES={devices} shows none of {present} GPU(s)"
-    return Finding("problem" if needed else "ok", text, f"unset it, or name GPUs from 0 to {present - 1}" if needed else "")
+    return Finding(
+        "problem" if needed else "ok", text, f"unset it, or name GPUs from 0 to {present - 1}" if needed else ""
+    )
 
 
 def installed(package: str) -> str | None:
@@ -127,7 +145,9 @@ def installed(package: str) -> str | None:
 
 def check_tensorrt_llm(version: str | None) -> Finding:
     if version is None:
-        return Finding("problem", "tensorrt_llm is not installed", f"run in {IMAGE}, or build the Dockerfile's target trtllm")
+        return Finding(
+            "problem", "tensorrt_llm is not installed", f"run in {IMAGE}, or build the Dockerfile's target trtllm"
+        )
     text = f"tensorrt_llm {version}"
     if re.fullmatch(rf"{re.escape(SUPPORTED)}([.+].*)?", version):  # also a rebuild of it, 1.2.1.post1
         return Finding("ok", text)
@@ -140,7 +160,9 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
     try:
         return parallelism(settings), []
     except EngineArgsError as error:
-        return None, [Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults]
+        return None, [
+            Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults
+        ]
 
 
 def check_role(settings: Settings) -> Iterator[Finding]:
@@ -149,12 +171,18 @@ def check_role(settings: Settings) -> Iterator[Finding]:
     if role == "aggregated" and lacking is None:
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
-    effects = [f"forces {path} to {json.dumps(found.value(path))}" for path, layer in sorted(found.origins.items()) if layer == "role"]
+    effects = [
+        f"forces {path} to {json.dumps(found.value(path))}"
+        for path, layer in sorted(found.origins.items())
+        if layer == "role"
+    ]
     effects += [f"ignores {name}" for name in found.ignored]
     if lacking is None:
         yield Finding("ok", "; ".join([f"role {role}", *effects]))
     else:
-        yield Finding("problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica")
+        yield Finding(
+            "problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica"
+        )
 
 
 def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
@@ -163,7 +191,9 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
         return Finding("problem", *lacking)
     text = f"{needs.said} needs {needs.ranks} GPU(s), {gpus} are visible"
     if needs.per_node and needs.ranks > needs.per_node:
-        text += f": {-(-needs.ranks // needs.per_node)} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
+        text += (
+            f": {-(-needs.ranks // needs.per_node)} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
+        )
     return Finding("ok", text)
 
 
@@ -176,15 +206,22 @@ def check_model(model: str) -> Iterator[Finding]:
         yield from check_folder(folder)
     elif folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
         yield Finding(
-            "problem", f"model {model}: no such folder", "name a folder, mounted if in a container, or a Hugging Face id owner/name"
+            "problem",
+            f"model {model}: no such folder",
+            "name a folder, mounted if in a container, or a Hugging Face id owner/name",
         )
     else:
-        yield Finding("ok", f"model {model}: no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted")
+        yield Finding(
+            "ok",
+            f"model {model}: no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted",
+        )
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Reads the list of files and the index of the weights."""
-    missing = [pattern for pattern in ("config.json", "tokenizer.json", "*.safetensors") if not any(folder.glob(pattern))]
+    missing = [
+        pattern for pattern in ("config.json", "tokenizer.json", "*.safetensors") if not any(folder.glob(pattern))
+    ]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -194,7 +231,11 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         else:
             missing += sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
-        yield Finding("problem", f"model folder {folder} lacks {', '.join(missing)}", "download it again, whole, in Hugging Face format")
+        yield Finding(
+            "problem",
+            f"model folder {folder} lacks {', '.join(missing)}",
+            "download it again, whole, in Hugging Face format",
+        )
     else:
         yield Finding("ok", f"model folder {folder}: {weight_bytes(folder) / GIB:.1f} GiB of weights")
 
@@ -223,7 +264,11 @@ def check_port(host: str, port: int) -> Finding:
     try:
         listen(host, port).close()
     except OSError as error:
-        return Finding("problem", f"port {port} on {host}: {error.strerror or error}", "stop what listens there, or set HOST or PORT")
+        return Finding(
+            "problem",
+            f"port {port} on {host}: {error.strerror or error}",
+            "stop what listens there, or set HOST or PORT",
+        )
     return Finding("ok", f"port {port} on {host} is free" if port else f"any free port on {host}")
 
 
@@ -251,13 +296,17 @@ def check_limits(memlock: int, stack: int) -> Iterable[Finding]:
         yield Finding("ok", "locked memory is unlimited")
     else:
         yield Finding(
-            "warning", f"locked memory is limited to {memlock // 1024} KiB", "docker run --ulimit memlock=-1, or ulimit -l unlimited"
+            "warning",
+            f"locked memory is limited to {memlock // 1024} KiB",
+            "docker run --ulimit memlock=-1, or ulimit -l unlimited",
         )
     if stack == unlimited or stack >= _STACK:
         yield Finding("ok", "stack size suffices")
     else:
         yield Finding(
-            "warning", f"stack is limited to {stack // 1024} KiB", f"docker run --ulimit stack={_STACK}, or ulimit -s {_STACK // 1024}"
+            "warning",
+            f"stack is limited to {stack // 1024} KiB",
+            f"docker run --ulimit stack={_STACK}, or ulimit -s {_STACK // 1024}",
         )
 
 
@@ -275,7 +324,9 @@ def check_disk(cache: Path) -> Finding:
     """Looks at the folder, or at the nearest above it that exists."""
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
-        return Finding("problem", f"cache folder {cache}: {place} cannot be written", "give it to this user, or set CACHE_DIR")
+        return Finding(
+            "problem", f"cache folder {cache}: {place} cannot be written", "give it to this user, or set CACHE_DIR"
+        )
     free = shutil.disk_usage(place).free
     text = f"cache folder {cache}: {free / GIB:.0f} GiB free"
     if free >= _ROOMY_DISK:

@@ -61,7 +61,11 @@ def make_lifespan(
         )
         health = Health(settings, metrics, replica)
         living = live(settings, metrics, replica, health)
-        async with health.watching(), background(metrics.watch_loop(replica), "event-loop-lag"), background(living, "replica"):
+        async with (
+            health.watching(),
+            background(metrics.watch_loop(replica), "event-loop-lag"),
+            background(living, "replica"),
+        ):
             yield State(
                 version=__version__,
                 replica=replica,
@@ -97,7 +101,12 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica, hea
 
 
 async def _serve(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health, folder: Path | None, stack: AsyncExitStack
+    settings: Settings,
+    metrics: ServerMetrics,
+    replica: Replica,
+    health: Health,
+    folder: Path | None,
+    stack: AsyncExitStack,
 ) -> Callable[[], Awaitable[str]]:
     """Start what answers requests for tokens. Returns a call that returns a reason once it has failed for good."""
     local, failed = await _open_engine(settings, folder, stack)
@@ -108,7 +117,9 @@ async def _serve(
     if settings.engine_address:
         await all_of(starting)
         folder, starting = await in_thread(partial(compose.model_folder, settings)), []
-    found = await all_of([_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting])
+    found = await all_of(
+        [_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting]
+    )
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
     await health.add_engine(local, inner, stack)
@@ -135,7 +146,12 @@ async def _text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, Cha
 
 
 async def _add_encoders(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health, folder: Path | None, stack: AsyncExitStack
+    settings: Settings,
+    metrics: ServerMetrics,
+    replica: Replica,
+    health: Health,
+    folder: Path | None,
+    stack: AsyncExitStack,
 ) -> None:
     """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other replicas."""
     encoder = encoders.encoder(settings, folder, metrics.registry)
@@ -155,7 +171,9 @@ async def _add_encoders(
     await health.add_encoders(encoder, prompt_encoder, folder, stack)
 
 
-async def _open_engine(settings: Settings, folder: Path | None, stack: AsyncExitStack) -> tuple[Engine, Callable[[], Awaitable[str]]]:
+async def _open_engine(
+    settings: Settings, folder: Path | None, stack: AsyncExitStack
+) -> tuple[Engine, Callable[[], Awaitable[str]]]:
     """The engine, not yet started, and a call that returns a reason once it has failed for good."""
     if settings.engine_address:
         return EngineClient(settings.engine_address), _never

@@ -82,7 +82,11 @@ def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) ->
     """Write what was trained as bfloat16, with `facts` about it. Whoever reads `path` meanwhile sees the old file or the new one."""
     metadata = {"format": "pt", "image_token": IMAGE_TOKEN, "files": json.dumps(files()), **facts}
     part = path.with_suffix(".part")
-    save_file({name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}, part, metadata)
+    save_file(
+        {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        part,
+        metadata,
+    )
     part.replace(path)
 
 

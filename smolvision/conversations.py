@@ -78,7 +78,10 @@ def make_chat(seed: int, turns: int, *, held_out: bool = False) -> Chat:
         asked = [_about_two(scenes, rng, held_out) for _ in range(turns)]
         return Chat(scenes, tuple(_system(rng) + _messages(_distinct(asked), {0: 2}, rng)))
     before = _distinct([_about(scenes[0], rng, held_out) for _ in range(rng.randint(1, 2))])
-    after = [_about_two(scenes, rng, held_out) if rng.random() < 0.6 else _about(scenes[1], rng, held_out) for _ in range(turns)]
+    after = [
+        _about_two(scenes, rng, held_out) if rng.random() < 0.6 else _about(scenes[1], rng, held_out)
+        for _ in range(turns)
+    ]
     return Chat(scenes, tuple(_system(rng) + _messages(before + _distinct(after), {0: 1, len(before): 1}, rng)))
 
 
@@ -147,7 +150,9 @@ def _text_turns(rng: Random) -> list[Turn]:
     if rng.random() < 0.6:
         return [Turn("text", *fact) for fact in rng.sample(_FACTS, rng.randint(1, 4))]
     turn = _about(make_scene(rng), rng, False)
-    return [Turn("no image", turn.question, _NO_IMAGE)] if turn else [Turn("no image", "Describe the image.", _NO_IMAGE)]
+    return (
+        [Turn("no image", turn.question, _NO_IMAGE)] if turn else [Turn("no image", "Describe the image.", _NO_IMAGE)]
+    )
 
 
 def _system(rng: Random) -> list[dict[str, Any]]:

@@ -38,12 +38,18 @@ class Answers:
 
     @torch.inference_mode()
     def __call__(self, chats: list[Chat], tokens: int = 56) -> list[str]:
-        prompts = [self._processor.apply_chat_template(list(chat.messages), add_generation_prompt=True) for chat in chats]
+        prompts = [
+            self._processor.apply_chat_template(list(chat.messages), add_generation_prompt=True) for chat in chats
+        ]
         images = [picture(scene_of, index) for index, chat in enumerate(chats) for scene_of in chat.scenes]
-        inputs = self._processor(text=prompts, images=images, padding=True, padding_side="left", return_tensors="pt").to(self._device)
+        inputs = self._processor(
+            text=prompts, images=images, padding=True, padding_side="left", return_tensors="pt"
+        ).to(self._device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
         made = self._model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        answers: list[str] = self._processor.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers: list[str] = self._processor.batch_decode(
+            made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         return answers
 
 

@@ -35,14 +35,85 @@ PLACES = (
 )
 """Of the cells, row by row."""
 WORDS = (
-    *("apple", "baby", "bird", "boat", "book", "bread", "bus", "cake", "camera", "car", "cat", "chair", "cloud", "coffee", "cow"),
-    *("day", "desk", "dog", "door", "dream", "duck", "egg", "farm", "fire", "fish", "flag", "flower", "forest", "frog", "game"),
-    *("garden", "gold", "grass", "hat", "home", "horse", "house", "ice", "jam", "key", "king", "lamp", "leaf", "lion", "milk"),
-    *("moon", "music", "night", "ocean", "paper", "piano", "queen", "rain", "river", "road", "salt", "ship", "snow", "sun", "tree"),
+    *(
+        "apple",
+        "baby",
+        "bird",
+        "boat",
+        "book",
+        "bread",
+        "bus",
+        "cake",
+        "camera",
+        "car",
+        "cat",
+        "chair",
+        "cloud",
+        "coffee",
+        "cow",
+    ),
+    *(
+        "day",
+        "desk",
+        "dog",
+        "door",
+        "dream",
+        "duck",
+        "egg",
+        "farm",
+        "fire",
+        "fish",
+        "flag",
+        "flower",
+        "forest",
+        "frog",
+        "game",
+    ),
+    *(
+        "garden",
+        "gold",
+        "grass",
+        "hat",
+        "home",
+        "horse",
+        "house",
+        "ice",
+        "jam",
+        "key",
+        "king",
+        "lamp",
+        "leaf",
+        "lion",
+        "milk",
+    ),
+    *(
+        "moon",
+        "music",
+        "night",
+        "ocean",
+        "paper",
+        "piano",
+        "queen",
+        "rain",
+        "river",
+        "road",
+        "salt",
+        "ship",
+        "snow",
+        "sun",
+        "tree",
+    ),
 )
 NUMBERS = tuple(str(number) for number in range(100))
 HELD_OUT = frozenset(
-    {("red", "star"), ("blue", "ring"), ("green", "cross"), ("yellow", "square"), ("purple", "triangle"), ("orange", "circle")}
+    {
+        ("red", "star"),
+        ("blue", "ring"),
+        ("green", "cross"),
+        ("yellow", "square"),
+        ("purple", "triangle"),
+        ("orange", "circle"),
+    }
 )
 """Pairs of colour and shape that training never shows or names."""
 LABELS = {
@@ -120,7 +191,10 @@ def make_scene(rng: Random, *, held_out: bool = False) -> Scene:
     pairs = [_pair(rng, background, held_out) for _ in range(rng.randint(2, 5))]
     if kind == "count":
         pairs = _repeated(rng, background, held_out)
-    return Scene(background, tuple(_place(rng, cell, pair) for cell, pair in zip(rng.sample(range(9), len(pairs)), pairs, strict=True)))
+    return Scene(
+        background,
+        tuple(_place(rng, cell, pair) for cell, pair in zip(rng.sample(range(9), len(pairs)), pairs, strict=True)),
+    )
 
 
 def _repeated(rng: Random, background: str, held_out: bool) -> list[tuple[str, str]]:
@@ -131,7 +205,9 @@ def _repeated(rng: Random, background: str, held_out: bool) -> list[tuple[str, s
     for _ in range(rng.randint(0, 5)):
         pairs.append(first if same_colour else _pair(rng, background, held_out, first[1]))
     others = [shape for shape in SHAPES if shape != first[1]]
-    return pairs + [_pair(rng, background, held_out, rng.choice(others)) for _ in range(rng.randint(0, min(3, 9 - len(pairs))))]
+    return pairs + [
+        _pair(rng, background, held_out, rng.choice(others)) for _ in range(rng.randint(0, min(3, 9 - len(pairs))))
+    ]
 
 
 def _pair(rng: Random, background: str, held_out: bool, shape: str | None = None) -> tuple[str, str]:
@@ -167,7 +243,9 @@ def _write(rng: Random, background: str, number: bool, rows: tuple[float, float]
         width, height = _extent(content, size)
     x = rng.uniform(width / 2 + 5, SIZE - width / 2 - 5)
     y = rng.uniform(rows[0] + height / 2 + 3, rows[1] - height / 2 - 3)
-    return Writing(content, rng.choice([colour for colour in COLOURS if colour != background]), x, y, size, width, height)
+    return Writing(
+        content, rng.choice([colour for colour in COLOURS if colour != background]), x, y, size, width, height
+    )
 
 
 @lru_cache(maxsize=256)
@@ -209,7 +287,9 @@ def _tint(colour: str, rng: Random) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _draw(draw: ImageDraw.ImageDraw, item: Item, colour: tuple[int, int, int], background: tuple[int, int, int]) -> None:
+def _draw(
+    draw: ImageDraw.ImageDraw, item: Item, colour: tuple[int, int, int], background: tuple[int, int, int]
+) -> None:
     x, y, radius = item.x * _SCALE, item.y * _SCALE, item.size * _SCALE / 2
     if item.shape in ("circle", "ring"):
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
@@ -220,13 +300,17 @@ def _draw(draw: ImageDraw.ImageDraw, item: Item, colour: tuple[int, int, int], b
     turn = math.radians(item.angle)
     sine, cosine = math.sin(turn), math.cos(turn)
     outline = _OUTLINES[item.shape]
-    draw.polygon([(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline], colour)
+    draw.polygon(
+        [(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline], colour
+    )
 
 
 def _rays(count: int, *radii: float) -> list[tuple[float, float]]:
     """Points around a centre, the first one above it, at the radii in turn."""
     turns = [2 * math.pi * index / count - math.pi / 2 for index in range(count)]
-    return [(radii[i % len(radii)] * math.cos(turn), radii[i % len(radii)] * math.sin(turn)) for i, turn in enumerate(turns)]
+    return [
+        (radii[i % len(radii)] * math.cos(turn), radii[i % len(radii)] * math.sin(turn)) for i, turn in enumerate(turns)
+    ]
 
 
 _ARM = 0.32

@@ -32,7 +32,9 @@ class Student(nn.Module):
         changes = add_low_rank(self.model, RANK)
         modules = trained_modules(self.model)
         self.tower, self.projector = modules["vision_tower"], modules["multi_modal_projector"]
-        whole = {f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.named_parameters()}
+        whole = {
+            f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.named_parameters()
+        }
         self.trained: dict[str, nn.Parameter] = {**whole, **changes}
         """By the names in the file."""
         self.heads = nn.Linear(VISION["hidden_size"], sum(LABELS.values()))

@@ -37,7 +37,11 @@ def _colour(scene: Scene, rng: Random, _: bool) -> _Asked:
     thing, colour = rng.choice(things)
     spelling = rng.choice(("colour", "color"))
     question = rng.choice(
-        (f"What {spelling} is the {thing}?", f"Which {spelling} does the {thing} have?", f"Tell me the {spelling} of the {thing}.")
+        (
+            f"What {spelling} is the {thing}?",
+            f"Which {spelling} does the {thing} have?",
+            f"Tell me the {spelling} of the {thing}.",
+        )
     )
     return question, f"The {thing} is {colour}."
 
@@ -52,7 +56,11 @@ def _shape(scene: Scene, rng: Random, _: bool) -> _Asked:
         return None
     item = rng.choice(items)
     question = rng.choice(
-        (f"What is the {item.colour} shape?", f"Which shape is {item.colour}?", f"What kind of shape is the {item.colour} one?")
+        (
+            f"What is the {item.colour} shape?",
+            f"Which shape is {item.colour}?",
+            f"What kind of shape is the {item.colour} one?",
+        )
     )
     return question, f"The {item.colour} shape is a {item.shape}."
 
@@ -71,7 +79,12 @@ def _count(scene: Scene, rng: Random, _: bool) -> _Asked:
     else:
         number, one, many = len(scene.items), "shape", "shapes"
     question = rng.choice(
-        (f"How many {many} are there?", f"How many {many} do you see?", f"Count the {many}.", f"How many {many} are in the image?")
+        (
+            f"How many {many} are there?",
+            f"How many {many} do you see?",
+            f"Count the {many}.",
+            f"How many {many} are in the image?",
+        )
     )
     return question, f"There is one {one}." if number == 1 else f"There are {COUNTS[number]} {many}."
 
@@ -86,13 +99,22 @@ def _exists(scene: Scene, rng: Random, held_out: bool) -> _Asked:
     else:
         colours = sorted({colour for colour, _ in there}) if rng.random() < 0.5 else list(COLOURS)
         shapes = sorted({shape for _, shape in there}) if rng.random() < 0.5 else list(SHAPES)
-        pairs = {(colour, shape) for colour in colours for shape in shapes} - there - (frozenset() if held_out else HELD_OUT)
+        pairs = (
+            {(colour, shape) for colour in colours for shape in shapes}
+            - there
+            - (frozenset() if held_out else HELD_OUT)
+        )
         if not pairs:
             return None
         colour, shape = rng.choice(sorted(pairs))
     thing = f"{article(colour)} {shape}"
     question = rng.choice(
-        (f"Is there {thing}?", f"Do you see {thing}?", f"Does the image show {thing}?", f"Is there {thing} in the image?")
+        (
+            f"Is there {thing}?",
+            f"Do you see {thing}?",
+            f"Does the image show {thing}?",
+            f"Is there {thing} in the image?",
+        )
     )
     answer = f"Yes, there is {thing}." if (colour, shape) in there else f"No, there is no {colour} {shape}."
     return question, answer
@@ -103,7 +125,9 @@ def _place(scene: Scene, rng: Random, _: bool) -> _Asked:
     if not names:
         return None
     name, item = rng.choice(names)
-    question = rng.choice((f"Where is the {name}?", f"In which part of the image is the {name}?", f"Where can I find the {name}?"))
+    question = rng.choice(
+        (f"Where is the {name}?", f"In which part of the image is the {name}?", f"Where can I find the {name}?")
+    )
     return question, f"The {name} is {PLACES[item.cell]}."
 
 
@@ -120,21 +144,27 @@ def _relation(scene: Scene, rng: Random, _: bool) -> _Asked:
     if not found:
         return None
     name, words, other = rng.choice(found)
-    question = rng.choice((f"What is {words} the {name}?", f"Which shape is {words} the {name}?", f"What do you see {words} the {name}?"))
+    question = rng.choice(
+        (f"What is {words} the {name}?", f"Which shape is {words} the {name}?", f"What do you see {words} the {name}?")
+    )
     return question, f"{article(other.colour).capitalize()} {other.shape} is {words} the {name}."
 
 
 def _number(scene: Scene, rng: Random, _: bool) -> _Asked:
     if not scene.writing or not scene.writing.is_number:
         return None
-    question = rng.choice(("What number is shown?", "Which number is in the image?", "What number do you see?", "Read the number."))
+    question = rng.choice(
+        ("What number is shown?", "Which number is in the image?", "What number do you see?", "Read the number.")
+    )
     return question, f"The number is {scene.writing.content}."
 
 
 def _word(scene: Scene, rng: Random, _: bool) -> _Asked:
     if not scene.writing or scene.writing.is_number:
         return None
-    question = rng.choice(("Which word is written?", "What word is in the image?", "What does the image say?", "Read the word."))
+    question = rng.choice(
+        ("Which word is written?", "What word is in the image?", "What does the image say?", "Read the word.")
+    )
     return question, f"The word is {scene.writing.content}."
 
 
@@ -153,7 +183,9 @@ def _describe(scene: Scene, rng: Random, _: bool) -> _Asked:
     if writing := scene.writing:
         parts.append(f"the {'number' if writing.is_number else 'word'} {writing.content} in {writing.colour}")
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    question = rng.choice(("Describe the image.", "What is in the image?", "What do you see?", "Describe this picture."))
+    question = rng.choice(
+        ("Describe the image.", "What is in the image?", "What do you see?", "Describe this picture.")
+    )
     return question, f"{listed[0].upper()}{listed[1:]} on {article(scene.background)} background."
 
 
@@ -170,7 +202,9 @@ def _names(scene: Scene) -> list[tuple[str, Item]]:
     shapes = Counter(item.shape for item in scene.items)
     pairs = Counter((item.colour, item.shape) for item in scene.items)
     alone = [(item.shape, item) for item in scene.items if shapes[item.shape] == 1]
-    return alone + [(f"{item.colour} {item.shape}", item) for item in scene.items if pairs[item.colour, item.shape] == 1]
+    return alone + [
+        (f"{item.colour} {item.shape}", item) for item in scene.items if pairs[item.colour, item.shape] == 1
+    ]
 
 
 def _cell(item: Item) -> tuple[int, int]:

@@ -29,10 +29,14 @@ RESULTS = "results.json"
 
 
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m smolvision", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m smolvision", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
-    parser.add_argument("--start", type=Path, help="weights to go on from, instead of random ones; goes with --look-share 0")
+    parser.add_argument(
+        "--start", type=Path, help="weights to go on from, instead of random ones; goes with --look-share 0"
+    )
     parser.add_argument("--minutes", type=float, default=8.7, help="for everything, from the start to the results")
     parser.add_argument("--look-share", type=float, default=0.35, help="of the training time, for the tower alone")
     parser.add_argument("--evaluation-seconds", type=float, default=30.0, help="of the minutes, kept for evaluation")
@@ -43,7 +47,9 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14, help="processes that make chats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tower-rate", type=float, default=1e-3, help="highest learning rate of the tower")
-    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank changes")
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank changes"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the language model's layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(flags)
@@ -81,7 +87,9 @@ class Trainer:
         known = {id(parameter) for parameter in seeing}
         speaking = [parameter for parameter in self.student.trained.values() if id(parameter) not in known]
         groups = [{"params": seeing, "highest": args.tower_rate}, {"params": speaking, "highest": args.rate}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=(0.9, 0.98), weight_decay=0.01, fused=self.device.type == "cuda"
+        )
         self.steps = self.chats = 0
         self._shown = self._saved = time.monotonic()
 
@@ -172,7 +180,12 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
         trainer.run(phase)
     trainer.save()
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    return {"device": device, "steps": trainer.steps, "answered_chats": trainer.chats, "training_seconds": round(time.monotonic() - begin)}
+    return {
+        "device": device,
+        "steps": trainer.steps,
+        "answered_chats": trainer.chats,
+        "training_seconds": round(time.monotonic() - begin),
+    }
 
 
 def main(flags: Sequence[str] | None = None) -> None:
@@ -190,4 +203,6 @@ def main(flags: Sequence[str] | None = None) -> None:
         found = evaluate(Answers(shipped, args.device), args.per_kind)
     found = {**facts, "minutes": round((time.monotonic() - started) / 60, 2), **found}
     (args.out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{found['accuracy']:.2%} of {found['asked']} held-out answers, {found['minutes']} minutes in all", flush=True)
+    print(
+        f"{found['accuracy']:.2%} of {found['asked']} held-out answers, {found['minutes']} minutes in all", flush=True
+    )

@@ -12,7 +12,9 @@ if importlib.util.find_spec("triton") is not None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # for `tests.support.cuda`: Triton reads it when it is imported, which transformers does
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # for `tests.support.cuda`: Triton reads it when it is imported, which transformers does
+        )
 
 
 @pytest.fixture(scope="session")

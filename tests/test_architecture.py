@@ -73,7 +73,8 @@ def test_imports_point_one_way() -> None:
         f"{name(path)} imports {module}"
         for path in PRODUCT
         for module in imports(parsed(path))
-        if module.split(".")[0] in {*MAY_IMPORT, "benchmarks", "smolvision", "tests"} - MAY_IMPORT[name(path).split("/")[0]]
+        if module.split(".")[0]
+        in {*MAY_IMPORT, "benchmarks", "smolvision", "tests"} - MAY_IMPORT[name(path).split("/")[0]]
     ]
     assert wrong == []
 
@@ -104,7 +105,9 @@ def test_nothing_runs_what_it_reads() -> None:
     wrong = []
     for path in PRODUCT:
         tree = parsed(path)
-        wrong += [f"{name(path)} imports {module}" for module in imports(tree) if module.split(".")[0] in FORBIDDEN_IMPORTS]
+        wrong += [
+            f"{name(path)} imports {module}" for module in imports(tree) if module.split(".")[0] in FORBIDDEN_IMPORTS
+        ]
         calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
         wrong += [f"{name(path)} calls {call}" for call in calls if call in FORBIDDEN_CALLS]
     assert wrong == []
@@ -116,7 +119,11 @@ def test_the_environment_is_read_in_one_place() -> None:
         for path in PRODUCT
         for node in ast.walk(parsed(path))
         if (isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"})
-        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "environb", "getenv"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "environb", "getenv"}
+        )
     }
     assert readers == READS_ENVIRONMENT.keys()
 
@@ -131,8 +138,12 @@ def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> N
 def test_no_file_speaks_of_one_machine() -> None:
     """Paths outside the repository and of a person's machine are no business of the product's."""
     needles = [f"..{'/'}shared", f"/{'work'}/", f"/{'tmp'}/w/", f"/{'root'}/"]
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\0")
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\0")
     if not any(files):
         pytest.skip("not a git checkout")
-    texts = {file: (ROOT / file).read_text(encoding="utf-8", errors="replace") for file in files if (ROOT / file).is_file()}
+    texts = {
+        file: (ROOT / file).read_text(encoding="utf-8", errors="replace") for file in files if (ROOT / file).is_file()
+    }
     assert [(file, needle) for file, text in texts.items() for needle in needles if needle in text] == []

@@ -39,7 +39,9 @@ CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers and engines are stopped
-    shown = {key: value for key, value in vars(args).items() if key not in ("output", "label", "shape", "flags", "commit")}
+    shown = {
+        key: value for key, value in vars(args).items() if key not in ("output", "label", "shape", "flags", "commit")
+    }
     flags = " ".join(f"--{name} {value}" for name, value in args.flags.items())
     report = GpuReport(args.label, {**shown, "server": flags}, anchored=SHAPES[args.shape_name] is SHAPES["llama-8b"])
     if args.commit:
@@ -71,22 +73,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of each workload, after a warm-up")
     parser.add_argument("--starts", type=int, default=2, help="of the server, each timed; the last is loaded")
     parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="measure over HTTP")
-    parser.add_argument("--in-process", action=argparse.BooleanOptionalAction, default=True, help="measure the engine alone")
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=False, help="hold the output against float32")
-    parser.add_argument("--shape", dest="shape_name", choices=SHAPES, default="llama-8b", help="tiny: to try this out on a CPU")
-    parser.add_argument("--load-format", choices=["dummy", "auto"], default="dummy", help="auto writes and loads random weights")
-    parser.add_argument("--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes of the client")
+    parser.add_argument(
+        "--in-process", action=argparse.BooleanOptionalAction, default=True, help="measure the engine alone"
+    )
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=False, help="hold the output against float32"
+    )
+    parser.add_argument(
+        "--shape", dest="shape_name", choices=SHAPES, default="llama-8b", help="tiny: to try this out on a CPU"
+    )
+    parser.add_argument(
+        "--load-format", choices=["dummy", "auto"], default="dummy", help="auto writes and loads random weights"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes of the client"
+    )
     parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
     parser.add_argument("--commit", default="", help="what to report where there is no git")
     parser.add_argument("--label", default="gpu", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of server and engines; default: one that is removed")
+    parser.add_argument(
+        "--logs", type=Path, help="folder for the logs of server and engines; default: one that is removed"
+    )
     args, flags = parser.parse_known_args()
     wrong = [name for name in args.cells.split(",") if name not in WORKLOADS]
     if wrong:
         parser.error(f"no such cells: {', '.join(wrong)}; there are {', '.join(WORKLOADS)}")
     args.shape = SHAPES[args.shape_name]
-    args.flags = DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
+    args.flags = (
+        DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
+    )
     return args
 
 
@@ -133,7 +149,9 @@ class Run:
             for start in range(1, args.starts + 1):
                 with serving(spec, log=args.logs / f"server-{start}.log") as server:
                     self._report.starts.append((server.ready_seconds, server.answer_seconds))
-                    self._say(f"start {start}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s")
+                    self._say(
+                        f"start {start}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
+                    )
                     if start == args.starts:
                         self._load(server, clients)
 
@@ -142,7 +160,10 @@ class Run:
         args = self._args
         config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
         cells = [(workload, repeat) for workload in self._workloads for repeat in range(args.repeats + 1)]
-        asked = [(workload.cell if repeat else workload.warm_up(), self._seed(workload, repeat)) for workload, repeat in cells]
+        asked = [
+            (workload.cell if repeat else workload.warm_up(), self._seed(workload, repeat))
+            for workload, repeat in cells
+        ]
         queue = iter(cells)
         for message in work(Job(config, Measure(asked)), args.logs / "in-process.log"):
             if isinstance(message, Started):
@@ -165,7 +186,9 @@ class Run:
         passed = all(passes(*rows[-2:]) for rows in found)
         self._report.agreements += [row for rows in found for row in rows]
         self.failed |= not passed
-        self._say("check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {row}" for row in self._report.agreements))
+        self._say(
+            "check: " + ("passed" if passed else "FAILED") + "".join(f"\n  {row}" for row in self._report.agreements)
+        )
         self._report.write(args.output)
 
     def _load(self, server: Server, clients: Clients) -> None:
@@ -183,7 +206,9 @@ class Run:
                 cores = (server.cpu_seconds() - cpu) / summary.seconds
                 self._note(f"HTTP (server on {cores:.1f} cores)", workload, repeat, summary, self._report.http)
 
-    def _note(self, where: str, workload: Workload, repeat: int, summary: Summary, runs: dict[str, list[Summary]]) -> None:
+    def _note(
+        self, where: str, workload: Workload, repeat: int, summary: Summary, runs: dict[str, list[Summary]]
+    ) -> None:
         self.failed |= summary.errors > 0
         if repeat:
             runs.setdefault(workload.name, []).append(summary)

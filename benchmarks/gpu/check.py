@@ -74,14 +74,20 @@ def passes(yardstick: Agreement, engine: Agreement) -> bool:
     )
 
 
-def agreements(name: str, reference: Any, peers: dict[str, Any], pairs: list[tuple[list[int], Continuation]]) -> Iterator[Agreement]:
+def agreements(
+    name: str, reference: Any, peers: dict[str, Any], pairs: list[tuple[list[int], Continuation]]
+) -> Iterator[Agreement]:
     """The agreement of each peer with `reference`, then the engine's, over (prompt, continuation) pairs."""
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {f"{name}, {who}": [] for who in (*peers, "engine")}
     for prompt, continuation in pairs:
         exact, *near = (_logprobs(model, prompt, continuation.token_ids) for model in (reference, *peers.values()))
         # The first entry is the token taken, which is among the alternatives as well.
-        ids = torch.tensor([[top.token_id for top in entry[1:]] for entry in continuation.logprobs], device=exact.device)
-        told = torch.tensor([[top.logprob for top in entry[1:]] for entry in continuation.logprobs], device=exact.device)
+        ids = torch.tensor(
+            [[top.token_id for top in entry[1:]] for entry in continuation.logprobs], device=exact.device
+        )
+        told = torch.tensor(
+            [[top.logprob for top in entry[1:]] for entry in continuation.logprobs], device=exact.device
+        )
         taken = torch.tensor(continuation.token_ids, device=exact.device)
         said = [(values.gather(1, ids), values.argmax(-1)) for values in near] + [(told, taken)]
         for values, (told_by, choice) in zip(found.values(), said, strict=True):

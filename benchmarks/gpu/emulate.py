@@ -35,7 +35,9 @@ def clamped(values: torch.Tensor) -> torch.Tensor:
     return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(values.dtype)
 
 
-def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+) -> Any:
     return sdpa_attention_forward(module, query, clamped(key), clamped(value), *arguments, **options)
 
 

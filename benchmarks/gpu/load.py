@@ -50,7 +50,9 @@ class Clients:
             begun.result()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._pool.shutdown()
 
     def run(self, target: Target, cell: Cell, seed: str) -> Summary:

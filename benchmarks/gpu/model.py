@@ -42,7 +42,11 @@ SMALL = Shape(1024, 8, 8, 2, 2816)
 TAME = 0.02
 """A spread with which attention and logits are as flat as a trained model's. Larger ones amplify roundings: those to eight bits beyond
 telling right from wrong."""
-SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL, "tiny": Shape(64, 2, 4, 2, 128, vocabulary=1024, max_position=2048, spread=0.2)}
+SHAPES = {
+    "llama-8b": LLAMA_8B,
+    "small": SMALL,
+    "tiny": Shape(64, 2, 4, 2, 128, vocabulary=1024, max_position=2048, spread=0.2),
+}
 
 
 def write_folder(folder: Path, shape: Shape) -> None:

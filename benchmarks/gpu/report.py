@@ -80,12 +80,17 @@ class GpuReport:
     def _agreements(self) -> str:
         head = ["against float32", "max error", "mean error", "same tokens", "same continuations", "worst margin"]
         rows = [
-            [a.name, f"{a.max_error:.4f}", f"{a.mean_error:.5f}", f"{a.tokens:.2%}", f"{a.sequences:.1%}", f"{a.worst_margin:.4f}"]
+            [
+                a.name,
+                f"{a.max_error:.4f}",
+                f"{a.mean_error:.5f}",
+                f"{a.tokens:.2%}",
+                f"{a.sequences:.1%}",
+                f"{a.worst_margin:.4f}",
+            ]
             for a in self.agreements
         ]
-        note = (
-            "Errors and margins in nats, of the log-probabilities of the 20 likeliest tokens; transformers computes in the engine's type."
-        )
+        note = "Errors and margins in nats, of the log-probabilities of the 20 likeliest tokens; transformers computes in the engine's type."
         return f"{table(head, rows)}\n\n{note}" if rows else ""
 
 

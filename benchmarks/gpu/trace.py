@@ -58,7 +58,9 @@ async def trace(config: EmbeddedConfig, workloads: list[Workload], seconds: floa
 
 async def prompts(engine: Engine, workload: Workload) -> "list[Any]":
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        await measure(engine, type(workload.cell)(workload.cell.concurrency, workload.cell.prompt_tokens, 1), f"{random.random()}")
+        await measure(
+            engine, type(workload.cell)(workload.cell.concurrency, workload.cell.prompt_tokens, 1), f"{random.random()}"
+        )
         torch.cuda.synchronize()
     return list(recorded.events())
 
@@ -66,7 +68,9 @@ async def prompts(engine: Engine, workload: Workload) -> "list[Any]":
 async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[Any]":
     """The kernels of some steps in the middle of a run, when all prompts are done."""
     cell = workload.cell
-    running = asyncio.create_task(measure(engine, type(cell)(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}"))
+    running = asyncio.create_task(
+        measure(engine, type(cell)(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}")
+    )
     await asyncio.sleep(cell.concurrency * cell.prompt_tokens / 35_000 + 1)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         await asyncio.sleep(seconds)
@@ -76,7 +80,11 @@ async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[A
 
 def table(events: "list[Any]", top: int) -> str:
     """Times in microseconds unless they say otherwise."""
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events if event.device_type.name == "CUDA")
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_type.name == "CUDA"
+    )
     if len(spans) < 2:
         return "nothing recorded"
     busy, idle, end = 0.0, Counter[str](), spans[0][0]

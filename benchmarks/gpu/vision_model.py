@@ -36,7 +36,9 @@ _PIXELS = {
 _SELECT = {"vision_feature_select_strategy": "default"}
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    + IMAGE
+    + "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -79,7 +79,11 @@ def work(job: Job, log: Path) -> Iterator[Message]:
     """Run `job` in a process and yield what it reports. Raises RuntimeError, with the end of its log, if it fails."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.worker"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            [sys.executable, "-m", "benchmarks.gpu.worker"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
         )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -119,7 +123,9 @@ async def measure(engine: Engine, cell: Cell, seed: str) -> Summary:
     rng = random.Random(seed)
     prompts = [token_ids(cell.prompt_tokens, engine.info.vocab_size, rng) for _ in range(cell.concurrency)]
     started = time.perf_counter()
-    samples = await asyncio.gather(*(_sample(engine, prompt, cell.max_tokens, f"{seed}/{i}") for i, prompt in enumerate(prompts)))
+    samples = await asyncio.gather(
+        *(_sample(engine, prompt, cell.max_tokens, f"{seed}/{i}") for i, prompt in enumerate(prompts))
+    )
     return summarise(samples, time.perf_counter() - started)
 
 
@@ -128,10 +134,14 @@ async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Contin
     places = asyncio.Semaphore(batch)
 
     async def continuation(index: int, prompt: list[int]) -> Continuation:
-        async with places, aclosing(engine.generate(_request(f"{batch}/{index}", prompt, job.max_tokens, job.logprobs))) as stream:
+        async with (
+            places,
+            aclosing(engine.generate(_request(f"{batch}/{index}", prompt, job.max_tokens, job.logprobs))) as stream,
+        ):
             deltas = [delta async for delta in stream]
         return Continuation(
-            [token for delta in deltas for token in delta.token_ids], [entry for delta in deltas for entry in delta.logprobs]
+            [token for delta in deltas for token in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
         )
 
     return list(await asyncio.gather(*(continuation(index, prompt) for index, prompt in enumerate(job.prompts))))

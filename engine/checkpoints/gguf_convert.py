@@ -19,7 +19,11 @@ from engine.checkpoints.tensor_file import Progress, bfloat16, write_tensors
 
 _FAMILIES = {("llama", "gpt2"): LLAMA, ("gemma3", "llama"): GEMMA3}
 """By architecture and kind of vocabulary."""
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """Short names of special tokens, and llama.cpp's."""
 _ROWS = 16384
@@ -54,7 +58,9 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     names = [_name(tensor.name, family) for tensor in reader.tensors]
     # GGUF names the fastest dimension first
-    shapes = {name: [int(size) for size in reversed(tensor.shape)] for name, tensor in zip(names, reader.tensors, strict=True)}
+    shapes = {
+        name: [int(size) for size in reversed(tensor.shape)] for name, tensor in zip(names, reader.tensors, strict=True)
+    }
     write_tensors(folder / "model.safetensors", shapes, _blocks(reader.tensors, family, config), progress)
 
 

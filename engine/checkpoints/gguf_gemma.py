@@ -33,7 +33,10 @@ def _config(metadata: Metadata) -> dict[str, Any]:
     head_dim = metadata["gemma3.attention.key_length"]
     full = {"rope_type": "default", "rope_theta": decimal(metadata["gemma3.rope.freq_base"])}
     if metadata.get("gemma3.rope.scaling.type", "none") != "none":
-        full |= {"rope_type": metadata["gemma3.rope.scaling.type"], "factor": decimal(metadata["gemma3.rope.scaling.factor"])}
+        full |= {
+            "rope_type": metadata["gemma3.rope.scaling.type"],
+            "factor": decimal(metadata["gemma3.rope.scaling.factor"]),
+        }
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -48,8 +51,13 @@ def _config(metadata: Metadata) -> dict[str, Any]:
         "max_position_embeddings": metadata["gemma3.context_length"],
         "rms_norm_eps": decimal(metadata["gemma3.attention.layer_norm_rms_epsilon"]),
         "sliding_window": metadata["gemma3.attention.sliding_window"],
-        "layer_types": ["full_attention" if (layer + 1) % _PATTERN == 0 else "sliding_attention" for layer in range(layers)],
-        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": _LOCAL_ROPE_THETA}},
+        "layer_types": [
+            "full_attention" if (layer + 1) % _PATTERN == 0 else "sliding_attention" for layer in range(layers)
+        ],
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": _LOCAL_ROPE_THETA},
+        },
         "attention_bias": False,
     }
 
@@ -61,7 +69,9 @@ def _tokenizer(metadata: Metadata) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = tokens[metadata["tokenizer.ggml.unknown_token_id"]]
     merges = _merges(metadata, vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -83,7 +93,11 @@ def _merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[tuple[str, s
     normal = [token for token, index in vocabulary.items() if kinds[index] == TokenType.NORMAL and len(token) > 1]
     merges = []
     for token in sorted(normal, key=lambda token: -scores[vocabulary[token]]):
-        merges += [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in vocabulary and token[cut:] in vocabulary]
+        merges += [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        ]
     return merges
 
 

@@ -40,7 +40,9 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
-    _write_weights(base / "model.safetensors", added, config["text_config"]["vocab_size"], folder / "model.safetensors", progress)
+    _write_weights(
+        base / "model.safetensors", added, config["text_config"]["vocab_size"], folder / "model.safetensors", progress
+    )
 
 
 def _write_weights(base: Path, added: TensorFile, rows: int, path: Path, progress: Progress) -> None:

@@ -75,7 +75,11 @@ def _checked(folder: Path, weights: bool) -> Path:
         missing.insert(1 if "config.json" in missing else 0, "*.safetensors")
     if missing:
         binary = "*.safetensors" in missing and any(folder.glob("*.bin"))
-        cure = "PyTorch's .bin files can run code and are not read: convert them" if binary else "name a folder in Hugging Face format"
+        cure = (
+            "PyTorch's .bin files can run code and are not read: convert them"
+            if binary
+            else "name a folder in Hugging Face format"
+        )
         raise ModelError(f"the model folder {folder} has no {', no '.join(missing)}; {cure}")
     return folder
 
@@ -109,7 +113,9 @@ def _converted(model: str, cache_dir: Path) -> Path:
             if not folder.is_dir():
                 _convert(model, parts, base, folder)
     except OSError as error:
-        raise ModelError(f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR") from error
+        raise ModelError(
+            f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR"
+        ) from error
     return folder
 
 
@@ -118,7 +124,10 @@ def _packaged(model: str) -> list[Path]:
     packages, pattern, install = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packages]
     files = [
-        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob(pattern)] if spec else [] for spec in specs
+        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob(pattern)]
+        if spec
+        else []
+        for spec in specs
     ]
     if any(len(found) != 1 for found in files):
         raise ModelError(f"the weights of {model} come from a Python package that is not installed: {install}")

@@ -76,23 +76,33 @@ class EngineCore:
         self._fetches: Fetches | None = None
         if config.kv_transfer:
             self._leases = Leases(self.model.device)
-            transfers = Transfers([*self.model.memory.regions, self._leases.region], config.kv_transfer, config.kv_transfer_port)
+            transfers = Transfers(
+                [*self.model.memory.regions, self._leases.region], config.kv_transfer, config.kv_transfer_port
+            )
             self._offers = transfers.offers()
             self._fetches = Fetches(self.scheduler, transfers, self._leases, config.transfer_timeout_seconds)
         self._stalled = False
         """Whether the last step found that all sequences wait for something else than a step."""
-        self._overlap = config.overlap_scheduler == "on" or (config.overlap_scheduler == "auto" and self.model.device.type != "cpu")
+        self._overlap = config.overlap_scheduler == "on" or (
+            config.overlap_scheduler == "auto" and self.model.device.type != "cpu"
+        )
         self._launched: _Step | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a sequence has still something to say, or another replica's blocks are being read."""
-        return len(self._sequences) > len(self.scheduler.held) or self._launched is not None or self.poll_seconds is not None
+        return (
+            len(self._sequences) > len(self.scheduler.held)
+            or self._launched is not None
+            or self.poll_seconds is not None
+        )
 
     @property
     def ready(self) -> bool:
         """Whether a step would get anywhere; if not, a command or the end of a transfer has to come first."""
-        return self._launched is not None or (not self._stalled and bool(self.scheduler.running or self.scheduler.waiting))
+        return self._launched is not None or (
+            not self._stalled and bool(self.scheduler.running or self.scheduler.waiting)
+        )
 
     @property
     def poll_seconds(self) -> float | None:
@@ -275,7 +285,9 @@ class EngineCore:
         if not wanted:
             return Delta((), finish_reason=finish, prompt=prompt)
         held = self._hold(sequence) if sequence.request.prefill_only and finish is None else None
-        return Delta((sampled.token_id,), () if sampled.logprobs is None else (sampled.logprobs,), finish, stop, prompt, held)
+        return Delta(
+            (sampled.token_id,), () if sampled.logprobs is None else (sampled.logprobs,), finish, stop, prompt, held
+        )
 
     def _hold(self, sequence: Sequence) -> Held:
         """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
@@ -292,7 +304,11 @@ class EngineCore:
     def _end(self, chunks: Sequence_[Chunk], error: Callable[[], EngineFailure | EngineUnavailable]) -> Outputs:
         """End the sequences of chunks that are still alive."""
         alive = {chunk.sequence.request.request_id: chunk.sequence for chunk in chunks}
-        alive = {request_id: sequence for request_id, sequence in alive.items() if self._sequences.get(request_id) is sequence}
+        alive = {
+            request_id: sequence
+            for request_id, sequence in alive.items()
+            if self._sequences.get(request_id) is sequence
+        }
         for request_id, sequence in alive.items():
             del self._sequences[request_id]
             self.scheduler.remove(sequence)

@@ -65,7 +65,9 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
         self._thread.start()
         info = await loaded
-        self._compiler = GrammarCompiler(Path(info.model), info.vocab_size, info.eos_token_ids, self._config.guide_timeout_seconds)
+        self._compiler = GrammarCompiler(
+            Path(info.model), info.vocab_size, info.eos_token_ids, self._config.guide_timeout_seconds
+        )
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -133,7 +135,13 @@ class EmbeddedEngine:
         sequence = Sequence(
             request=request,
             sampler=SamplerState(
-                request.sampling, request.prompt_token_ids, info.eos_token_ids, seed, matcher, info.vocab_size, torch.device(info.device)
+                request.sampling,
+                request.prompt_token_ids,
+                info.eos_token_ids,
+                seed,
+                matcher,
+                info.vocab_size,
+                torch.device(info.device),
             ),
             rank=rank(request.priority, arrival),
             arrival=arrival,
@@ -153,7 +161,11 @@ class EmbeddedEngine:
         try:
             core = self._load(loaded)
         except Exception as error:  # whatever loading raised, the start must raise, or it would wait for ever
-            failure = error if isinstance(error, EngineFailure) else EngineFailure(f"cannot load {self._config.model}: {error}")
+            failure = (
+                error
+                if isinstance(error, EngineFailure)
+                else EngineFailure(f"cannot load {self._config.model}: {error}")
+            )
             failure.__cause__ = error.__cause__ or error
             self._call(_settle, loaded, failure)
             return

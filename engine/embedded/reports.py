@@ -17,7 +17,9 @@ def prompt_report(sequence: Sequence) -> PromptReport:
     return PromptReport(cached_tokens=sequence.cached_tokens, queue_seconds=waited, logprobs=logprobs)
 
 
-def ending(sequence: Sequence, token: int, eos_token_ids: tuple[int, ...], context_length: int) -> tuple[FinishReason | None, int | None]:
+def ending(
+    sequence: Sequence, token: int, eos_token_ids: tuple[int, ...], context_length: int
+) -> tuple[FinishReason | None, int | None]:
     """Finish and stop reason of a sequence after `token`, its newest."""
     sampling, count = sequence.request.sampling, sequence.num_output
     if count > sampling.min_tokens:

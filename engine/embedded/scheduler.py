@@ -123,11 +123,20 @@ class Scheduler:
         for sequence in list(self.running):  # decodes first
             if sequence.remaining > 1:
                 prompts.append(sequence)
-            elif not sequence.spent and sequence.slot >= 0 and len(chunks) < self._max_num_tokens and self._grow(sequence, 1):
+            elif (
+                not sequence.spent
+                and sequence.slot >= 0
+                and len(chunks) < self._max_num_tokens
+                and self._grow(sequence, 1)
+            ):
                 chunks.append(Chunk.next_of(sequence, 1))
         budget = self._max_num_tokens - len(chunks)
         for sequence in prompts:
-            if sequence.slot >= 0 and (length := self._length(sequence, budget, chunks)) and self._grow(sequence, length):
+            if (
+                sequence.slot >= 0
+                and (length := self._length(sequence, budget, chunks))
+                and self._grow(sequence, length)
+            ):
                 chunks.append(Chunk.next_of(sequence, length))
                 budget -= length
         if preempted != self.preemptions:
@@ -146,7 +155,9 @@ class Scheduler:
             return
         if full > sequence.stored:
             keys = sequence.extend_keys(self.blocks.block_size)[:full]
-            self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, sequence.request.cache_salt)
+            self.blocks.store(
+                sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, sequence.request.cache_salt
+            )
             sequence.stored = full
         self.blocks.leave_behind(sequence.tables, end)
 
@@ -263,7 +274,9 @@ class Scheduler:
         """Waiting sequences in order, without those whose next block a running prompt is computing, or a fetching one is reading, just now:
         they wait to share it."""
         size = self.blocks.block_size
-        prompts = [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []
+        prompts = (
+            [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []
+        )
         coming = {key for s in prompts for key in s.extend_keys(size)[s.stored :]}
         for sequence in list(self.waiting):
             keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]

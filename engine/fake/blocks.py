@@ -120,7 +120,10 @@ class FakeSequenceBlocks:
         """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
         parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt.encode()
         overlaps = self._next_overlaps()
-        return int.from_bytes(blake2b(parent + repr((tokens, overlaps) if overlaps else tokens).encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(
+            blake2b(parent + repr((tokens, overlaps) if overlaps else tokens).encode(), digest_size=8).digest(),
+            "little",
+        )
 
     def fill(self, tokens: tuple[int, ...] | list[int]) -> None:
         """Account for `tokens`, all of the sequence whose keys and values are computed now."""

@@ -72,7 +72,9 @@ class FakeEngine:
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if not self.healthy:
-            return DeltaStream.failed(EngineNotReady("the engine is closed" if self._closed else "the engine has not started"))
+            return DeltaStream.failed(
+                EngineNotReady("the engine is closed" if self._closed else "the engine has not started")
+            )
         try:
             sequence = self._sequence(request)
         except EngineError as error:
@@ -146,7 +148,9 @@ class FakeEngine:
         """Compute what is new of the sequence and emit its next token."""
         request, sampling = sequence.request, sequence.request.sampling
         assert sequence.blocks is not None
-        prompt = None if sequence.started or request.handoff is not None else self._prompt_report(sequence, sequence.blocks)
+        prompt = (
+            None if sequence.started or request.handoff is not None else self._prompt_report(sequence, sequence.blocks)
+        )
         if not sequence.started or len(sequence.tokens) % self._config.block_size <= 1:
             sequence.blocks.fill(sequence.tokens)
         sequence.started = True
@@ -172,12 +176,17 @@ class FakeEngine:
         return PromptReport(
             cached_tokens=len(blocks.keys) * self._config.block_size,
             queue_seconds=time.monotonic() - sequence.received,
-            logprobs=None if count is None else (None, *(self._logprobs(token, count) for token in request.prompt_token_ids[1:])),
+            logprobs=None
+            if count is None
+            else (None, *(self._logprobs(token, count) for token in request.prompt_token_ids[1:])),
         )
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         """The token at rank 1 with probability 1/2, the ids after it with 1/4, 1/8 and so on."""
-        ranked = (Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1) for i in range(max(count, 1)))
+        ranked = (
+            Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1)
+            for i in range(max(count, 1))
+        )
         top = tuple(ranked)
         return (top[0], *top[:count])
 

@@ -51,14 +51,20 @@ def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
     for number, image in enumerate(request.images):
         span = request.prompt_token_ids[image.start : image.start + image.length]
         if span.count(takes.token_id) != image.rows:
-            raise InvalidRequest(f"image {number} has {image.rows} rows for {span.count(takes.token_id)} image tokens", _PARAM)
+            raise InvalidRequest(
+                f"image {number} has {image.rows} rows for {span.count(takes.token_id)} image tokens", _PARAM
+            )
         size = image.rows * takes.hidden_size * ITEM_BYTES[image.dtype]
         if image.data and len(image.data) != size:
-            raise InvalidRequest(f"image {number} has {len(image.data)} bytes of embeddings; its rows have {size}", _PARAM)
+            raise InvalidRequest(
+                f"image {number} has {len(image.data)} bytes of embeddings; its rows have {size}", _PARAM
+            )
         if takes.merge:
             first = span.index(takes.token_id)
             if image.start + first == last + 1 or span[first : first + image.rows].count(takes.token_id) != image.rows:
-                raise InvalidRequest(f"the tokens of image {number} must be together, and apart from those of other images", _PARAM)
+                raise InvalidRequest(
+                    f"the tokens of image {number} must be together, and apart from those of other images", _PARAM
+                )
             _check_grid(number, image, takes.merge)
             last = image.start + first + image.rows - 1
 
@@ -67,10 +73,14 @@ def _check_spans(request: GenerateRequest) -> None:
     end = 0
     for number, image in enumerate(request.images):
         if image.start < end or image.length < 1 or image.start + image.length > len(request.prompt_token_ids):
-            raise InvalidRequest(f"the span of image {number} must lie within the prompt and behind the image before it", _PARAM)
+            raise InvalidRequest(
+                f"the span of image {number} must lie within the prompt and behind the image before it", _PARAM
+            )
         end = image.start + image.length
         if not 1 <= image.rows <= image.length:
-            raise InvalidRequest(f"image {number} must have a row at least, and no more than its span has tokens", _PARAM)
+            raise InvalidRequest(
+                f"image {number} must have a row at least, and no more than its span has tokens", _PARAM
+            )
         if not _KEY.fullmatch(image.key):
             raise InvalidRequest(f"the key of image {number} must be 64 hex digits", _PARAM)
         if image.dtype not in ITEM_BYTES:
@@ -82,4 +92,6 @@ def _check_spans(request: GenerateRequest) -> None:
 def _check_grid(number: int, image: Image, merge: int) -> None:
     time, height, width = image.grid
     if min(image.grid) < 1 or height % merge or width % merge or time * height * width != image.rows * merge**2:
-        raise InvalidRequest(f"the grid of image {number}, {time}x{height}x{width} patches, does not make {image.rows} rows", _PARAM)
+        raise InvalidRequest(
+            f"the grid of image {number}, {time}x{height}x{width} patches, does not make {image.rows} rows", _PARAM
+        )

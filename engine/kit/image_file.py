@@ -46,13 +46,17 @@ def decode(image: ImageInput, max_pixels: int) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(max_pixels) from error
     except Exception as error:  # whatever its parsers raise on bytes that are no image
-        raise InvalidRequest("the image cannot be read: it must be a whole PNG, JPEG, WEBP or GIF file", "image") from error
+        raise InvalidRequest(
+            "the image cannot be read: it must be a whole PNG, JPEG, WEBP or GIF file", "image"
+        ) from error
     with opened:
         width, height = opened.size
         if width * height > max_pixels:
             raise _too_large(max_pixels, width, height)
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise InvalidRequest(f"the image, {width} x {height} pixels, is more than {MAX_RATIO} times as long as it is wide", "image")
+            raise InvalidRequest(
+                f"the image, {width} x {height} pixels, is more than {MAX_RATIO} times as long as it is wide", "image"
+            )
         try:
             if image.detail == "low":
                 opened.thumbnail((LOW_DETAIL, LOW_DETAIL))

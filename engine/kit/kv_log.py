@@ -46,7 +46,9 @@ class _Pool:
                 parent = data.parent_hash
                 for block in data.blocks:
                     tokens = array("i", [token.token_id for token in block.tokens])
-                    self.blocks[block.block_hash] = _Block(block.block_hash, parent, tokens, block.mm_keys, data.cache_salt)
+                    self.blocks[block.block_hash] = _Block(
+                        block.block_hash, parent, tokens, block.mm_keys, data.cache_salt
+                    )
                     parent = block.block_hash
             case Removed():
                 for block_hash in data.block_hashes:

@@ -26,7 +26,9 @@ class DeltaStream:
     __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_sink", "_waiter")
 
     def __init__(self, on_abort: Callable[[], object]) -> None:
-        self._loop = asyncio.get_running_loop()  # kept, since asking for it costs a system call each time in Python 3.11
+        self._loop = (
+            asyncio.get_running_loop()
+        )  # kept, since asking for it costs a system call each time in Python 3.11
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._finished = False

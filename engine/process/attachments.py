@@ -38,7 +38,9 @@ def attach(request: GenerateRequest, parts: Sequence[Data]) -> GenerateRequest:
         raise ValueError(f"{count(request)} parts are needed, not {len(parts)}")
     if not parts:
         return request
-    images = tuple(msgspec.structs.replace(image, data=data) for image, data in zip(request.images, parts, strict=False))
+    images = tuple(
+        msgspec.structs.replace(image, data=data) for image, data in zip(request.images, parts, strict=False)
+    )
     media = request.media
     if media is not None:
         media = msgspec.structs.replace(media, images=tuple(parts[len(images) :]))

@@ -44,7 +44,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, config: EngineConfig, address: str = "", on_death: Literal["restart", "exit"] = "restart", log_level: str = "info"
+        self,
+        config: EngineConfig,
+        address: str = "",
+        on_death: Literal["restart", "exit"] = "restart",
+        log_level: str = "info",
     ) -> None:
         self._folder = None if address else _private_folder()
         self.address = address or f"ipc://{self._folder}/engine.sock"

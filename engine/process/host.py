@@ -29,7 +29,9 @@ from engine.types import Delta
 
 STOP_SECONDS = 2.0
 """How long a host that was told to stop may take over it."""
-_SWITCH_SECONDS = 0.0005  # how long the loop or the engine's thread keeps the interpreter from the other: a tenth of Python's default
+_SWITCH_SECONDS = (
+    0.0005  # how long the loop or the engine's thread keeps the interpreter from the other: a tenth of Python's default
+)
 _HIGH_WATER_MARK = 4096  # batches that may wait for a client before it counts as stuck
 _STATS_SECONDS = 0.1
 """Least time between two reports of statistics: each wakes five threads of two processes, which a step on a few cores feels."""
@@ -253,7 +255,9 @@ async def _completed(task: asyncio.Task[None], stop: asyncio.Event) -> bool:
     return False
 
 
-def _stop_at_end_of_input(channel: stdio.Channel, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions) -> None:
+def _stop_at_end_of_input(
+    channel: stdio.Channel, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions
+) -> None:
     """Wait for the parent to go, and exit; by force if the loop does not obey. Runs in a thread, so that a stuck step cannot hinder it."""
     while os.read(channel.input, 4096):
         pass

@@ -146,7 +146,9 @@ _decode_commands = msgspec.msgpack.Decoder(Commands).decode
 decode_reports = msgspec.msgpack.Decoder(Reports).decode
 
 _ERRORS = {
-    cls.__name__: cls for cls in vars(engine.errors).values() if isinstance(cls, type) and issubclass(cls, engine.errors.EngineError)
+    cls.__name__: cls
+    for cls in vars(engine.errors).values()
+    if isinstance(cls, type) and issubclass(cls, engine.errors.EngineError)
 }
 
 
@@ -157,7 +159,9 @@ def pack(generation: int, commands: Sequence[Command], shares: bool = False) -> 
     for command in commands:
         if isinstance(command, Generate):
             request, parts = detach(command.request)
-            shared = {index: part.reference for index, part in enumerate(parts) if shares and isinstance(part, SharedBytes)}
+            shared = {
+                index: part.reference for index, part in enumerate(parts) if shares and isinstance(part, SharedBytes)
+            }
             frames += [readable(part) for index, part in enumerate(parts) if index not in shared]
             command = Generate(command.key, request, shared)
         bare.append(command)

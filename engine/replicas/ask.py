@@ -32,7 +32,9 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
     "internal_error": errors.EngineFailure,
 }
 """By the code of the error envelope. Others are about one request, except for these."""
-_OF_THE_PEER = frozenset({"invalid_api_key", "forbidden", "unknown_url", "method_not_allowed", "unsupported_media_type", "replicas_differ"})
+_OF_THE_PEER = frozenset(
+    {"invalid_api_key", "forbidden", "unknown_url", "method_not_allowed", "unsupported_media_type", "replicas_differ"}
+)
 
 
 class PeerError(errors.EngineUnavailable):
@@ -104,15 +106,22 @@ class Lease(Generic[T]):
         await self._response.aclose()
 
 
-async def ask(http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]) -> Lease[T]:
+async def ask(
+    http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]
+) -> Lease[T]:
     """Have the peer at `url` do it. Raises PeerError, or the error of `engine/errors` that it answers with."""
     at = urlsplit(url)
-    to: trace.Attributes = {"server.address": at.hostname or "", "server.port": at.port or (443 if at.scheme == "https" else 80)}
+    to: trace.Attributes = {
+        "server.address": at.hostname or "",
+        "server.port": at.port or (443 if at.scheme == "https" else 80),
+    }
     with trace.span(f"POST {service.path}", to, client=True):
         return await _asked(http, service, url, body, {**headers, **trace.headers()})
 
 
-async def _asked(http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]) -> Lease[T]:
+async def _asked(
+    http: httpx.AsyncClient, service: Service[I, T], url: str, body: Sequence[bytes], headers: dict[str, str]
+) -> Lease[T]:
     size = sum(map(len, body))
     headers = {**headers, "content-type": MEDIA_TYPE, "content-length": str(size)}
     request = http.build_request("POST", url + service.path, content=_sent(body), headers=headers)
@@ -152,7 +161,9 @@ async def describe(http: httpx.AsyncClient, service: Service[I, T], url: str) ->
         raise PeerError(f"{service.one} does not say what it {service.name}s with", "refused") from error
 
 
-async def _answered(http: httpx.AsyncClient, service: Service[I, T], request: httpx.Request, seconds: float) -> httpx.Response:
+async def _answered(
+    http: httpx.AsyncClient, service: Service[I, T], request: httpx.Request, seconds: float
+) -> httpx.Response:
     """The head of the answer, in `seconds` from here. Raises PeerError."""
     try:
         async with asyncio.timeout(seconds):

@@ -54,4 +54,8 @@ async def wait_for_first(probed: Iterable[asyncio.Event], seconds: float) -> Non
 
 
 def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ipaddress.ip_address(address.partition("%")[0]).version == 6 else f"http://{address}:{port}"
+    return (
+        f"http://[{address}]:{port}"
+        if ipaddress.ip_address(address.partition("%")[0]).version == 6
+        else f"http://{address}:{port}"
+    )

@@ -76,7 +76,9 @@ def decode_embeddings(data: bytes) -> Embeddings:
     """Raises InvalidRequest for what is no answer of this version, or says two things of one image."""
     found = handoff.decode_bounded(_embeddings, data, handoff.MAX_BYTES, "embeddings", _PARAM)
     if found.version != handoff.VERSION:
-        raise InvalidRequest(f"the embeddings have version {found.version}; this replica reads version {handoff.VERSION}", _PARAM)
+        raise InvalidRequest(
+            f"the embeddings have version {found.version}; this replica reads version {handoff.VERSION}", _PARAM
+        )
     for ref in found.images:
         if min(ref.rows, ref.size, *ref.grid) < 0 or len(ref.data) != (0 if found.offers else ref.size):
             raise InvalidRequest("the embeddings are not as long as they say", _PARAM)
@@ -116,7 +118,9 @@ class EmbeddingStore:
         self._count(self._arena)
         digest = await self._written(self._arena, place, parts)
         refs = tuple(_ref(image) for image in images)
-        found = Embeddings(version=handoff.VERSION, images=refs, offers=self._arena.offers, offset=place.offset, digest=digest)
+        found = Embeddings(
+            version=handoff.VERSION, images=refs, offers=self._arena.offers, offset=place.offset, digest=digest
+        )
         return _encoded(found), place
 
     def free(self, place: Place) -> None:
@@ -174,7 +178,9 @@ _encoded = msgspec.msgpack.Encoder().encode
 
 
 def _ref(image: EncodedImage, data: bytes = b"") -> EmbeddingRef:
-    return EmbeddingRef(text=image.text, rows=image.rows, dtype=image.dtype, size=len(image.data), grid=image.grid, data=data)
+    return EmbeddingRef(
+        text=image.text, rows=image.rows, dtype=image.dtype, size=len(image.data), grid=image.grid, data=data
+    )
 
 
 def _digest(parts: Sequence[bytes | memoryview]) -> bytes:

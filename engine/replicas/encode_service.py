@@ -38,7 +38,9 @@ class EncodeService(Protocol):
 class ImageService:
     """By an `Encoder`, which has started: each image for itself."""
 
-    def __init__(self, model_name: str, backend: str, encoder: Encoder, store: EmbeddingStore, observer: EncodeObserver) -> None:
+    def __init__(
+        self, model_name: str, backend: str, encoder: Encoder, store: EmbeddingStore, observer: EncodeObserver
+    ) -> None:
         self.info = encode_info(model_name, backend, encoder.info)
         self._encoder = encoder
         self._store = store

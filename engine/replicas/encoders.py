@@ -46,7 +46,9 @@ class EncodePeer(Peer[EncodeInfo, Embeddings]):
 class EncodePeers(Pool[EncodePeer]):
     """Encode replicas, asked for embeddings of images. Those that are not in their answers are read into `arena`."""
 
-    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer, arena: Arena | None, seconds: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], secret: str, attempts: int, observer: Observer, arena: Arena | None, seconds: float
+    ) -> None:
         """`seconds`: how long reading may take."""
         super().__init__(urls, secret, attempts, observer, "encode")
         self.observer = observer
@@ -68,7 +70,9 @@ class EncodePeers(Pool[EncodePeer]):
                 try:
                     return await self._fetched(peer, _body(mine, images), name, len(images), mine)
                 except TransferError as error:
-                    log.warning("embeddings of encode replica %s cannot be read, and have to be sent: %s", peer.url, error)
+                    log.warning(
+                        "embeddings of encode replica %s cannot be read, and have to be sent: %s", peer.url, error
+                    )
                     peer.inline = True
             try:
                 return await self._fetched(peer, _body(mine, images, inline=True), name, len(images), mine)
@@ -82,7 +86,9 @@ class EncodePeers(Pool[EncodePeer]):
         if self._arena is not None:
             await self._arena.close()
 
-    async def _fetched(self, peer: EncodePeer, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo) -> list[EncodedImage]:
+    async def _fetched(
+        self, peer: EncodePeer, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo
+    ) -> list[EncodedImage]:
         """Raises TransferError too."""
         lease = await peer.ask(body, name, count)
         try:

@@ -52,7 +52,8 @@ class Pool(Generic[P]):
             headers={"authorization": f"Bearer {secret}", "accept-encoding": "identity"},
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `client` knows how long the rest may take
             transport=Transport(
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), verify=ssl.create_default_context()
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+                verify=ssl.create_default_context(),
             ),
             trust_env=False,
         )
@@ -84,7 +85,9 @@ class Pool(Generic[P]):
         """Whether some peer would be asked now."""
         return any(not self._obstacle(peer, mine) for peer in self._peers.values())
 
-    async def _ask(self, mine: msgspec.Struct, name: str, cost: Callable[[P], int], ask: Callable[[P], Awaitable[T]]) -> T:
+    async def _ask(
+        self, mine: msgspec.Struct, name: str, cost: Callable[[P], int], ask: Callable[[P], Awaitable[T]]
+    ) -> T:
         """Have a peer do it, the cheapest first, then others. Raises what is wrong with the request, or why the last one asked did not do
         it; NoPeer if there is none. `name` is for the log.
         """
@@ -123,7 +126,9 @@ class Pool(Generic[P]):
             return peer.reason
         pairs = ((name, getattr(peer.info, name), getattr(mine, name)) for name in mine.__struct_fields__)
         return "; ".join(
-            f"one has {name} {theirs or 'none'}, this replica has {ours or 'none'}" for name, theirs, ours in pairs if theirs != ours
+            f"one has {name} {theirs or 'none'}, this replica has {ours or 'none'}"
+            for name, theirs, ours in pairs
+            if theirs != ours
         )
 
     def _nobody(self, name: str, mine: msgspec.Struct) -> NoPeer:

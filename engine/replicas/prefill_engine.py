@@ -41,7 +41,9 @@ class DisaggregatedEngine:
     with EngineUnavailable.
     """
 
-    def __init__(self, local: Engine, pool: PeerPool, model_name: str, min_tokens: int | None, observer: Observer) -> None:
+    def __init__(
+        self, local: Engine, pool: PeerPool, model_name: str, min_tokens: int | None, observer: Observer
+    ) -> None:
         self.local = local
         self.pool = pool
         self.min_tokens = min_tokens
@@ -56,7 +58,9 @@ class DisaggregatedEngine:
 
     @property
     def healthy(self) -> bool:
-        return not self._closed and self.local.healthy and (self.min_tokens is not None or self.pool.healthy(self.common))
+        return (
+            not self._closed and self.local.healthy and (self.min_tokens is not None or self.pool.healthy(self.common))
+        )
 
     @property
     def common(self) -> PrefillInfo:
@@ -120,7 +124,11 @@ class _Run:
     async def _serve(self) -> None:
         try:
             engine, request = self._engine, self._request
-            if engine.min_tokens is not None and len(request.prompt_token_ids) < engine.min_tokens and not expands(request):
+            if (
+                engine.min_tokens is not None
+                and len(request.prompt_token_ids) < engine.min_tokens
+                and not expands(request)
+            ):
                 self._compute("short")
             elif (lease := await self._prefilled()) is None:
                 self._compute("no_peer")
@@ -181,7 +189,9 @@ class _Run:
         with trace.span("recompute"):
             refusal = await self._verdict
         if refusal:
-            raise EngineUnavailable(f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}")
+            raise EngineUnavailable(
+                f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}"
+            )
 
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)

@@ -134,7 +134,9 @@ class Arena:
         wanted = _aligned(size)
         for index, part in enumerate(self._free):
             if part.size >= wanted:
-                self._free[index : index + 1] = [Place(part.offset + wanted, part.size - wanted)] if part.size > wanted else []
+                self._free[index : index + 1] = (
+                    [Place(part.offset + wanted, part.size - wanted)] if part.size > wanted else []
+                )
                 place = Place(part.offset, size)
                 self._taken.add(place)
                 return place

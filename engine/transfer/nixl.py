@@ -142,7 +142,9 @@ class _Agent:
                 raise TransferError("NIXL has no UCX backend here")
             self._backends = [self._agent.createBackend("UCX", {})]
             for region in regions:
-                described = nixl.nixlRegDList(self._kind(region), [(region.address, region.size, max(region.device, 0), "")])
+                described = nixl.nixlRegDList(
+                    self._kind(region), [(region.address, region.size, max(region.device, 0), "")]
+                )
                 self._agent.registerMem(described, self._backends)
 
     @property

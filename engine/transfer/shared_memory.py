@@ -173,4 +173,7 @@ def _mapping_at(region: Region) -> tuple[int, int, int]:
 
 
 def _is_sealed(fd: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:") and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALED == SEALED
+    return (
+        os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALED == SEALED
+    )

@@ -90,10 +90,16 @@ class Tcp:
         check_remote(reads, owner.sizes)
         with self._connect(owner, cancelled) as connection:
             try:
-                request = msgspec.msgpack.encode([_Wanted(read.region, read.remote_offset, read.size) for read in reads])
+                request = msgspec.msgpack.encode(
+                    [_Wanted(read.region, read.remote_offset, read.size) for read in reads]
+                )
                 connection.sendall(struct.pack(">I", len(request)) + request)
                 for read in reads:
-                    _receive(connection, self._views[read.region][read.local_offset : read.local_offset + read.size], cancelled)
+                    _receive(
+                        connection,
+                        self._views[read.region][read.local_offset : read.local_offset + read.size],
+                        cancelled,
+                    )
             except OSError as error:
                 raise TransferError(f"the peer's connection ended: {error}") from error
 
@@ -113,7 +119,9 @@ class Tcp:
                 continue
             self._reached.put(owner.secret, address)
             return connection
-        raise NotFromHere(f"the peer cannot be reached at port {owner.port} ({'; '.join(reasons) or 'it has no address'})")
+        raise NotFromHere(
+            f"the peer cannot be reached at port {owner.port} ({'; '.join(reasons) or 'it has no address'})"
+        )
 
 
 def _reach(address: str, owner: _Owner, cancelled: Event) -> socket.socket:

@@ -25,7 +25,12 @@ from engine.transfer.shared_memory import SharedMemory
 from engine.transfer.tcp import Tcp
 
 MethodName = Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"]
-METHODS: dict[str, Callable[[Sequence[Region]], Method]] = {"shared_memory": SharedMemory, "cuda_ipc": CudaIpc, "nixl": Nixl, "tcp": Tcp}
+METHODS: dict[str, Callable[[Sequence[Region]], Method]] = {
+    "shared_memory": SharedMemory,
+    "cuda_ipc": CudaIpc,
+    "nixl": Nixl,
+    "tcp": Tcp,
+}
 """Best first: a copy within the host, then the network card, then a socket."""
 MOST_AT_ONCE = 32
 
@@ -74,7 +79,9 @@ class Transfers:
         check_local(reads, self._regions)
         known = tuple(offer for offer in offers if offer.method in self._methods)
         if not known:
-            theirs, ours = (", ".join(names) or "nothing" for names in ([offer.method for offer in offers], self._methods))
+            theirs, ours = (
+                ", ".join(names) or "nothing" for names in ([offer.method for offer in offers], self._methods)
+            )
             raise TransferError(f"the peer offers {theirs}; this process reads by {ours}")
         joined = join_reads(reads)
         transfer = _Threaded(self._threads, lambda cancelled: self._read(known, joined, cancelled))

@@ -84,8 +84,15 @@ def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict
 def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) -> Iterator[Layer]:
     """What the role and the publisher need whatever is set. `arguments` are those of all layers before."""
     if publish_kv_events and role != "encode":
-        events = {} if _get(arguments, "kv_cache_config", "event_buffer_max_size") else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
-        yield Layer("publishing", {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})})
+        events = (
+            {}
+            if _get(arguments, "kv_cache_config", "event_buffer_max_size")
+            else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
+        )
+        yield Layer(
+            "publishing",
+            {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})},
+        )
     said = arguments.get("cache_transceiver_config") or {}
     if role in ("prefill", "decode") and isinstance(said, Mapping):
         if not said.get("backend"):
@@ -110,7 +117,10 @@ def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
     except ValidationError as error:
-        return [f"{'.'.join(map(str, entry['loc']))}: {_message(entry)}" for entry in error.errors(include_url=False, include_input=False)]
+        return [
+            f"{'.'.join(map(str, entry['loc']))}: {_message(entry)}"
+            for entry in error.errors(include_url=False, include_input=False)
+        ]
     return list(_contradictions(arguments))
 
 
@@ -166,7 +176,10 @@ def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
     per_node = arguments.get("gpus_per_node")
     if per_node is not None and per_node < 1:
         yield "gpus_per_node: must be at least 1"
-    if _get(arguments, "kv_cache_config", "event_buffer_max_size") and _get(arguments, "kv_cache_config", "enable_block_reuse") is False:
+    if (
+        _get(arguments, "kv_cache_config", "event_buffer_max_size")
+        and _get(arguments, "kv_cache_config", "enable_block_reuse") is False
+    ):
         yield "kv_cache_config.event_buffer_max_size: KV-cache events need enable_block_reuse"
 
 

@@ -59,7 +59,9 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
         return delta
     params = result.outputs[0].disaggregated_params
     if params is None or params.ctx_request_id is None or not params.first_gen_tokens:
-        raise EngineFailure("the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?")
+        raise EngineFailure(
+            "the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?"
+        )
     state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
     held = Held(state, tuple(result.prompt_token_ids) if expands(request) else ())
     return msgspec.structs.replace(delta, finish_reason=None, held=held)
@@ -79,7 +81,9 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
     if not handles:
         raise EngineFailure("the encoder returned no embeddings")
     hashes = values.get("multimodal_hashes")
-    if hashes is not None and len(hashes) != len(handles):  # images that share a handle: 1.2.1 takes a hash for each handle, or none
+    if hashes is not None and len(hashes) != len(
+        handles
+    ):  # images that share a handle: 1.2.1 takes a hash for each handle, or none
         values["multimodal_hashes"] = None
     state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
     return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))

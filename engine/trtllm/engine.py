@@ -175,7 +175,9 @@ class TrtllmEngine:
         except EngineError as error:
             stream.fail(error)
             run.abandon()
-        except Exception as error:  # of TensorRT-LLM's making: one kind is about this request, all others are the engine's end
+        except (
+            Exception
+        ) as error:  # of TensorRT-LLM's making: one kind is about this request, all others are the engine's end
             failure = library.translate(error, started=started)
             stream.fail(failure)
             if isinstance(failure, EngineDied):
@@ -219,7 +221,9 @@ class TrtllmEngine:
         """`capacity` is in blocks, and tokens in one."""
         arguments, facts = self._llm.args, self._facts
         if capacity is None:
-            log.warning("the engine does not report the size of its KV cache (is enable_iter_perf_stats off?): it is shown as 0")
+            log.warning(
+                "the engine does not report the size of its KV cache (is enable_iter_perf_stats off?): it is shown as 0"
+            )
             capacity = 0, arguments.kv_cache_config.tokens_per_block
         return EngineInfo(
             backend="trtllm",

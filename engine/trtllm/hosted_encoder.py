@@ -18,7 +18,11 @@ class HostedEncoder:
 
     def __init__(self, config: TrtllmConfig, address: str = "", log_level: str = "info") -> None:
         self._process = None if address else EngineProcess(config, log_level=log_level)
-        self._client = EngineClient(address) if self._process is None else EngineClient(self._process.address, self._process.wait_failed)
+        self._client = (
+            EngineClient(address)
+            if self._process is None
+            else EngineClient(self._process.address, self._process.wait_failed)
+        )
         self._ids = itertools.count()
 
     @property
@@ -37,10 +41,14 @@ class HostedEncoder:
 
     async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
         """As `TrtllmEncoder.encode`."""
-        media = Media(text=prompt, images=tuple(image.data for image in images), details=tuple(image.detail for image in images))
+        media = Media(
+            text=prompt, images=tuple(image.data for image in images), details=tuple(image.detail for image in images)
+        )
         request_id, nothing = f"encode-{next(self._ids)}", SamplingParams(max_tokens=0)
         async with aclosing(
-            self._client.generate(GenerateRequest(request_id=request_id, prompt_token_ids=(), sampling=nothing, media=media))
+            self._client.generate(
+                GenerateRequest(request_id=request_id, prompt_token_ids=(), sampling=nothing, media=media)
+            )
         ) as stream:
             delta = await anext(stream)
         if delta.held is None:

@@ -33,14 +33,20 @@ def load(config: TrtllmConfig) -> Any:
         from tensorrt_llm.llmapi import MultimodalEncoder  # noqa: PLC0415
         from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict  # noqa: PLC0415
     except ImportError as error:
-        cause = None if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm" else error  # where it broke, if it is there
-        raise EngineFailure(f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md") from cause
+        cause = (
+            None if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm" else error
+        )  # where it broke, if it is there
+        raise EngineFailure(
+            f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md"
+        ) from cause
     limit_pixels(config.max_image_pixels)
     try:
         if config.role == "encode":
             return MultimodalEncoder(**{**arguments, "model": config.model})
         # What is null is for the class to take as it is: the function would make a nested configuration of it, and cannot.
-        classes = update_llm_args_with_extra_dict({}, {name: value for name, value in arguments.items() if value is not None})
+        classes = update_llm_args_with_extra_dict(
+            {}, {name: value for name, value in arguments.items() if value is not None}
+        )
         return LLM(**{**arguments, **classes, "model": config.model, "backend": config.backend})
     except Exception as error:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
@@ -63,7 +69,9 @@ def is_alive(llm: Any) -> bool:
         return False
 
 
-def submit(llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False) -> Any:
+def submit(
+    llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False
+) -> Any:
     """Start a request, with PIL `images` for its media; the result is an async iterator of itself. Context-only computes the prompt and one
     token, and answers once. Raises InvalidRequest, EngineFailure and EngineDied.
     """

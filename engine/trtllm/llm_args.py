@@ -107,7 +107,8 @@ class TorchLlmArgs(BaseLlmArgs):
     stream_interval: int = 1
     force_dynamic_quantization: bool = False
     allreduce_strategy: (
-        Literal["AUTO", "NCCL", "UB", "MINLATENCY", "ONESHOT", "TWOSHOT", "LOWPRECISION", "MNNVL", "NCCL_SYMMETRIC"] | None
+        Literal["AUTO", "NCCL", "UB", "MINLATENCY", "ONESHOT", "TWOSHOT", "LOWPRECISION", "MNNVL", "NCCL_SYMMETRIC"]
+        | None
     ) = "AUTO"
     checkpoint_loader: Any = None
     checkpoint_format: str | None = None

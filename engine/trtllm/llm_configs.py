@@ -62,7 +62,11 @@ class MoeConfig(Arguments):
 
 
 class Nvfp4GemmConfig(Arguments):
-    allowed_backends: list[Literal["cutlass", "cublaslt", "cutedsl", "cuda_core"]] = ["cutlass", "cublaslt", "cuda_core"]
+    allowed_backends: list[Literal["cutlass", "cublaslt", "cutedsl", "cuda_core"]] = [
+        "cutlass",
+        "cublaslt",
+        "cuda_core",
+    ]
 
 
 class AttentionDpConfig(Arguments):
@@ -129,7 +133,9 @@ class LoraConfig(Arguments):
 class DecodingBaseConfig(Arguments):
     max_draft_len: int | None = None
     max_total_draft_tokens: int | None = None
-    speculative_model: str | None = Field(None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir"))
+    speculative_model: str | None = Field(
+        None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
     max_concurrency: int | None = None
     draft_len_schedule: dict[int, int] | None = None
     load_format: str | None = None
@@ -236,5 +242,6 @@ SpeculativeConfig = Annotated[
     Field(discriminator="decoding_type"),
 ]
 SparseAttentionConfig = Annotated[
-    RocketSparseAttentionConfig | DeepSeekSparseAttentionConfig | SkipSoftmaxAttentionConfig, Field(discriminator="algorithm")
+    RocketSparseAttentionConfig | DeepSeekSparseAttentionConfig | SkipSoftmaxAttentionConfig,
+    Field(discriminator="algorithm"),
 ]

@@ -30,7 +30,9 @@ def inputs_of(media: Media) -> list[ImageInput]:
 class Deferred:
     """A request that begins once its images are decoded. `stream` is there at once; ended before, it never begins."""
 
-    def __init__(self, images: Sequence[ImageInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]) -> None:
+    def __init__(
+        self, images: Sequence[ImageInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
+    ) -> None:
         self.stream = DeltaStream(self._abort)
         self._images = images
         self._max_pixels = max_pixels

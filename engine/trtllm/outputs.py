@@ -30,7 +30,9 @@ class Outputs:
         try:
             return self._delta(result)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise EngineFailure(f"the engine's response cannot be understood: {type(error).__name__}: {error}") from error
+            raise EngineFailure(
+                f"the engine's response cannot be understood: {type(error).__name__}: {error}"
+            ) from error
 
     def _delta(self, result: Any) -> Delta | None:
         output = result.outputs[0]
@@ -38,7 +40,9 @@ class Outputs:
             raise EngineFailure(f"the engine ended the request: {output.finish_reason}")
         sampling = self._request.sampling
         scored = sampling.prompt_logprobs is None or self._reported or bool(output.prompt_logprobs)
-        finish: FinishReason | None = None if output.finish_reason is None else "stop" if output.finish_reason == "stop" else "length"
+        finish: FinishReason | None = (
+            None if output.finish_reason is None else "stop" if output.finish_reason == "stop" else "length"
+        )
         if not scored and finish is None:
             return None  # the prompt's log-probabilities belong to the first delta, and come when they come
         if sampling.max_tokens == 0:
@@ -48,7 +52,11 @@ class Outputs:
             return None
         logprobs = self._new_logprobs(output, tokens)
         self._tokens += len(tokens)
-        stop_reason = output.stop_reason if isinstance(output.stop_reason, int) and output.stop_reason in sampling.stop_token_ids else None
+        stop_reason = (
+            output.stop_reason
+            if isinstance(output.stop_reason, int) and output.stop_reason in sampling.stop_token_ids
+            else None
+        )
         if finish == "stop":
             tokens, logprobs = self._with_end(output, tokens, logprobs, stop_reason)
         return Delta(tokens, logprobs, finish, stop_reason, None if self._reported else self._report(result, output))
@@ -57,11 +65,20 @@ class Outputs:
         self, output: Any, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], stop_reason: int | None
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         """The token that ended the sequence is the last of a delta's; the engine may have cut it off."""
-        end = stop_reason if stop_reason is not None else output.stop_reason if isinstance(output.stop_reason, int) else self._end_id
+        end = (
+            stop_reason
+            if stop_reason is not None
+            else output.stop_reason
+            if isinstance(output.stop_reason, int)
+            else self._end_id
+        )
         last = output.token_ids[-1] if output.token_ids else None
         if end is None or last == end or (stop_reason is None and last in self._eos):
             return tokens, logprobs
-        return (*tokens, end), (*logprobs, (Logprob(end, FLOOR, 1),)) if self._request.sampling.logprobs is not None else logprobs
+        return (*tokens, end), (
+            *logprobs,
+            (Logprob(end, FLOOR, 1),),
+        ) if self._request.sampling.logprobs is not None else logprobs
 
     def _report(self, result: Any, output: Any) -> PromptReport:
         self._reported = True
@@ -76,7 +93,9 @@ class Outputs:
         if asked is None:
             return ()
         entries = list(output.logprobs or [])
-        lacking = min(self._handed, max(0, len(output.token_ids) - len(entries)))  # it may have none for a token that was handed to it
+        lacking = min(
+            self._handed, max(0, len(output.token_ids) - len(entries))
+        )  # it may have none for a token that was handed to it
         entries = entries[self._tokens - lacking :][: len(tokens)]
         entries += [{}] * (len(tokens) - len(entries))
         return tuple(_position(entry, token, asked) for entry, token in zip(entries, tokens, strict=True))
@@ -93,6 +112,9 @@ def _position(entry: Any, token: int, asked: int) -> TokenLogprobs:
     if not isinstance(entry, Mapping):
         return (Logprob(token, float(entry), 1),)
     ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)
-    found = {token_id: Logprob(token_id, value.logprob, value.rank or rank) for rank, (token_id, value) in enumerate(ranked, 1)}
+    found = {
+        token_id: Logprob(token_id, value.logprob, value.rank or rank)
+        for rank, (token_id, value) in enumerate(ranked, 1)
+    }
     own = found.get(token, Logprob(token, FLOOR, len(found) + 1))
     return (own, *list(found.values())[:asked])

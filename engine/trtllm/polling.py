@@ -41,7 +41,9 @@ class Mishaps:
         self.counts[kind] += 1
         count = self.counts[kind]
         if str(count).strip("0") == "1":
-            log.warning("%s of the engine's %s failed, %d so far: %s: %s", where, self._what, count, type(error).__name__, error)
+            log.warning(
+                "%s of the engine's %s failed, %d so far: %s: %s", where, self._what, count, type(error).__name__, error
+            )
 
 
 async def _poll(

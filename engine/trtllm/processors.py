@@ -22,7 +22,9 @@ class ProcessorAdapter:
         self._factories = tuple(factories)
         self._processors: list[LogitsProcessor] | None = None
 
-    def __call__(self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None) -> None:
+    def __call__(
+        self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
+    ) -> None:
         """`logits` [beam, 1, vocab] is changed in place; `token_ids` holds one list for each beam, the prompt included."""
         try:
             if logits.shape[0] != 1 or len(token_ids) != 1:

@@ -35,7 +35,9 @@ class Piece:
 class Choice:
     """The state of one choice while it is generated."""
 
-    def __init__(self, index: int, request: GenerateRequest, prompt_index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(
+        self, index: int, request: GenerateRequest, prompt_index: int, tokenizer: Tokenizer, options: TextOptions
+    ) -> None:
         self.index = index
         self.request = request
         self.prompt_index = prompt_index
@@ -83,6 +85,12 @@ class Choice:
         return self._piece(delta, visible, text + stops.flush(), delta.finish_reason, delta.stop_reason)
 
     def _piece(
-        self, delta: Delta, visible: int, text: str, finish: FinishReason | None, stop: int | str | None, count: int | None = None
+        self,
+        delta: Delta,
+        visible: int,
+        text: str,
+        finish: FinishReason | None,
+        stop: int | str | None,
+        count: int | None = None,
     ) -> Piece:
         return Piece(self.index, text, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)

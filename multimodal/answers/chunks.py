@@ -39,10 +39,22 @@ class ChunkBuilder:
     """Builds one answer. Use `stream` and `usage_chunk`, or `add` and `whole`."""
 
     def __init__(
-        self, shape: Shape, header: Header, choices: Sequence[Choice], *, include_usage: bool, continuous: bool, token_ids: bool
+        self,
+        shape: Shape,
+        header: Header,
+        choices: Sequence[Choice],
+        *,
+        include_usage: bool,
+        continuous: bool,
+        token_ids: bool,
     ) -> None:
         self._shape = shape
-        self._header = {"id": header.id, "created": header.created, "model": header.model, "system_fingerprint": header.system_fingerprint}
+        self._header = {
+            "id": header.id,
+            "created": header.created,
+            "model": header.model,
+            "system_fingerprint": header.system_fingerprint,
+        }
         self._choices = choices
         self._include_usage = include_usage
         self._continuous = continuous
@@ -85,7 +97,9 @@ class ChunkBuilder:
         whole.texts.append(piece.text)
         whole.token_ids += piece.token_ids
         if piece.logprobs:
-            whole.logprobs.append(self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs))
+            whole.logprobs.append(
+                self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs)
+            )
         whole.last = piece
 
     def whole(self) -> bytes:
@@ -97,7 +111,9 @@ class ChunkBuilder:
             if self._token_ids:
                 choice["token_ids"] = whole.token_ids
             choices.append(choice)
-        return orjson.dumps({**self._header, "object": self._shape.object, "choices": choices, "usage": self.usage(), **self._fields})
+        return orjson.dumps(
+            {**self._header, "object": self._shape.object, "choices": choices, "usage": self.usage(), **self._fields}
+        )
 
     def usage(self) -> dict[str, Any]:
         """Token counts up to now. A prompt counts once, with the cached tokens of its first choice."""
@@ -125,7 +141,11 @@ class ChunkBuilder:
         return [] if opening is None else [self._chunk([opening | choice_fields], **answer_fields)]
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        return self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs) if piece.logprobs else None
+        return (
+            self._shape.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs)
+            if piece.logprobs
+            else None
+        )
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, **fields: Any) -> bytes:
         chunk = {**self._header, "object": self._shape.chunk_object, "choices": choices, **fields}
@@ -144,4 +164,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Log-probabilities of a whole choice: the lists of its pieces, one after the other."""
     if not parts:
         return None
-    return {key: None if value is None else [item for part in parts for item in part[key]] for key, value in parts[0].items()}
+    return {
+        key: None if value is None else [item for part in parts for item in part[key]]
+        for key, value in parts[0].items()
+    }

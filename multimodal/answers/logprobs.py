@@ -22,7 +22,11 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenize
     """The `prompt_logprobs` extension, in vLLM's shape: for each prompt token a map from token id; null for the first."""
 
     def show(entry: Logprob) -> dict[str, Any]:
-        return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": tokenizer.bytes_of(entry.token_id).decode(errors="replace")}
+        return {
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "decoded_token": tokenizer.bytes_of(entry.token_id).decode(errors="replace"),
+        }
 
     return [None if entry is None else {str(item.token_id): show(item) for item in entry} for entry in entries]
 
@@ -43,7 +47,9 @@ class CompletionLogprobs:
         return {
             "tokens": [self._text(token) for token in token_ids],
             "token_logprobs": [entry[0].logprob if entry else None for entry in entries],
-            "top_logprobs": [{self._text(item.token_id): item.logprob for item in entry} if entry else None for entry in entries],
+            "top_logprobs": [
+                {self._text(item.token_id): item.logprob for item in entry} if entry else None for entry in entries
+            ],
             "text_offset": offsets,
         }
 

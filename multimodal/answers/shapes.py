@@ -60,13 +60,17 @@ class ChatShape:
         return _choice(piece.index, {"delta": {}}, None, piece)
 
     def whole(self, piece: Piece, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _choice(piece.index, {"message": {"role": "assistant", "content": text, "refusal": None}}, logprobs, piece)
+        return _choice(
+            piece.index, {"message": {"role": "assistant", "content": text, "refusal": None}}, logprobs, piece
+        )
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(entries, self._tokenizer)
 
     def prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _prompt_fields(self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs), {}
+        return _prompt_fields(
+            self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs
+        ), {}
 
 
 class CompletionShape:
@@ -111,20 +115,26 @@ class CompletionShape:
         return self._shown(index).show(token_ids, entries)
 
     def prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {}, _prompt_fields(self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs)
+        return {}, _prompt_fields(
+            self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs
+        )
 
     def _shown(self, index: int) -> CompletionLogprobs:
         return self._offsets.setdefault(index, CompletionLogprobs(self._tokenizer))
 
 
-def _choice(index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, last: Piece | None = None) -> dict[str, Any]:
+def _choice(
+    index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, last: Piece | None = None
+) -> dict[str, Any]:
     choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": last.finish_reason if last else None}
     if last is not None:
         choice["stop_reason"] = last.stop_reason
     return choice
 
 
-def _prompt_fields(tokenizer: Tokenizer, choice: Choice, report: PromptReport, *, ids: bool, logprobs: bool) -> dict[str, Any]:
+def _prompt_fields(
+    tokenizer: Tokenizer, choice: Choice, report: PromptReport, *, ids: bool, logprobs: bool
+) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if ids:
         fields["prompt_token_ids"] = choice.request.prompt_token_ids

@@ -17,7 +17,11 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[str, str | None]:
         """Text to send now, and the stop string if one is complete: then everything after it is dropped."""
         buffer = self._held + text
-        found = [(start + len(stop), index, stop) for index, stop in enumerate(self._stops) if (start := buffer.find(stop)) >= 0]
+        found = [
+            (start + len(stop), index, stop)
+            for index, stop in enumerate(self._stops)
+            if (start := buffer.find(stop)) >= 0
+        ]
         if found:
             end, _, stop = min(found)
             self._held = ""

@@ -5,14 +5,34 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_net
 
 Address = IPv4Address | IPv6Address
 
-_PRIVATE = [ip_network(net) for net in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1", "fc00::/7")]
+_PRIVATE = [
+    ip_network(net)
+    for net in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1", "fc00::/7")
+]
 """Loopback, private networks and carrier-grade NAT: theirs alone who run the server."""
 _NEVER = [
     ip_network(net)
     for net in (
-        *("0.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "240.0.0.0/4"),  # this host, link-local and metadata, multicast, reserved
-        *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),  # special, examples
-        *("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"),  # metadata of Alibaba, Azure, AWS, Google
+        *(
+            "0.0.0.0/8",
+            "169.254.0.0/16",
+            "224.0.0.0/4",
+            "240.0.0.0/4",
+        ),  # this host, link-local and metadata, multicast, reserved
+        *(
+            "192.0.0.0/24",
+            "192.0.2.0/24",
+            "192.88.99.0/24",
+            "198.18.0.0/15",
+            "198.51.100.0/24",
+            "203.0.113.0/24",
+        ),  # special, examples
+        *(
+            "100.100.100.200",
+            "168.63.129.16",
+            "fd00:ec2::254",
+            "fd20:ce::254",
+        ),  # metadata of Alibaba, Azure, AWS, Google
         *("2001::/23", "2002::/16"),  # protocols and Teredo, 6to4: an IPv4 address within
         *("2001:db8::/32", "3fff::/20"),  # examples
     )
@@ -35,7 +55,9 @@ def may_fetch(address: Address, *, allow_private: bool) -> bool:
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
     """Whether `host`, in lower case, is one of the names, or below one that begins with a dot; none allow any."""
-    return not allowed or any(host.endswith(name) if name.startswith(".") else host == name for name in map(str.lower, allowed))
+    return not allowed or any(
+        host.endswith(name) if name.startswith(".") else host == name for name in map(str.lower, allowed)
+    )
 
 
 def _within(address: Address, networks: Sequence[IPv4Network | IPv6Network]) -> bool:

@@ -31,7 +31,12 @@ class BackendVision:
         images = await all_of(self._load(attachment) for attachment in attachments)
         if self._encoder is None or choices > 1:  # what was encoded elsewhere can be read once
             return Prompt(
-                ids, media=Media(text=text, images=tuple(image.data for image in images), details=tuple(image.detail for image in images))
+                ids,
+                media=Media(
+                    text=text,
+                    images=tuple(image.data for image in images),
+                    details=tuple(image.detail for image in images),
+                ),
             )
         try:
             with trace.span("encode"):

@@ -53,7 +53,9 @@ class EmbeddingCache:
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
         if len(image.data) != expected:
-            raise ValueError(f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {len(image.data)}")
+            raise ValueError(
+                f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {len(image.data)}"
+            )
         size = _size(image)
         if size > self._capacity:
             return False

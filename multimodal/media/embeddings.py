@@ -17,7 +17,20 @@ MAIN = "mm_embeddings"
 _GRID = "image_grid_thw"
 _MAX_HEADER = 1 << 16
 _MAX_TENSORS = 16
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "F64": 8}
+_ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "F64": 8,
+}
 _DTYPES: dict[str, Literal["float16", "bfloat16", "float32"]] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # The highest byte of what is no number: exact for float16; for the others, also that of what is beyond 2**127.
 _NO_NUMBER = {"F16": bytes([*range(0x7C, 0x80), *range(0xFC, 0x100)]), "BF16": b"\x7f\xff", "F32": b"\x7f\xff"}
@@ -65,7 +78,9 @@ class Embeddings:
         if tensor.dtype not in ("I32", "I64") or math.prod(tensor.shape) != 3:
             raise InvalidMedia(f"{_GRID!r} of an image's embeddings is not three integers.")
         step = _ITEM_BYTES[tensor.dtype]
-        time, height, width = (int.from_bytes(tensor.data[at : at + step], "little", signed=True) for at in range(0, 3 * step, step))
+        time, height, width = (
+            int.from_bytes(tensor.data[at : at + step], "little", signed=True) for at in range(0, 3 * step, step)
+        )
         if not all(0 < count <= 1 << 16 for count in (time, height, width)):
             raise InvalidMedia(f"{_GRID!r} of an image's embeddings is out of range.")
         return time, height, width

@@ -30,7 +30,9 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 class Fetcher:
     """Fetches files. `transport` and `resolve` are for tests."""
 
-    def __init__(self, limits: MediaLimits, resolve: Resolver | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, limits: MediaLimits, resolve: Resolver | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         self._limits = limits
         # Not the event loop's threads: names that nobody answers for must not hold up what else runs there.
         self._threads = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="media-names")
@@ -74,7 +76,9 @@ class Fetcher:
         if not host_allowed(url.host, self._limits.allowed_hosts):
             raise MediaError("This server does not fetch images from the host of an image's URL.")
         try:
-            found = [url.address] if url.address else [ip_address(text) for text in await self._resolve(url.host, url.port)]
+            found = (
+                [url.address] if url.address else [ip_address(text) for text in await self._resolve(url.host, url.port)]
+            )
         except (OSError, UnicodeError, ValueError) as error:
             raise MediaError("The host of an image's URL has no address.") from error
         if not found or not all(may_fetch(address, allow_private=self._limits.allow_private) for address in found):
@@ -128,5 +132,7 @@ class Fetcher:
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = await loop.run_in_executor(
+            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
         return [str(entry[4][0]) for entry in found]

@@ -35,7 +35,9 @@ class KeyedImage:
 class Vision:
     """Has images encoded and puts them into prompts. The cache is in front of the encoder, which sees an image once, however many ask."""
 
-    def __init__(self, encoder: Encoder, loader: MediaLoader, cache: EmbeddingCache, tokenizer: Tokenizer, max_images: int) -> None:
+    def __init__(
+        self, encoder: Encoder, loader: MediaLoader, cache: EmbeddingCache, tokenizer: Tokenizer, max_images: int
+    ) -> None:
         self._encoder = encoder
         self._loader = loader
         self._cache = cache
@@ -92,13 +94,17 @@ class Vision:
     def _given(self, embeddings: Embeddings) -> EncodedImage:
         """Embeddings that the request brought: as many image tokens as they have rows."""
         text = self._encoder.info.placeholder.replace(self._image_token, self._image_token * embeddings.rows)
-        return EncodedImage(text=text, rows=embeddings.rows, data=embeddings.data, dtype=embeddings.dtype, grid=embeddings.grid)
+        return EncodedImage(
+            text=text, rows=embeddings.rows, data=embeddings.data, dtype=embeddings.dtype, grid=embeddings.grid
+        )
 
     def _expanded(self, text: str, images: Sequence[KeyedImage]) -> str:
         """The prompt with every placeholder replaced by what its image expands to."""
         parts = text.split(self._encoder.info.placeholder)
         if len(parts) != len(images) + 1:
-            raise RequestError("The chat template does not show every image of these messages.", "messages", "unsupported_content")
+            raise RequestError(
+                "The chat template does not show every image of these messages.", "messages", "unsupported_content"
+            )
         return "".join(part + image.encoded.text for part, image in zip(parts, images, strict=False)) + parts[-1]
 
     def _placed(self, ids: Sequence[int], images: Sequence[KeyedImage]) -> tuple[Image, ...]:
@@ -106,11 +112,15 @@ class Vision:
         token = self._encoder.info.image_token_id
         places = [position for position, token_id in enumerate(ids) if token_id == token]
         if len(places) != sum(image.encoded.rows for image in images):
-            raise RequestError("The images are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens")
+            raise RequestError(
+                "The images are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
+            )
         placed, row = [], 0
         for key, encoded in ((image.key, image.encoded) for image in images):
             start, last = places[row], places[row + encoded.rows - 1]
             row += encoded.rows
             length, rows, dtype, data = last - start + 1, encoded.rows, encoded.dtype, encoded.data
-            placed.append(Image(key=key, start=start, length=length, rows=rows, dtype=dtype, data=data, grid=encoded.grid))
+            placed.append(
+                Image(key=key, start=start, length=length, rows=rows, dtype=dtype, data=data, grid=encoded.grid)
+            )
         return tuple(placed)

@@ -28,7 +28,9 @@ def to_template(message: ChatMessage, vision: bool = False) -> dict[str, Any]:
     """
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
-            raise RequestError(f"This server does not support {name!r} in a message.", "messages", "unsupported_content")
+            raise RequestError(
+                f"This server does not support {name!r} in a message.", "messages", "unsupported_content"
+            )
     shown: dict[str, Any] = {"role": message.role, "content": _content(message, vision)}
     if message.name is not None:
         shown["name"] = message.name
@@ -47,7 +49,8 @@ def template_variables(body: ChatCompletionRequest, allowed: Sequence[str]) -> d
     if unknown := next((name for name in asked if name not in allowed), None):
         shown = "".join(c if c.isprintable() else "?" for c in unknown[:64])
         raise RequestError(
-            f"{shown!r} is not allowed in 'chat_template_kwargs'; the server's setting lists what is.", "chat_template_kwargs"
+            f"{shown!r} is not allowed in 'chat_template_kwargs'; the server's setting lists what is.",
+            "chat_template_kwargs",
         )
     if body.reasoning_effort is not None:
         asked.setdefault("reasoning_effort", body.reasoning_effort)
@@ -55,7 +58,9 @@ def template_variables(body: ChatCompletionRequest, allowed: Sequence[str]) -> d
         asked.setdefault("documents", body.documents)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        raise RequestError("'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message")
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message"
+        )
     prompts = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return {**asked, "add_generation_prompt": prompts, "continue_final_message": continues}
 
@@ -100,12 +105,16 @@ def _content(message: ChatMessage, vision: bool) -> str | list[dict[str, Any]]:
         return "\n".join(map(_text, message.content))
     if not vision:
         raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
-    return [_image(part) if part.type == "image_url" else {"type": "text", "text": _text(part)} for part in message.content]
+    return [
+        _image(part) if part.type == "image_url" else {"type": "text", "text": _text(part)} for part in message.content
+    ]
 
 
 def _text(part: ContentPart) -> str:
     if part.type in _REFUSED_PARTS:
-        raise RequestError(f"This server does not support content parts of type {part.type!r}.", "messages", "unsupported_content")
+        raise RequestError(
+            f"This server does not support content parts of type {part.type!r}.", "messages", "unsupported_content"
+        )
     if part.type not in ("text", "input_text", "refusal"):
         raise RequestError("A message has a content part of an unknown type.", "messages", "unsupported_content")
     text = part.refusal if part.type == "refusal" else part.text

@@ -85,7 +85,9 @@ def _truncated(prompt: list[int], body: GenerationFields, info: EngineInfo) -> l
         _, asked = tokens_asked_for(body)
         keep = info.context_length - (asked or (COMPLETION_MAX_TOKENS if isinstance(body, CompletionRequest) else 1))
     if not 1 <= keep <= info.context_length:
-        raise RequestError(f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens")
+        raise RequestError(
+            f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens"
+        )
     return prompt[-keep:]
 
 

@@ -22,7 +22,9 @@ _MOST_CHARACTERS = 1 << 20
 class RoutedPrompts:
     """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter."""
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate | None, variables: Sequence[str]) -> None:
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate | None, variables: Sequence[str]
+    ) -> None:
         """`variables`: those of the template that requests may set."""
         self._model_name, self._tokenizer, self._template, self._variables = model_name, tokenizer, template, variables
 
@@ -42,7 +44,9 @@ class RoutedPrompts:
         except RequestError:
             return Prompt()
         before, mark, _ = text.partition(_FIRST_IMAGE)
-        return await self._prompt(before if has_image and mark else text, body, body.add_special_tokens is True, has_image)
+        return await self._prompt(
+            before if has_image and mark else text, body, body.add_special_tokens is True, has_image
+        )
 
     async def of_completion(self, body: CompletionRequest) -> Prompt:
         """Of several prompts the first."""
@@ -72,7 +76,11 @@ def _until_image(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     """The messages with a mark in the place of the first image and nothing after it; and whether there is one."""
     for place, message in enumerate(messages):
         content = message["content"]
-        index = next((i for i, part in enumerate(content) if part["type"] == "image"), None) if isinstance(content, list) else None
+        index = (
+            next((i for i, part in enumerate(content) if part["type"] == "image"), None)
+            if isinstance(content, list)
+            else None
+        )
         if index is not None:
             marked = [*content[:index], {"type": "text", "text": _FIRST_IMAGE}]
             return [*messages[:place], {**message, "content": marked}], True

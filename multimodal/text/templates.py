@@ -38,9 +38,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form), **special_tokens)
+        environment.globals.update(
+            raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form), **special_tokens
+        )
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -48,7 +52,9 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
 
-    def render(self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any
+    ) -> str:
         """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it.
 
         A message's content is a text or a list of parts; a template that reads lists only, as those of some vision models do, gets
@@ -57,7 +63,9 @@ class ChatTemplate:
         if self._wants_parts:
             messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
-            messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+            messages = [
+                message | {"role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
         if not continue_final_message:
             return self._text(messages, variables)
         final, marked = _marked(messages[-1]["content"])
@@ -65,7 +73,8 @@ class ChatTemplate:
         at = text.rfind(_CONTINUE_HERE.strip())
         if at < 0 or final.strip() not in text[:at]:
             raise RequestError(
-                "The chat template does not show the last message, so that it cannot be continued.", "continue_final_message"
+                "The chat template does not show the last message, so that it cannot be continued.",
+                "continue_final_message",
             )
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
@@ -83,7 +92,15 @@ class ChatTemplate:
             text = "".join(_bounded(pieces))
             text.encode()  # half a surrogate pair, from JSON text inside the JSON, is no text
             return text
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
 
 
@@ -106,12 +123,18 @@ def _bounded(pieces: Iterable[str]) -> Iterator[str]:
     for piece in pieces:
         size += len(piece)
         if size > MAX_CHARACTERS:
-            raise RequestError(f"The chat template makes more than {MAX_CHARACTERS} characters of these messages.", "messages")
+            raise RequestError(
+                f"The chat template makes more than {MAX_CHARACTERS} characters of these messages.", "messages"
+            )
         yield piece
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML; prompts must not be escaped."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

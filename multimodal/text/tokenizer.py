@@ -24,13 +24,17 @@ CHATML = (
 class Tokenizer:
     """A tokenizer.json, and the bytes that each of its tokens stands for."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None = None
+    ) -> None:
         self._backend = backend
         self.special_tokens = special_tokens
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
         """The model's own template, if it has one."""
-        self.special_ids = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """For each id what it adds to the text; several may make one character."""
         self.longest_token = max(map(len, self.token_bytes), default=0)
@@ -73,7 +77,9 @@ def byte_tokenizer() -> Tokenizer:
     """A tokenizer without a model's files: ids 0 to 2 are special, then one for each byte, and one for images; ChatML is its template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(_byte_of_character().items(), key=lambda item: item[1])
-    vocabulary = {text: index for index, text in enumerate([*special, *(character for character, _ in alphabet), IMAGE])}
+    vocabulary = {
+        text: index for index, text in enumerate([*special, *(character for character, _ in alphabet), IMAGE])
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -100,7 +106,9 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 def _steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """The decoder's steps, each with its `type`."""
-    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    decoder: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    )
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
@@ -108,7 +116,9 @@ def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
     """From a token as the vocabulary spells it to its bytes."""
     kinds = {step["type"] for step in steps}
     if unknown := kinds - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
-        raise ValueError(f"the tokenizer's decoder ({', '.join(sorted(unknown))}) is not one whose tokens have bytes of their own")
+        raise ValueError(
+            f"the tokenizer's decoder ({', '.join(sorted(unknown))}) is not one whose tokens have bytes of their own"
+        )
     alphabet = _byte_of_character()
     spellings = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
     spellings += [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]

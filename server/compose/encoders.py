@@ -39,8 +39,12 @@ def encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry
 
     name, secret = served_name(settings), internal_secret(settings)
     observer, arena = PeerMetrics(registry, name, "encode"), open_arena(settings.kv_transfer)
-    peers = EncodePeers(settings.encode_urls, secret, settings.encode_attempts, observer, arena, settings.transfer_timeout_seconds)
-    return EncoderPool(peers, name, settings.engine, _tower(settings, folder) if settings.encode_fallback == "local" else None)
+    peers = EncodePeers(
+        settings.encode_urls, secret, settings.encode_attempts, observer, arena, settings.transfer_timeout_seconds
+    )
+    return EncoderPool(
+        peers, name, settings.engine, _tower(settings, folder) if settings.encode_fallback == "local" else None
+    )
 
 
 def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry) -> PromptEncoder | None:
@@ -62,7 +66,9 @@ def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorR
     from engine.replicas.encoders import PromptEncoderPool, PromptPeers  # noqa: PLC0415 - most replicas do without
 
     name = served_name(settings)
-    peers = PromptPeers(settings.encode_urls, internal_secret(settings), settings.encode_attempts, PeerMetrics(registry, name, "encode"))
+    peers = PromptPeers(
+        settings.encode_urls, internal_secret(settings), settings.encode_attempts, PeerMetrics(registry, name, "encode")
+    )
     return PromptEncoderPool(peers, name)
 
 
@@ -85,7 +91,9 @@ def service(
         assert prompt_encoder is not None
         return PromptService(name, settings.engine, prompt_encoder, metrics)
     arena = open_arena(settings.kv_transfer, settings.kv_transfer_port if alone else 0)  # else the engine has the port
-    return ImageService(name, settings.engine, encoder, EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics), metrics)
+    return ImageService(
+        name, settings.engine, encoder, EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics), metrics
+    )
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:

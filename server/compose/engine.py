@@ -38,7 +38,9 @@ def model_folder(settings: Settings) -> Path | None:
         return folder if folder.is_dir() else None
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
-    return resolve_model(settings.model, settings.cache_dir, weights=has_model(settings) and settings.load_format != "dummy")
+    return resolve_model(
+        settings.model, settings.cache_dir, weights=has_model(settings) and settings.load_format != "dummy"
+    )
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -56,7 +58,9 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             model=str(folder or served_name(settings)),
             token_delay=settings.fake_token_delay_ms / 1e3,
             context_length=settings.max_seq_len or default.context_length,
-            max_num_seqs=settings.max_batch_size if "max_batch_size" in settings.model_fields_set else default.max_num_seqs,
+            max_num_seqs=settings.max_batch_size
+            if "max_batch_size" in settings.model_fields_set
+            else default.max_num_seqs,
         )
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without

@@ -135,7 +135,10 @@ def _mapping(content: Any, setting: str) -> Mapping[str, Any]:
 def _origin(found: Effective, fault: str) -> str:
     """The layer of the argument that a line of `problems` begins with, or of the first one below it."""
     path = fault.partition(":")[0]
-    return next((layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")), "the engine's arguments")
+    return next(
+        (layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")),
+        "the engine's arguments",
+    )
 
 
 def _shown(value: Any) -> str:

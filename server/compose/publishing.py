@@ -12,7 +12,9 @@ from server.metrics.page import ServerMetrics
 from server.settings import Settings
 
 
-def publish_events(settings: Settings, metrics: ServerMetrics, replica: Replica, engine: Engine, stack: AsyncExitStack) -> None:
+def publish_events(
+    settings: Settings, metrics: ServerMetrics, replica: Replica, engine: Engine, stack: AsyncExitStack
+) -> None:
     """Publish the events of a started engine, if that is wanted and no other process of the replica does, until `stack` is closed. Raises
     EngineFailure if an address is taken."""
     if not settings.publish_kv_events or not _elected(metrics.folder, stack):
@@ -30,7 +32,9 @@ def publish_events(settings: Settings, metrics: ServerMetrics, replica: Replica,
     )
     stack.push_async_callback(publisher.close)
     publisher.start()
-    replica.checks["kv_events"] = lambda: f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else ""
+    replica.checks["kv_events"] = lambda: (
+        f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else ""
+    )
     metrics.watch(KvEventMetrics(metrics.registry, replica.model_name, publisher).update)
 
 

@@ -20,7 +20,9 @@ from server.settings import Settings
 _MAX_SESSIONS = 1 << 16
 
 
-async def add_router(settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack) -> None:
+async def add_router(
+    settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack
+) -> None:
     """Find the replicas and give the router to `replica`; it ends with `stack`."""
     tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
     fleet = _fleet(settings, RoutingMetrics(metrics.registry, replica.model_name))

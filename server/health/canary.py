@@ -30,7 +30,9 @@ class Canary:
     is told each outcome: ok, failed or timeout.
     """
 
-    def __init__(self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], observe: Callable[[str], None]) -> None:
+    def __init__(
+        self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], observe: Callable[[str], None]
+    ) -> None:
         self._probe = probe
         self._activity = activity
         self._up = up

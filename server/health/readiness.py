@@ -44,10 +44,14 @@ class Health:
 
     async def add_engine(self, local: Engine, serving: Engine, stack: AsyncExitStack) -> None:
         """`local` computes here, `serving` is what requests go to. What is run for them ends with `stack`."""
-        self._replica.checks["engine"] = lambda: "" if local.healthy else "The engine is restarting, or does not answer."
+        self._replica.checks["engine"] = lambda: (
+            "" if local.healthy else "The engine is restarting, or does not answer."
+        )
         if self._role == "decode":
             self._add_prefill_peers(serving)
-        await self._add_canary(engine_probe(local, self._role), lambda: self._server_metrics.iteration, lambda: local.healthy, stack)
+        await self._add_canary(
+            engine_probe(local, self._role), lambda: self._server_metrics.iteration, lambda: local.healthy, stack
+        )
 
     async def add_encoders(
         self, encoder: Encoder | None, prompt_encoder: PromptEncoder | None, folder: Path | None, stack: AsyncExitStack
@@ -71,7 +75,9 @@ class Health:
         assert isinstance(serving, DisaggregatedEngine), "a decode replica's"
         self._replica.peers["prefill"] = lambda: serving.pool.counts
         if serving.min_tokens is None:
-            self._replica.checks["prefill_peers"] = lambda: "" if serving.pool.healthy(serving.common) else "No prefill replica answers."
+            self._replica.checks["prefill_peers"] = lambda: (
+                "" if serving.pool.healthy(serving.common) else "No prefill replica answers."
+            )
 
     def _add_encode_peers(self, encoder: Encoder | PromptEncoder) -> None:
         from engine.replicas.encoders import EncoderPool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
@@ -80,7 +86,9 @@ class Health:
         # No check: once it has started, chats without images and with known ones are answered without them.
         self._replica.peers["encode"] = lambda: encoder.counts
 
-    async def _add_canary(self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], stack: AsyncExitStack) -> None:
+    async def _add_canary(
+        self, probe: Probe, activity: Callable[[], int], up: Callable[[], bool], stack: AsyncExitStack
+    ) -> None:
         if not self._settings.canary_seconds:
             return
         canary = Canary(probe, activity, up, self._metrics.canary)

@@ -63,7 +63,9 @@ _RULES: dict[type[Exception], Rule] = {
     QueueTimeout: Rule(503, "server_error", "queue_timeout", retry_after=2, retry=True),
     EngineUnavailable: Rule(503, "server_error", "unavailable", retry_after=2, retry=True),
     EngineFailure: Rule(500, "server_error", "engine_failure", retry=False),
-    ClientDisconnect: Rule(499, "invalid_request_error", "client_disconnected", message="The client closed the connection."),
+    ClientDisconnect: Rule(
+        499, "invalid_request_error", "client_disconnected", message="The client closed the connection."
+    ),
     Exception: _INTERNAL,
 }
 _HTTP_RULES: dict[int, Rule] = {
@@ -94,7 +96,11 @@ class Answer:
 
 def render(error: Exception) -> Answer:
     """The answer to a request that failed with `error`."""
-    rule = _http_rule(error) if isinstance(error, HTTPException) else next(_RULES[cls] for cls in type(error).__mro__ if cls in _RULES)
+    rule = (
+        _http_rule(error)
+        if isinstance(error, HTTPException)
+        else next(_RULES[cls] for cls in type(error).__mro__ if cls in _RULES)
+    )
     if rule.status == 500:
         log.error("a request failed", exc_info=error)
     message, param = _describe(error)
@@ -161,7 +167,9 @@ def _describe(error: Exception) -> tuple[str, str | None]:
 
 def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
     paths = [_path(entry, body) for entry in errors[:_MAX_ERRORS]]
-    lines = [f"{path}: {_message(entry)}" if path else _message(entry) for path, entry in zip(paths, errors, strict=False)]
+    lines = [
+        f"{path}: {_message(entry)}" if path else _message(entry) for path, entry in zip(paths, errors, strict=False)
+    ]
     message = "; ".join(printable(line, _MAX_CHARACTERS) for line in lines)
     return message, printable(paths[0], _MAX_CHARACTERS) if paths and paths[0] else None
 
@@ -178,7 +186,9 @@ def _path(entry: Mapping[str, Any], body: Any) -> str:
     parts: list[str] = []
     location = entry["loc"]
     for position, part in enumerate(location):
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int) and part < len(body)
+        ):
             body = body[part]
         elif not (entry["type"] == "missing" and position == len(location) - 1):
             continue

@@ -22,7 +22,17 @@ LIVENESS = "/health/live"
 INTERNAL = frozenset({"/prefill", "/encode"})
 """Routes between replicas, never for outside clients."""
 OPEN_WHILE_NOT_READY = frozenset(
-    {LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics", "/server_info", "/version", "/docs", "/openapi.json"}
+    {
+        LIVENESS,
+        "/health",
+        "/health/ready",
+        "/metrics",
+        "/prometheus/metrics",
+        "/server_info",
+        "/version",
+        "/docs",
+        "/openapi.json",
+    }
 )
 """Routes that need no engine, or say themselves that it is not there."""
 
@@ -87,7 +97,9 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._admitted(scope):
-            error = HTTPException(401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"})
+            error = HTTPException(
+                401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
+            )
             await render(error).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)

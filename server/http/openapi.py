@@ -20,7 +20,9 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = make_document()
-        _, definitions = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
+        _, definitions = models_json_schema(
+            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+        )
         document["components"]["schemas"].update(definitions["$defs"])
         return document
 

@@ -40,7 +40,9 @@ CLOSE_SECONDS = 1.0
 _BATCH, _PAUSE_MS = 256, 500
 """Spans in one message, and the pause between messages while fewer wait."""
 _SEND_SECONDS = 5.0
-_SWITCH_SECONDS = 0.0005  # how long the thread that sends keeps the interpreter from the event loop: a tenth of Python's default
+_SWITCH_SECONDS = (
+    0.0005  # how long the thread that sends keeps the interpreter from the event loop: a tenth of Python's default
+)
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
 
@@ -62,7 +64,9 @@ class Tracing:
             "gen_ai.request.model": served_name(settings),
         }
         self.resource = _Process(Resource.create(about).attributes)
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # of a collector that is away it would say four lines a second
+        logging.getLogger("opentelemetry").setLevel(
+            logging.CRITICAL
+        )  # of a collector that is away it would say four lines a second
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
         self.queue = _Queue(self._exporter)
@@ -75,11 +79,15 @@ class Tracing:
         if parent is not None and parent.is_valid:
             if not parent.trace_flags.sampled:
                 return _Unsampled(_headers(parent))
-            context = SpanContext(parent.trace_id, _ids.generate_span_id(), False, parent.trace_flags, parent.trace_state)
+            context = SpanContext(
+                parent.trace_id, _ids.generate_span_id(), False, parent.trace_flags, parent.trace_state
+            )
             return _Recorded(self, name, SpanKind.SERVER, context, parent)
         trace_id = _ids.generate_trace_id()
         sampled = self._sampler.should_sample(None, trace_id, name).decision.is_sampled()  # type: ignore[no-untyped-call]
-        context = SpanContext(trace_id, _ids.generate_span_id(), False, TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT))
+        context = SpanContext(
+            trace_id, _ids.generate_span_id(), False, TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+        )
         return _Recorded(self, name, SpanKind.SERVER, context) if sampled else _Unsampled(_headers(context))
 
     def middleware(self, app: ASGIApp) -> "TracingMiddleware":
@@ -137,7 +145,13 @@ def _describe(span: "_Recorded | _Unsampled", scope: Scope) -> None:
     if isinstance(route, APIRoute):
         span.rename(f"POST {route.path_format}")
         span.set({"http.route": route.path_format})
-    span.set({"http.request.method": "POST", "url.scheme": scope["scheme"], "trellis.request_id": scope["state"]["request_id"]})
+    span.set(
+        {
+            "http.request.method": "POST",
+            "url.scheme": scope["scheme"],
+            "trellis.request_id": scope["state"]["request_id"],
+        }
+    )
 
 
 class _Recorded:
@@ -145,7 +159,9 @@ class _Recorded:
 
     __slots__ = ("_attributes", "_context", "_kind", "_name", "_parent", "_start", "_status", "_tracing")
 
-    def __init__(self, tracing: Tracing, name: str, kind: SpanKind, context: SpanContext, parent: SpanContext | None = None) -> None:
+    def __init__(
+        self, tracing: Tracing, name: str, kind: SpanKind, context: SpanContext, parent: SpanContext | None = None
+    ) -> None:
         self._tracing, self._name, self._kind, self._context, self._parent = tracing, name, kind, context, parent
         self._attributes: dict[str, trace.Value] = {}
         self._status = _UNSET
@@ -155,7 +171,9 @@ class _Recorded:
     def headers(self) -> dict[str, str]:
         return _headers(self._context)
 
-    def child(self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None) -> trace.Span:
+    def child(
+        self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None
+    ) -> trace.Span:
         mine = self._context
         context = SpanContext(mine.trace_id, _ids.generate_span_id(), False, mine.trace_flags, mine.trace_state)
         child = _Recorded(self._tracing, name, SpanKind.CLIENT if client else SpanKind.INTERNAL, context, mine)
@@ -175,7 +193,10 @@ class _Recorded:
             self._status = _ERROR
 
     def end(self, at: int | None = None) -> None:
-        attributes, self._attributes = self._attributes, {}  # what is said from here on comes too late: another thread reads them
+        attributes, self._attributes = (
+            self._attributes,
+            {},
+        )  # what is said from here on comes too late: another thread reads them
         span = ReadableSpan(
             name=self._name,
             context=self._context,
@@ -199,7 +220,9 @@ class _Unsampled:
     def __init__(self, headers: dict[str, str]) -> None:
         self.headers = headers
 
-    def child(self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None) -> trace.Span:
+    def child(
+        self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None
+    ) -> trace.Span:
         return self
 
     def rename(self, name: str) -> None:
@@ -270,9 +293,15 @@ class _Exporter(SpanExporter):
         answers = result is SpanExportResult.SUCCESS
         self.done += len(spans)
         self.spans.labels("exported" if answers else "failed").inc(len(spans))
-        if answers != self._answers and not self._closed:  # what is under way when the server ends is already said to be lost
+        if (
+            answers != self._answers and not self._closed
+        ):  # what is under way when the server ends is already said to be lost
             self._answers = answers
-            log.log(logging.INFO if answers else logging.WARNING, "the collector of traces %s", "answers" if answers else "takes none")
+            log.log(
+                logging.INFO if answers else logging.WARNING,
+                "the collector of traces %s",
+                "answers" if answers else "takes none",
+            )
         return result
 
     def shutdown(self) -> None:

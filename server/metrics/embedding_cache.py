@@ -15,7 +15,9 @@ class CacheMetrics:
             return Counter(f"trtllm_embedding_cache_{name}", text, ["model_name"], registry=registry).labels(model_name)
 
         def gauge(name: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
-            family = Gauge(f"trtllm_embedding_cache_{name}", text, ["model_name"], registry=registry, multiprocess_mode=mode)
+            family = Gauge(
+                f"trtllm_embedding_cache_{name}", text, ["model_name"], registry=registry, multiprocess_mode=mode
+            )
             return family.labels(model_name)
 
         self._cache = cache
@@ -25,7 +27,9 @@ class CacheMetrics:
         self._evictions = counter("evictions", "Images whose embeddings made room for others")
         self._bytes = gauge("bytes", "Bytes of the embeddings in the cache", "livesum")
         self._entries = gauge("entries", "Images whose embeddings are in the cache", "livesum")
-        self._utilization = gauge("utilization", "Part of the cache in use; of several API processes the fullest", "livemax")
+        self._utilization = gauge(
+            "utilization", "Part of the cache in use; of several API processes the fullest", "livemax"
+        )
 
     def update(self) -> None:
         stats = self._cache.stats

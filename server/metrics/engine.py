@@ -35,7 +35,9 @@ class InfoCollector(_Collector):
     def collect(self) -> Iterable[Metric]:
         info = self._info
         yield self._gauge("model_load_time_seconds", "How long the model took to load", info.load_seconds)
-        yield self._gauge("model_context_length", "Most tokens, prompt and output together, of a sequence", info.context_length)
+        yield self._gauge(
+            "model_context_length", "Most tokens, prompt and output together, of a sequence", info.context_length
+        )
         yield self._gauge("model_max_num_seqs", "Most sequences in one step", info.max_num_seqs)
         yield self._gauge("model_max_num_batched_tokens", "Most tokens in one step", info.max_num_tokens)
         yield self._gauge("kv_cache_block_size", "Tokens in a KV block", info.block_size)
@@ -56,18 +58,32 @@ class EngineCollector(_Collector):
     def collect(self) -> Iterable[Metric]:
         stats, blocks = self._stats, self._stats.kv_cache_stats
         yield self._gauge("num_requests_running", "Sequences that run", stats.num_active_requests)
-        yield self._gauge("num_requests_waiting", "Sequences that wait, in and before the engine", stats.num_queued_requests + self._queued)
-        yield self._gauge("kv_cache_utilization", "Part of the KV blocks in use", blocks.used_num_blocks / max(blocks.max_num_blocks, 1))
+        yield self._gauge(
+            "num_requests_waiting",
+            "Sequences that wait, in and before the engine",
+            stats.num_queued_requests + self._queued,
+        )
+        yield self._gauge(
+            "kv_cache_utilization",
+            "Part of the KV blocks in use",
+            blocks.used_num_blocks / max(blocks.max_num_blocks, 1),
+        )
         yield self._gauge("kv_cache_hit_rate", "Part of the prompts' blocks that were reused", blocks.cache_hit_rate)
         yield self._gauge("kv_cache_max_blocks", "KV blocks", blocks.max_num_blocks)
         yield self._gauge("kv_cache_used_blocks", "KV blocks that live sequences hold", blocks.used_num_blocks)
         yield self._gauge("kv_cache_free_blocks", "KV blocks that can be taken", blocks.free_num_blocks)
         yield self._counter("kv_cache_reused_blocks", "Blocks of prompts found in the cache", blocks.reused_blocks)
         yield self._counter("kv_cache_missed_blocks", "Blocks of prompts not found in the cache", blocks.missed_blocks)
-        yield self._counter("num_requests_completed", "Sequences that finished in the engine", stats.num_completed_requests)
-        yield self._counter("engine_aborted_requests", "Sequences that were aborted in the engine", stats.num_aborted_requests)
         yield self._counter(
-            "num_preemptions", "Sequences that lost their KV blocks to others and were computed again", stats.num_preemptions
+            "num_requests_completed", "Sequences that finished in the engine", stats.num_completed_requests
+        )
+        yield self._counter(
+            "engine_aborted_requests", "Sequences that were aborted in the engine", stats.num_aborted_requests
+        )
+        yield self._counter(
+            "num_preemptions",
+            "Sequences that lost their KV blocks to others and were computed again",
+            stats.num_preemptions,
         )
         yield self._counter("iterations", "Steps of the engine", stats.iteration)
         yield self._gauge("iteration_latency_seconds", "The engine's latest step", stats.iter_latency_ms / 1e3)
@@ -83,11 +99,21 @@ class EngineCollector(_Collector):
 
     def _collect_transfers(self, stats: IterationStats) -> Iterable[Metric]:
         """Of KV blocks that go from replica to replica."""
-        yield self._gauge("num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests)
+        yield self._gauge(
+            "num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests
+        )
         yield self._gauge("kv_cache_held_blocks", "Their KV blocks", stats.num_held_blocks)
-        yield self._gauge("num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests)
+        yield self._gauge(
+            "num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests
+        )
         yield self._counter("kv_transfer_success", "Prompts whose KV blocks were read", stats.kv_transfer_success_total)
-        yield self._counter("kv_transfer_failure", "Prompts computed again, as reading them failed", stats.kv_transfer_failure_total)
+        yield self._counter(
+            "kv_transfer_failure", "Prompts computed again, as reading them failed", stats.kv_transfer_failure_total
+        )
         yield self._counter("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes)
-        yield self._counter("kv_transfer_latency_seconds", "Time that reading them took", stats.kv_transfer_latency_seconds)
-        yield self._gauge("kv_transfer_speed_gb_s", "Speed of the latest such reads in GB (1e9 bytes) a second", self._speed / 1e9)
+        yield self._counter(
+            "kv_transfer_latency_seconds", "Time that reading them took", stats.kv_transfer_latency_seconds
+        )
+        yield self._gauge(
+            "kv_transfer_speed_gb_s", "Speed of the latest such reads in GB (1e9 bytes) a second", self._speed / 1e9
+        )

@@ -15,16 +15,24 @@ class KvEventMetrics:
             return Counter(f"trtllm_kv_event_{name}", text, ["model_name", "dp_rank"], registry=registry)
 
         def gauge(name: str, text: str) -> Gauge:
-            family = Gauge(f"trtllm_kv_event_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livemax")
+            family = Gauge(
+                f"trtllm_kv_event_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livemax"
+            )
             return family.labels(model_name)
 
         self._model_name = model_name
         self._publisher = publisher
         self._of_rank: list[tuple[Counter, Callable[[Rank], int]]] = [
             (counter("published_events", "KV-cache events published"), lambda rank: rank.events),
-            (counter("published_messages", "Messages of KV-cache events published"), lambda rank: rank.channel.sequence),
+            (
+                counter("published_messages", "Messages of KV-cache events published"),
+                lambda rank: rank.channel.sequence,
+            ),
             (counter("published_bytes", "Bytes of these messages"), lambda rank: rank.bytes),
-            (counter("replayed_messages", "Messages of KV-cache events sent again"), lambda rank: rank.channel.replayed),
+            (
+                counter("replayed_messages", "Messages of KV-cache events sent again"),
+                lambda rank: rank.channel.replayed,
+            ),
             (
                 counter("id_gap_events", "KV-cache events lost before they came here, by gaps in their ids"),
                 lambda rank: rank.converter.lost,
@@ -39,7 +47,9 @@ class KvEventMetrics:
         ).labels(model_name)
         self._nats_waiting = gauge("nats_waiting_messages", "Messages of KV-cache events that wait for NATS")
         self._nats_seen = 0
-        gauge("buffer_capacity", "Messages of KV-cache events that are kept to be sent again").set(publisher.config.buffer)
+        gauge("buffer_capacity", "Messages of KV-cache events that are kept to be sent again").set(
+            publisher.config.buffer
+        )
         self._up = gauge("publisher_up", "1 while KV-cache events are published, 0 once that has failed")
 
     def update(self) -> None:

@@ -57,10 +57,16 @@ class ServerMetrics:
         ).labels(model_name)
         self._step: Histogram | None = None
         self._lag = Histogram(
-            "event_loop_lag_seconds", "How late the event loop runs a timer", registry=self.registry, buckets=_LAG_BUCKETS
+            "event_loop_lag_seconds",
+            "How late the event loop runs a timer",
+            registry=self.registry,
+            buckets=_LAG_BUCKETS,
         )
         self._last_lag = Gauge(
-            "event_loop_lag_last_seconds", "The latest event_loop_lag_seconds", registry=self.registry, multiprocess_mode="livemax"
+            "event_loop_lag_last_seconds",
+            "The latest event_loop_lag_seconds",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
 
     def render(self) -> bytes:
@@ -74,7 +80,12 @@ class ServerMetrics:
         if self._info is not None:
             page.register(InfoCollector(self._info, self._model_name))
         if self._stats is not None:
-            queued = sum(sample.value for family in counted if family.name == "trtllm_num_requests_queued" for sample in family.samples)
+            queued = sum(
+                sample.value
+                for family in counted
+                if family.name == "trtllm_num_requests_queued"
+                for sample in family.samples
+            )
             page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
         return generate_latest(page)
 
@@ -103,7 +114,9 @@ class ServerMetrics:
         ).labels(self._model_name)
         async for stats in engine.stats():
             self._note(stats)
-            if engine.healthy:  # again, since after a restart it is another engine's; one that closes says nothing of itself
+            if (
+                engine.healthy
+            ):  # again, since after a restart it is another engine's; one that closes says nothing of itself
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
@@ -123,5 +136,8 @@ class ServerMetrics:
         before, self._stats = self._stats, stats
         if self._step is not None and stats.iteration and (before is None or stats.iteration != before.iteration):
             self._step.observe(stats.iter_latency_ms / 1e3)
-        if before is not None and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0:
+        if (
+            before is not None
+            and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0
+        ):
             self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds

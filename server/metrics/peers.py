@@ -11,13 +11,24 @@ class PeerMetrics:
     """The `Observer` of `engine/replicas`, as Prometheus metrics of one model. Peers `does` this: prefill or encode."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, does: str) -> None:
-        here = "Prompts that were computed by the decode replica itself" if does == "prefill" else "Requests whose images were encoded here"
+        here = (
+            "Prompts that were computed by the decode replica itself"
+            if does == "prefill"
+            else "Requests whose images were encoded here"
+        )
         self._model_name = model_name
         self._requests = Counter(
-            f"trtllm_{does}_requests", f"Requests to {does} replicas", ["model_name", "peer", "outcome"], registry=registry
+            f"trtllm_{does}_requests",
+            f"Requests to {does} replicas",
+            ["model_name", "peer", "outcome"],
+            registry=registry,
         )
         self._seconds = Histogram(
-            f"trtllm_{does}_seconds", f"From asking {does} replicas to their handoffs", ["model_name"], registry=registry, buckets=_SECONDS
+            f"trtllm_{does}_seconds",
+            f"From asking {does} replicas to their handoffs",
+            ["model_name"],
+            registry=registry,
+            buckets=_SECONDS,
         ).labels(model_name)
         self._retries = Counter(
             f"trtllm_{does}_retries", f"Requests that went to another {does} replica", ["model_name"], registry=registry
@@ -58,13 +69,19 @@ class EncodeMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"trtllm_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livesum").labels(model_name)
+            return Gauge(f"trtllm_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livesum").labels(
+                model_name
+            )
 
-        self._images = Counter("trtllm_encoded_images", "Images encoded for other replicas", ["model_name"], registry=registry).labels(
-            model_name
-        )
+        self._images = Counter(
+            "trtllm_encoded_images", "Images encoded for other replicas", ["model_name"], registry=registry
+        ).labels(model_name)
         self._seconds = Histogram(
-            "trtllm_encoding_seconds", "Encoding the images of one request", ["model_name"], registry=registry, buckets=_SECONDS
+            "trtllm_encoding_seconds",
+            "Encoding the images of one request",
+            ["model_name"],
+            registry=registry,
+            buckets=_SECONDS,
         ).labels(model_name)
         self._held = gauge("embeddings_held", "Answers whose embeddings are kept for another replica to read")
         self._held_bytes = gauge("embeddings_held_bytes", "Bytes of their embeddings")

@@ -16,12 +16,19 @@ class ReplicaMetrics:
             registry=registry,
             multiprocess_mode="livemax",
         ).labels(model_name, role, "none" if role == "router" else backend, __version__).set(1)
-        self._ready = Gauge("trellis_ready", "1 if the replica takes requests", registry=registry, multiprocess_mode="livemin")
+        self._ready = Gauge(
+            "trellis_ready", "1 if the replica takes requests", registry=registry, multiprocess_mode="livemin"
+        )
         self._blocked = Gauge(
-            "trellis_event_loop_blocked", "1 while an event loop stands still", registry=registry, multiprocess_mode="livemax"
+            "trellis_event_loop_blocked",
+            "1 while an event loop stands still",
+            registry=registry,
+            multiprocess_mode="livemax",
         )
         self._blocks = Counter("trellis_event_loop_blocks", "Times that an event loop stood still", registry=registry)
-        self._canaries = Counter("trellis_canary_requests", "Requests that the replica made to try itself", ["outcome"], registry=registry)
+        self._canaries = Counter(
+            "trellis_canary_requests", "Requests that the replica made to try itself", ["outcome"], registry=registry
+        )
         for outcome in ("ok", "failed", "timeout"):
             self._canaries.labels(outcome)
 

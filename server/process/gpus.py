@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from server.compose.engine_args import Parallelism
 
-_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total,uuid", "--format=csv,noheader,nounits")
+_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,compute_cap,memory.total,uuid",
+    "--format=csv,noheader,nounits",
+)
 _QUERY_SECONDS = 30.0
 
 

@@ -31,7 +31,11 @@ log = logging.getLogger(__name__)
 
 
 def serve(
-    settings: Settings, listener: socket.socket, started: float, metrics_folder: Path | None = None, parent: int | None = None
+    settings: Settings,
+    listener: socket.socket,
+    started: float,
+    metrics_folder: Path | None = None,
+    parent: int | None = None,
 ) -> int:
     """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start.
 
@@ -59,7 +63,9 @@ def serve(
 
 def listen(host: str, port: int, share: bool = False) -> socket.socket:
     """A socket bound to the address, not yet listening. With `share` several processes can bind to it. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -155,9 +161,19 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _announce(self, replica: Replica) -> None:
-        at, name, seconds = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}", replica.model_name, time.monotonic() - self._started
+        at, name, seconds = (
+            f"{url_of(self.servers[0].sockets[0])}{replica.entrance}",
+            replica.model_name,
+            time.monotonic() - self._started,
+        )
         if replica.router is not None:
-            log.info("ready: %s serves %s, by %d replicas; after %.1f s", at, name, len(replica.router.fleet.replicas), seconds)
+            log.info(
+                "ready: %s serves %s, by %d replicas; after %.1f s",
+                at,
+                name,
+                len(replica.router.fleet.replicas),
+                seconds,
+            )
             return
         if replica.engine is None:
             log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)

@@ -16,13 +16,21 @@ class MediaSettings(BaseSettings):
     # Images
     max_images: int = Field(32, ge=0, description="Most images in a chat; 0 takes none")
     max_image_mb: float = Field(20.0, gt=0, description="Largest image file in MiB")
-    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest image in pixels, width times height, of all frames")
+    max_image_pixels: int = Field(
+        64_000_000, ge=1, description="Largest image in pixels, width times height, of all frames"
+    )
     media_timeout_seconds: float = Field(30.0, gt=0, description="How long fetching an image may take")
     media_concurrency: int = Field(16, ge=1, le=1024, description="Images that are fetched at the same time")
-    media_allowed_hosts: Names = Field((), description="Comma-separated hosts to fetch images from; empty allows all public ones")
+    media_allowed_hosts: Names = Field(
+        (), description="Comma-separated hosts to fetch images from; empty allows all public ones"
+    )
     media_allow_private: bool = Field(False, description="Fetch images from private and loopback addresses too")
-    allowed_local_media_path: Path | None = Field(None, description="Folder that file:// images may be in; empty allows none")
-    embedding_cache_mb: float = Field(256.0, ge=0, description="Memory for embeddings of images in MiB, which are then not encoded again")
+    allowed_local_media_path: Path | None = Field(
+        None, description="Folder that file:// images may be in; empty allows none"
+    )
+    embedding_cache_mb: float = Field(
+        256.0, ge=0, description="Memory for embeddings of images in MiB, which are then not encoded again"
+    )
     image_processor_options: str = Field("", description="JSON object of options for the model's image processor")
 
     # Encode replicas
@@ -31,9 +39,12 @@ class MediaSettings(BaseSettings):
         description="Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port",
     )
     encode_fallback: Literal["local", "refuse"] = Field(
-        "local", description="Without an encode replica, this one encodes images itself (local, and loads what that takes) or answers 503"
+        "local",
+        description="Without an encode replica, this one encodes images itself (local, and loads what that takes) or answers 503",
     )
-    encode_attempts: int = Field(3, ge=1, description="Most encode replicas that are asked for an image, one after the other")
+    encode_attempts: int = Field(
+        3, ge=1, description="Most encode replicas that are asked for an image, one after the other"
+    )
     encode_inline_kb: int = Field(
         1024,
         ge=0,

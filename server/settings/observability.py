@@ -36,17 +36,24 @@ class ObservabilitySettings(BaseSettings):
 
     # KV-cache events, if publish_kv_events is set
     kv_events_endpoint: _SocketAddress = Field(
-        "tcp://*:5557", min_length=1, description="ZMQ address on which KV-cache events are published, with PUBLISH_KV_EVENTS"
+        "tcp://*:5557",
+        min_length=1,
+        description="ZMQ address on which KV-cache events are published, with PUBLISH_KV_EVENTS",
     )
     kv_events_replay_endpoint: _SocketAddress = Field(
-        "", description="ZMQ address that sends missed KV-cache events again, tcp://*:5560 for example; empty offers none"
+        "",
+        description="ZMQ address that sends missed KV-cache events again, tcp://*:5560 for example; empty offers none",
     )
     kv_events_topic: str = Field("", description="Topic of the KV-cache events, for subscribers of several replicas")
-    kv_events_buffer: int = Field(10_000, ge=1, description="Messages of KV-cache events that are kept to be sent again")
+    kv_events_buffer: int = Field(
+        10_000, ge=1, description="Messages of KV-cache events that are kept to be sent again"
+    )
     nats_url: Annotated[str, AfterValidator(_nats)] = Field(
         "", description="NATS server that KV-cache events go to as well, nats://host:4222 for example; empty uses none"
     )
-    nats_subject: str = Field("trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$", description="NATS subject of the KV-cache events")
+    nats_subject: str = Field(
+        "trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$", description="NATS subject of the KV-cache events"
+    )
 
     # Traces
     otel_endpoint: Annotated[str, AfterValidator(_web)] = Field(
@@ -56,14 +63,23 @@ class ObservabilitySettings(BaseSettings):
     )
     otel_service_name: str = Field("trellis", min_length=1, description="Name of this service in traces")
     otel_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="Part of the requests that are traced, of those whose client has not decided it with a traceparent"
+        1.0,
+        ge=0,
+        le=1,
+        description="Part of the requests that are traced, of those whose client has not decided it with a traceparent",
     )
 
     # Health
     canary_seconds: float = Field(
-        0.0, ge=0, description="Idle seconds after which the replica tries itself with a request of one token; 0 never does"
+        0.0,
+        ge=0,
+        description="Idle seconds after which the replica tries itself with a request of one token; 0 never does",
     )
-    canary_timeout_seconds: float = Field(10.0, gt=0, description="How long that may take before the replica is not ready")
+    canary_timeout_seconds: float = Field(
+        10.0, gt=0, description="How long that may take before the replica is not ready"
+    )
     watchdog_seconds: float = Field(
-        5.0, gt=0, description="How long the event loop may stand still before its stack is logged and the replica is not ready"
+        5.0,
+        gt=0,
+        description="How long the event loop may stand still before its stack is logged and the replica is not ready",
     )

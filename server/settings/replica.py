@@ -60,30 +60,41 @@ class _ReplicaSettings(BaseSettings):
     engine_on_death: Literal["restart", "exit"] = Field(
         "restart", description="When the engine process dies: restart it with back-off, or exit non-zero"
     )
-    engine_address: str = Field("", description="Address of an engine host that runs already (ipc:// or tcp://); empty starts one")
+    engine_address: str = Field(
+        "", description="Address of an engine host that runs already (ipc:// or tcp://); empty starts one"
+    )
     device: str = Field("auto", description="Torch device; auto takes CUDA when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32"
+        "auto",
+        description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32",
     )
     quantization: Literal["none", "fp8"] = Field(
-        "none", description="Quantise weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8"
+        "none",
+        description="Quantise weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto", description="Type of the KV cache, on such GPUs: auto takes that of the weights, fp8 has room for twice the tokens"
+        "auto",
+        description="Type of the KV cache, on such GPUs: auto takes that of the weights, fp8 has room for twice the tokens",
     )
     max_seq_len: int = Field(0, ge=0, description="Context length in tokens; 0 takes the model's")
     max_batch_size: int = Field(32, ge=1, le=4096, description="Most sequences in one step")
-    max_num_tokens: int = Field(1024, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share")
+    max_num_tokens: int = Field(
+        1024, ge=1, description="Most tokens in one step: the budget that chunked prefill and decode share"
+    )
     kv_block_size: int = Field(32, ge=1, le=1024, description="Tokens in a KV block")
     kv_cache_memory_mb: int = Field(384, ge=1, description="Memory for KV blocks in MiB, on a CPU")
-    free_gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Part of the free device memory taken for KV blocks, on a GPU")
+    free_gpu_memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Part of the free device memory taken for KV blocks, on a GPU"
+    )
     enable_block_reuse: bool = Field(True, description="Reuse the KV blocks of equal prefixes")
     enable_chunked_prefill: bool = Field(True, description="Split long prompts over several steps")
     attention: Literal["auto", "sdpa", "flashinfer"] = Field(
         "auto",
         description="Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs), sdpa (torch's, any device); auto chooses",
     )
-    load_format: Literal["auto", "dummy"] = Field("auto", description="Weights from the model's files, or random ones, for measuring")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="Weights from the model's files, or random ones, for measuring"
+    )
     overlap_scheduler: Literal["auto", "on", "off"] = Field(
         "auto", description="Prepare the next step of the embedded engine while the device computes; auto does on a GPU"
     )
@@ -93,7 +104,9 @@ class _ReplicaSettings(BaseSettings):
         ge=0,
         description="Compute threads of the embedded engine; 0 takes the cores that it may use, a container's quota counted in",
     )
-    fake_token_delay_ms: float = Field(0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds")
+    fake_token_delay_ms: float = Field(
+        0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds"
+    )
 
     # Disaggregation
     prefill_urls: Urls = Field(
@@ -101,36 +114,54 @@ class _ReplicaSettings(BaseSettings):
         description="Comma-separated prefill replicas for a decode replica: http://host:port, or dns+http://name:port for all addresses",
     )
     prefill_fallback: Literal["local", "refuse"] = Field(
-        "local", description="Without a prefill replica, decode computes the prompt itself (local) or answers 503 (refuse)"
+        "local",
+        description="Without a prefill replica, decode computes the prompt itself (local) or answers 503 (refuse)",
     )
     prefill_min_tokens: int = Field(
-        32, ge=0, description="Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse"
+        32,
+        ge=0,
+        description="Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse",
     )
-    prefill_attempts: int = Field(3, ge=1, description="Most prefill replicas that are asked for one request, one after the other")
-    lease_seconds: float = Field(30.0, gt=0, description="How long a prefill replica holds KV blocks that nobody has fetched")
+    prefill_attempts: int = Field(
+        3, ge=1, description="Most prefill replicas that are asked for one request, one after the other"
+    )
+    lease_seconds: float = Field(
+        30.0, gt=0, description="How long a prefill replica holds KV blocks that nobody has fetched"
+    )
     kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = Field(
-        "auto", description="How KV blocks move between replicas of the embedded engine; auto takes the best that both have"
+        "auto",
+        description="How KV blocks move between replicas of the embedded engine; auto takes the best that both have",
     )
-    kv_transfer_port: int = Field(0, ge=0, le=65535, description="Port on which KV blocks are served by TCP; 0 takes a free one")
+    kv_transfer_port: int = Field(
+        0, ge=0, le=65535, description="Port on which KV blocks are served by TCP; 0 takes a free one"
+    )
     transfer_timeout_seconds: float = Field(
-        5.0, gt=0, description="How long decode may take to read a prompt's KV blocks before it computes the prompt itself"
+        5.0,
+        gt=0,
+        description="How long decode may take to read a prompt's KV blocks before it computes the prompt itself",
     )
 
     # TensorRT-LLM
     backend: Literal["pytorch", "_autodeploy"] = Field("pytorch", description="TensorRT-LLM's own backend")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the layers in turn")
-    expert_parallel_size: int = Field(0, ge=0, description="GPUs that share the experts of a mixture; 0 leaves it to the engine")
+    expert_parallel_size: int = Field(
+        0, ge=0, description="GPUs that share the experts of a mixture; 0 leaves it to the engine"
+    )
     enable_attention_dp: bool = Field(False, description="Attention in data parallel over the tensor-parallel GPUs")
     gpus_per_node: int = Field(0, ge=0, description="GPUs of a node; 0 takes those that are visible")
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] = Field("xgrammar", description="Library for structured output")
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] = Field(
+        "xgrammar", description="Library for structured output"
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model")
     publish_kv_events: bool = Field(
         False,
         validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics"),
         description="Keep KV-cache events for routers",
     )
-    extra_engine_args: Path | None = Field(None, description="YAML file of arguments of TensorRT-LLM's LLM, over the settings")
+    extra_engine_args: Path | None = Field(
+        None, description="YAML file of arguments of TensorRT-LLM's LLM, over the settings"
+    )
     override_engine_args: str = Field("", description="JSON object of such arguments, over the file")
 
     # Tests
@@ -146,21 +177,34 @@ class _ReplicaSettings(BaseSettings):
     api_processes: int = Field(1, ge=1, le=64, description="API processes that share the port and the engine")
     root_path: str = Field("", description="Path prefix that a proxy strips")
     api_keys: Secrets = Field(
-        (), description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open"
+        (),
+        description="Comma-separated keys, one of which every route but liveness requires; empty leaves the server open",
     )
     internal_secret: SecretStr | None = Field(None, description="Secret of the internal routes between replicas")
-    cors_origins: Names = Field((), description="Comma-separated origins that browsers may call from; empty allows none")
+    cors_origins: Names = Field(
+        (), description="Comma-separated origins that browsers may call from; empty allows none"
+    )
     docs: bool = Field(True, description="Serve /docs and /openapi.json")
-    keep_alive_seconds: int = Field(75, ge=1, description="How long an idle connection stays open; more than the proxy's own limit")
-    sse_ping_seconds: float = Field(15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0 sends none")
+    keep_alive_seconds: int = Field(
+        75, ge=1, description="How long an idle connection stays open; more than the proxy's own limit"
+    )
+    sse_ping_seconds: float = Field(
+        15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0 sends none"
+    )
     shutdown_grace_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM")
 
     # Limits
     max_body_mb: float = Field(64.0, gt=0, description="Largest request body in MiB")
-    body_timeout_seconds: float = Field(60.0, gt=0, description="How long a client may take to send its headers, and then its body")
+    body_timeout_seconds: float = Field(
+        60.0, gt=0, description="How long a client may take to send its headers, and then its body"
+    )
     request_timeout_seconds: float = Field(600.0, gt=0, description="Deadline of a whole request")
-    max_queue_size: int = Field(1024, ge=0, description="Sequences that may wait for the engine before requests are refused with 429")
-    queue_timeout_seconds: float = Field(60.0, gt=0, description="Longest wait for the engine before a request is refused with 503")
+    max_queue_size: int = Field(
+        1024, ge=0, description="Sequences that may wait for the engine before requests are refused with 429"
+    )
+    queue_timeout_seconds: float = Field(
+        60.0, gt=0, description="Longest wait for the engine before a request is refused with 503"
+    )
     max_n: int = Field(128, ge=1, description="Most choices of one request, prompts times n")
     max_messages: int = Field(4096, ge=1, le=MAX_MESSAGES, description="Most messages in a chat")
     max_stop: int = Field(16, ge=0, description="Most stop strings")
@@ -168,7 +212,9 @@ class _ReplicaSettings(BaseSettings):
     max_top_logprobs: int = Field(20, ge=0, le=1000, description="Most alternatives reported for a token")
     max_schema_kb: int = Field(64, ge=1, description="Largest JSON schema, regular expression or grammar in KiB")
     max_schema_depth: int = Field(32, ge=1, description="Deepest nesting of a JSON schema")
-    guide_timeout_seconds: float = Field(15.0, gt=0, description="Longest compilation of a schema, regular expression or grammar")
+    guide_timeout_seconds: float = Field(
+        15.0, gt=0, description="Longest compilation of a schema, regular expression or grammar"
+    )
     chat_template_kwargs: Names = Field(
         ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
         description="Comma-separated template variables that requests may set",

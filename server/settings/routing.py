@@ -25,7 +25,8 @@ class RoutingSettings(BaseSettings):
 
     # Router
     route_urls: Urls = Field(
-        (), description="Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses"
+        (),
+        description="Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses",
     )
     route_events: _Endpoints = Field(
         (),
@@ -35,17 +36,29 @@ class RoutingSettings(BaseSettings):
     route_replays: _Endpoints = Field(
         (), description="Comma-separated ZMQ addresses that send missed events again, for ROUTE_EVENTS; empty has none"
     )
-    route_events_port: int = Field(5557, ge=0, le=65535, description="Port of the replicas' KV-cache events; 0 listens to none")
-    route_replay_port: int = Field(5560, ge=0, le=65535, description="Port on which the replicas send missed events again; 0 has none")
+    route_events_port: int = Field(
+        5557, ge=0, le=65535, description="Port of the replicas' KV-cache events; 0 listens to none"
+    )
+    route_replay_port: int = Field(
+        5560, ge=0, le=65535, description="Port on which the replicas send missed events again; 0 has none"
+    )
     route_policy: Literal["kv", "least_loaded", "round_robin"] = Field(
         "kv",
         description="How a router chooses: kv weighs tokens to compute, cached ones left out, against what a replica has to do already",
     )
-    route_overlap_weight: float = Field(1.0, ge=0, description="Weight of a request's own tokens to compute against those before it")
-    route_temperature: float = Field(0.0, ge=0, description="0 takes the cheapest replica; more takes others sometimes, up to all alike")
-    route_attempts: int = Field(3, ge=1, description="Most replicas that are asked for one request, one after the other")
+    route_overlap_weight: float = Field(
+        1.0, ge=0, description="Weight of a request's own tokens to compute against those before it"
+    )
+    route_temperature: float = Field(
+        0.0, ge=0, description="0 takes the cheapest replica; more takes others sometimes, up to all alike"
+    )
+    route_attempts: int = Field(
+        3, ge=1, description="Most replicas that are asked for one request, one after the other"
+    )
     session_header: str = Field(
-        "x-session-id", pattern=r"^[a-z0-9-]*$", description="Request header whose value stays with one replica; empty for no such thing"
+        "x-session-id",
+        pattern=r"^[a-z0-9-]*$",
+        description="Request header whose value stays with one replica; empty for no such thing",
     )
     session_seconds: float = Field(3600.0, gt=0, description="How long after its last request a session is remembered")
 

@@ -27,7 +27,10 @@ from benchmarks.summary import Summary, percentile
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
 TEXT = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
-USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}
+USAGE = {
+    "choices": [],
+    "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}},
+}
 
 
 def events(*chunks: dict[str, object], newline: bytes = b"\n", done: bool = True) -> bytes:
@@ -74,7 +77,11 @@ async def measured(answer: bytes, *, requests: int = 2, timeout: float = 20, clo
 
 
 @settings(max_examples=40, deadline=None)
-@given(cuts=st.lists(st.integers(0, 10_000), max_size=12), newline=st.sampled_from([b"\n", b"\r\n"]), texts=st.integers(1, 5))
+@given(
+    cuts=st.lists(st.integers(0, 10_000), max_size=12),
+    newline=st.sampled_from([b"\n", b"\r\n"]),
+    texts=st.integers(1, 5),
+)
 def test_counts_events_however_they_are_cut(cuts: list[int], newline: bytes, texts: int) -> None:
     body = b": ping" + newline * 2 + events(ROLE, *[TEXT] * texts, USAGE, newline=newline)
     summary = asyncio.run(measured(HEAD + chunked(body, cuts), requests=4))
@@ -86,7 +93,10 @@ def test_counts_events_however_they_are_cut(cuts: list[int], newline: bytes, tex
 
 
 async def test_usage_may_come_with_the_last_choice_and_without_done() -> None:
-    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+    last = {
+        "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+    }
     summary = await measured(HEAD + chunked(events(ROLE, TEXT, last, done=False), []))
     assert (summary.errors, summary.completion_tokens) == (0, 6)
 
@@ -98,7 +108,10 @@ async def test_usage_may_come_with_the_last_choice_and_without_done() -> None:
         (HEAD + chunked(events(TEXT, {"error": {"message": "lost"}}, done=False), []), '"lost"'),
         (HEAD + chunked(events(TEXT), []), "without usage"),
         (HEAD + chunked(b"", []), "without usage"),
-        (HEAD + chunked(events(TEXT, {"usage": {"prompt_tokens": 5, "completion_tokens": 2}}), []), "2 tokens came instead of 3"),
+        (
+            HEAD + chunked(events(TEXT, {"usage": {"prompt_tokens": 5, "completion_tokens": 2}}), []),
+            "2 tokens came instead of 3",
+        ),
         (b"nonsense\r\n\r\n", "malformed HTTP"),
     ],
 )
@@ -145,9 +158,7 @@ def test_prompts_have_the_tokens_asked_for(overhead: int, per_word: int, tokens:
 
 
 def test_histograms_are_read_between_two_scrapes() -> None:
-    page = (
-        'lag_bucket{{le="0.001",p="1"}} {}\nlag_bucket{{le="0.01",p="1"}} {}\nlag_bucket{{p="1",le="+Inf"}} {}\nlag_bucket{{le="+Inf"}} 0\n'
-    )
+    page = 'lag_bucket{{le="0.001",p="1"}} {}\nlag_bucket{{le="0.01",p="1"}} {}\nlag_bucket{{p="1",le="+Inf"}} {}\nlag_bucket{{le="+Inf"}} 0\n'
     before, after = histogram(page.format(5, 7, 7), "lag"), histogram(page.format(5, 106, 107), "lag")
     assert after == {0.001: 5.0, 0.01: 106.0, math.inf: 107.0}
     assert percentile_between(before, after, 99) == 0.01
@@ -161,14 +172,19 @@ def summary_of(tokens_per_second: float) -> Summary:
 
 
 def test_the_report_sets_servers_side_by_side(tmp_path: Path) -> None:
-    fast, slow = [summary_of(20.0), summary_of(90.0), summary_of(30.0)], [summary_of(10.0), summary_of(10.0), summary_of(10.0)]
+    fast, slow = (
+        [summary_of(20.0), summary_of(90.0), summary_of(30.0)],
+        [summary_of(10.0), summary_of(10.0), summary_of(10.0)],
+    )
     assert ratio(fast, slow) == 3.0
     assert ratio(fast, [summary_of(0.0)] * 3) == math.inf
     report = Report("test", {"seed": "1"}, cells={"4:40:128": {"ours": fast, "peer": slow}}, others=[0.5])
     page = report.write(tmp_path)
     assert "|       4 |     40 |    128 |       30.0 |" in page.read_text()
     assert "3.00" in page.read_text()
-    assert json.loads(page.with_suffix(".json").read_text())["cells"]["4:40:128"]["peer"][0]["tokens_per_second"] == 10.0
+    assert (
+        json.loads(page.with_suffix(".json").read_text())["cells"]["4:40:128"]["peer"][0]["tokens_per_second"] == 10.0
+    )
 
 
 def test_a_server_that_does_not_start_tells_why_and_leaves_nothing() -> None:
@@ -233,7 +249,9 @@ def test_bench_measures_http_alone(tmp_path: Path) -> None:
 
 def test_bench_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
     options = ["--servers", "fake", "--fake-streams", "4", "--fake-delay-ms", "1000", "--output", str(tmp_path)]
-    bench = subprocess.Popen([sys.executable, "-m", "benchmarks", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     watched = psutil.Process(bench.pid)
     while not (servers := [child for child in watched.children(recursive=True) if listens(child)]):
         assert bench.poll() is None

@@ -17,14 +17,36 @@ def test_a_mix_is_read() -> None:
 
 @pytest.mark.slow
 def test_both_sides_are_measured(tmp_path: Path) -> None:
-    options = ["--model", "tiny", "--prompts", "300", "--repeats", "1", "--mix", "2:40:100:600:0.1", "--output", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.disaggregated", *options, "--label", "try", "--kv-cache-memory-mb", "16"]
+    options = [
+        "--model",
+        "tiny",
+        "--prompts",
+        "300",
+        "--repeats",
+        "1",
+        "--mix",
+        "2:40:100:600:0.1",
+        "--output",
+        str(tmp_path),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.disaggregated",
+        *options,
+        "--label",
+        "try",
+        "--kv-cache-memory-mb",
+        "16",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=110, stdout=subprocess.DEVNULL)
     (page,) = tmp_path.glob("*.md")
     found = json.loads(page.with_suffix(".json").read_text())
     ours, theirs = found["disaggregated"], found["aggregated"]
     assert ours.keys() - theirs.keys() == {f"300 tokens: {what}" for what in MOVED} and not theirs.keys() - ours.keys()
-    assert ours["300 tokens: KV blocks, MiB"] == pytest.approx(320 * 2 * 2 * 2 * 16 * 4 / 2**20)  # ten blocks of float32
+    assert ours["300 tokens: KV blocks, MiB"] == pytest.approx(
+        320 * 2 * 2 * 2 * 16 * 4 / 2**20
+    )  # ten blocks of float32
     nothing = [name for side in (ours, theirs) for name, value in side.items() if not value > 0]
     at_once = {"mix: gap p50, ms", "mix: gap p90, ms", "300 tokens: from second to third, ms"}
     assert set(nothing) <= at_once, "on a busy machine tokens come several at a time"

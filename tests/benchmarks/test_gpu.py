@@ -46,7 +46,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path) -> EmbeddedConfig:
-    return EmbeddedConfig(model=str(folder), device="cpu", dtype="float32", threads=1, max_num_tokens=64, num_blocks=256)
+    return EmbeddedConfig(
+        model=str(folder), device="cpu", dtype="float32", threads=1, max_num_tokens=64, num_blocks=256
+    )
 
 
 def summary_of(tokens_per_second: float, **other: float) -> Summary:
@@ -59,7 +61,12 @@ def test_a_folder_without_weights_has_the_shape_and_a_tokenizer_whose_words_are_
 
     write_folder(tmp_path / "m", LLAMA_8B)
     found = AutoConfig.from_pretrained(tmp_path / "m")
-    assert (found.hidden_size, found.num_hidden_layers, found.intermediate_size, found.vocab_size) == (4096, 32, 14336, 49152)
+    assert (found.hidden_size, found.num_hidden_layers, found.intermediate_size, found.vocab_size) == (
+        4096,
+        32,
+        14336,
+        49152,
+    )
     assert (found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (32, 8, 128)
     assert (found.rope_parameters["rope_theta"], found.rope_parameters["rope_type"]) == (500000.0, "default")
     assert not list((tmp_path / "m").glob("*.safetensors"))
@@ -155,7 +162,9 @@ def test_the_engine_agrees_with_float32_and_a_wrong_one_is_found_out(tiny: Path,
         assert passes(near, engine)
         assert not passes(same, near)
         # One that forgets the last token of every prompt.
-        _, wrong = agreements("x", reference, {"rounded": rounded}, [(prompt[:-1], continuation) for prompt, continuation in pairs])
+        _, wrong = agreements(
+            "x", reference, {"rounded": rounded}, [(prompt[:-1], continuation) for prompt, continuation in pairs]
+        )
         assert not passes(near, wrong)
 
 
@@ -172,17 +181,44 @@ def test_agreement_counts_tokens_and_sequences(tiny: Path) -> None:
     (best, second) = logprobs.topk(2).indices.tolist()
     entry = tuple(Logprob(token, logprobs[token].item() + 0.5, 1) for token in (best, best, second))
     right, wrong = (Continuation([token], [entry]) for token in (best, second))
-    _, engine = agreements("x", model, {"same": model}, [(prompt, right), (prompt, wrong), (prompt, right), (prompt, right)])
+    _, engine = agreements(
+        "x", model, {"same": model}, [(prompt, right), (prompt, wrong), (prompt, right), (prompt, right)]
+    )
     assert (engine.tokens, engine.sequences) == (0.75, 0.75)
     assert engine.max_error == pytest.approx(0.5, abs=1e-4)
     assert engine.worst_margin == pytest.approx((logprobs[best] - logprobs[second]).item(), abs=1e-5)
 
 
-OPTIONS = ["--shape", "tiny", "--device", "cpu", "--attention", "sdpa", "--load-format", "auto", "--max-num-tokens=256", "--no-in-process"]
+OPTIONS = [
+    "--shape",
+    "tiny",
+    "--device",
+    "cpu",
+    "--attention",
+    "sdpa",
+    "--load-format",
+    "auto",
+    "--max-num-tokens=256",
+    "--no-in-process",
+]
 
 
 def test_one_run_starts_the_server_loads_it_and_writes_the_table(tmp_path: Path) -> None:
-    options = [*OPTIONS, "--starts", "1", "--cells", "1", "--repeats", "1", "--clients", "1", "--label", "test", "--commit", "abc"]
+    options = [
+        *OPTIONS,
+        "--starts",
+        "1",
+        "--cells",
+        "1",
+        "--repeats",
+        "1",
+        "--clients",
+        "1",
+        "--label",
+        "test",
+        "--commit",
+        "abc",
+    ]
     told = bench(*options, "--output", str(tmp_path), "--logs", str(tmp_path / "logs"))
     assert told.returncode == 0, told.stdout + told.stderr
     (path,) = tmp_path.glob("*-test.json")
@@ -209,7 +245,9 @@ def test_a_wrong_option_is_named(options: list[str], message: str) -> None:
 
 
 def bench(*options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_wheels_to_bring_along_are_pinned() -> None:

@@ -19,7 +19,12 @@ def test_a_widened_gguf_has_the_same_facts_and_its_weights_as_bfloat16(tmp_path:
     writer.add_key_value("tokenizer.ggml.tokens", ["a", "ß"], GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
     writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=GGMLQuantizationType.Q8_0)
     writer.add_tensor("blk.0.ffn_norm.weight", vector)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         write()
     widen(source, target)
     reader = gguf.GGUFReader(target)

@@ -17,7 +17,11 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
     server, nginx = compose["services"]["server"], compose["services"]["nginx"]
     image = (ROOT / "Dockerfile").read_text()
-    variables = [dict(re.findall(r"([A-Z_]+)=(\S+)", line)) for line in re.findall(r"^ENV (.*)", image, re.MULTILINE) if "PORT=" in line]
+    variables = [
+        dict(re.findall(r"([A-Z_]+)=(\S+)", line))
+        for line in re.findall(r"^ENV (.*)", image, re.MULTILINE)
+        if "PORT=" in line
+    ]
     assert len(variables) == 2
     for of_target in variables:
         named = {name.lower() for name in of_target} - {"pythonunbuffered", "path"}
@@ -60,7 +64,11 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
     for service, role in ((prefill, "prefill"), (decode, "decode")):
         environment = service["environment"]
         assert {name.lower() for name in environment} <= Settings.model_fields.keys()
-        given = {"internal_secret": "s", "disaggregation_mode": role, "prefill_urls": environment.get("PREFILL_URLS", "")}
+        given = {
+            "internal_secret": "s",
+            "disaggregation_mode": role,
+            "prefill_urls": environment.get("PREFILL_URLS", ""),
+        }
         assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and service["deploy"]["replicas"] == 2
     assert decode["environment"]["PREFILL_URLS"] == "dns+http://prefill:8000"
@@ -80,10 +88,17 @@ def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> Non
         assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and environment["MODEL"] == decode["MODEL"]
         assert service["profiles"] == gateway["profiles"] == ["epd"]
-    assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == ("dns+http://epd-encode:8000", "dns+http://epd-prefill:8000")
+    assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == (
+        "dns+http://epd-encode:8000",
+        "dns+http://epd-prefill:8000",
+    )
     assert roles["decode"]["networks"]["epd"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
     assert gateway["volumes"] == services["nginx"]["volumes"] and gateway["networks"] == ["epd"]
-    taken = [service["ports"][0].removeprefix("127.0.0.1:").partition(":")[0] for service in services.values() if "ports" in service]
+    taken = [
+        service["ports"][0].removeprefix("127.0.0.1:").partition(":")[0]
+        for service in services.values()
+        if "ports" in service
+    ]
     assert len(taken) == len(set(taken))
 
 
@@ -99,7 +114,9 @@ def test_the_image_is_pinned_and_not_roots() -> None:
 
 def test_the_image_has_every_package() -> None:
     copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"})
+    packages = sorted(
+        path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}
+    )
     assert sorted([*copied, "smolvision"]) == sorted(packages * 2), "the small model is the CPU image's alone"
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{package}" for package in packages} <= set(ignored)

@@ -66,7 +66,9 @@ def test_prefill_and_decode_fit(prefill: str, decode: str) -> None:
         assert first["kv_cache_config"][key] == second["kv_cache_config"][key]
     assert first["cache_transceiver_config"] == second["cache_transceiver_config"]
     assert first["cache_transceiver_config"]["backend"] is not None
-    assert first["cache_transceiver_config"]["max_tokens_in_buffer"] >= first["max_seq_len"], "the longest prompt can be sent"
+    assert first["cache_transceiver_config"]["max_tokens_in_buffer"] >= first["max_seq_len"], (
+        "the longest prompt can be sent"
+    )
     assert first["disable_overlap_scheduler"] is True
     assert second.get("disable_overlap_scheduler", False) is False
     assert second["max_seq_len"] >= first["max_seq_len"], "what was prefilled can go on"
@@ -105,15 +107,21 @@ def test_a_wrong_file_would_be_noticed() -> None:
 
 def test_the_documents_name_settings_that_exist() -> None:
     variables = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", README + GUIDE)) - NOT_OURS
-    flags = set(re.findall(r"(?<=--)(?:extra-engine|override-engine|disaggregation|engine-on|gpus-per)[a-z-]+", README + GUIDE))
+    flags = set(
+        re.findall(r"(?<=--)(?:extra-engine|override-engine|disaggregation|engine-on|gpus-per)[a-z-]+", README + GUIDE)
+    )
     assert len(variables) > 10
     assert len(flags) == 5
-    assert {name.lower() for name in variables} | {flag.replace("-", "_") for flag in flags} <= Settings.model_fields.keys()
+    assert {name.lower() for name in variables} | {
+        flag.replace("-", "_") for flag in flags
+    } <= Settings.model_fields.keys()
 
 
 def test_the_documents_name_arguments_that_exist() -> None:
     text = README + GUIDE.partition("## 1.2.1 and others")[0]
     named = set(re.findall(r"`(\w+_config)\.(\w+)", text))
     assert len(named) > 10
-    unknown = [(outer, inner) for outer, inner in named if "no such argument" in " ".join(problems({outer: {inner: None}}))]
+    unknown = [
+        (outer, inner) for outer, inner in named if "no such argument" in " ".join(problems({outer: {inner: None}}))
+    ]
     assert unknown == []

@@ -55,7 +55,9 @@ class Upstream:
             left -= len(await reader.readexactly(min(left, 1000)))
             self.body_started.set()
         body = json.dumps({"request": request, "headers": headers}).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
         await writer.drain()
 
     async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,7 +200,11 @@ async def test_connections_upstream_are_kept(tmp_path: Path) -> None:
 async def test_who_asked_is_passed_on(tmp_path: Path) -> None:
     async with behind_nginx(tmp_path) as (_, port), client(port) as http:
         headers = (await http.json("GET /v1/models", "X-Request-ID: mine", "Authorization: Bearer k"))["headers"]
-        assert (headers["x-request-id"], headers["authorization"], headers["host"]) == ("mine", "Bearer k", "trellis.test")
+        assert (headers["x-request-id"], headers["authorization"], headers["host"]) == (
+            "mine",
+            "Bearer k",
+            "trellis.test",
+        )
         assert (headers["x-forwarded-for"], headers["x-forwarded-proto"]) == ("127.0.0.1", "http")
         given = (await http.json("GET /v1/models"))["headers"]["x-request-id"]
         assert re.fullmatch("[0-9a-f]{32}", given)
@@ -221,7 +227,9 @@ async def test_bodies_are_limited_and_not_held_back(tmp_path: Path) -> None:
             answered = await http.json("POST /v1/chat/completions", f"Content-Length: {limit + 1}", expected=413)
             assert (answered["error"]["code"], upstream.connections) == ("request_too_large", 0)
         async with client(port) as http:
-            answer = asyncio.create_task(http.request("POST /v1/chat/completions", f"Content-Length: {limit}", body=b" " * 1000))
+            answer = asyncio.create_task(
+                http.request("POST /v1/chat/completions", f"Content-Length: {limit}", body=b" " * 1000)
+            )
             await upstream.body_started.wait()
             assert not answer.done()
             http.writer.write(b" " * (limit - 1000))
@@ -234,7 +242,9 @@ async def test_a_server_that_is_away_is_worth_another_try(tmp_path: Path) -> Non
     async with nginx_before(f"127.0.0.1:{free_port()}", tmp_path) as port, client(port) as http:
         status, headers = await http.request("GET /v1/models")
         assert (status, headers["retry-after"], headers["x-should-retry"]) == (503, "2", "true")
-        assert json.loads(await http.reader.readexactly(int(headers["content-length"])))["error"]["code"] == "unavailable"
+        assert (
+            json.loads(await http.reader.readexactly(int(headers["content-length"])))["error"]["code"] == "unavailable"
+        )
 
 
 @needs_nginx
@@ -244,7 +254,9 @@ async def test_the_server_behind_nginx_streams_to_openais_client(tmp_path: Path)
     with serving("--fake-token-delay-ms", str(pause * 1e3), "--max-body-mb", "1") as server:
         async with (
             nginx_before(server.url.removeprefix("http://"), tmp_path) as port,
-            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=30) as http,
+            openai.AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=30
+            ) as http,
         ):
             stream = await http.completions.create(
                 model="fake", prompt="hello", max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}

@@ -18,7 +18,18 @@ from tests.support.http import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 MODEL = "smollm2-135m-instruct"
-EMBEDDED = ("--engine", "embedded", "--threads", "1", "--max-seq-len", "1024", "--max-num-tokens", "64", "--kv-cache-memory-mb", "64")
+EMBEDDED = (
+    "--engine",
+    "embedded",
+    "--threads",
+    "1",
+    "--max-seq-len",
+    "1024",
+    "--max-num-tokens",
+    "64",
+    "--kv-cache-memory-mb",
+    "64",
+)
 """A cache of 45 blocks, and steps so small that most prompts take several."""
 CASES = cases()
 STREAMS = 8
@@ -75,7 +86,10 @@ def ask(client: openai.OpenAI, case: Case) -> dict[str, Any]:
         return folded([create(model=MODEL, **prompt, extra_body=case.fields).model_dump()])
     options = {"include_usage": True}
     return folded(
-        [chunk.model_dump() for chunk in create(model=MODEL, **prompt, stream=True, stream_options=options, extra_body=case.fields)]
+        [
+            chunk.model_dump()
+            for chunk in create(model=MODEL, **prompt, stream=True, stream_options=options, extra_body=case.fields)
+        ]
     )
 
 
@@ -122,7 +136,9 @@ def test_cached_tokens_of_one_client_are_those_of_an_aggregated_server(group: Gr
         counts.append([])
         for suffix in ("", " and more", " and something else", ""):
             for subject in ("Apples", "Pears"):
-                prompt = f"{subject} are praised here at some length, since there is a lot to be said of them. " * 6 + suffix
+                prompt = (
+                    f"{subject} are praised here at some length, since there is a lot to be said of them. " * 6 + suffix
+                )
                 answer = ask(client, Case("cached", False, prompt, {"temperature": 0, "max_tokens": 3}, False, True))
                 counts[-1].append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert counts[0] == counts[1] and counts[0][:2] == [0, 0] and min(counts[0][2:]) >= 96

@@ -67,7 +67,9 @@ def text_of(host: str, salt: str) -> str:
 
 
 def counted(host: str, name: str, url: str = DECODE) -> float:
-    return sum(float(line.rpartition(" ")[2]) for line in ask(host, f"{url}/metrics").splitlines() if line.startswith(name))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in ask(host, f"{url}/metrics").splitlines() if line.startswith(name)
+    )
 
 
 def wait_counted(host: str, name: str, value: float) -> None:
@@ -82,23 +84,38 @@ def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None
     """Also where the cable is slow, and where it is pulled out while blocks are read: then the decode replica computes the prompt."""
     model = tmp_path / "model"
     write_model(model)
-    common = ("--model", str(model), "--kv-transfer", "tcp", "--transfer-timeout-seconds", "2")  # processes here could share memory
+    common = (
+        "--model",
+        str(model),
+        "--kv-transfer",
+        "tcp",
+        "--transfer-timeout-seconds",
+        "2",
+    )  # processes here could share memory
     with ExitStack() as stack:
         with replica(hosts[1], tmp_path / "whole.log", *common):
             expected = text_of(hosts[1], "")
         stack.enter_context(
-            replica(hosts[0], tmp_path / "prefill.log", *common, "--disaggregation-mode", "prefill", "--lease-seconds", "4")
+            replica(
+                hosts[0], tmp_path / "prefill.log", *common, "--disaggregation-mode", "prefill", "--lease-seconds", "4"
+            )
         )
         decode = (*common, "--disaggregation-mode", "decode", "--prefill-urls", PREFILL, "--prefill-attempts", "1")
         stack.enter_context(replica(hosts[1], tmp_path / "decode.log", *decode))
         assert text_of(hosts[1], "a") == expected
         wait_counted(hosts[1], "trtllm_kv_transfer_success_total", 1)
-        cable = subprocess.check_output(["ip", "-n", hosts[0], "-o", "link", "show", "type", "veth"], text=True).split()[1].split("@")[0]
+        cable = (
+            subprocess.check_output(["ip", "-n", hosts[0], "-o", "link", "show", "type", "veth"], text=True)
+            .split()[1]
+            .split("@")[0]
+        )
         limit = ("add", "dev", cable, "root", "tbf", "rate", "4mbit", "burst", "32kb", "latency", "100ms")
         subprocess.run(["tc", "-n", hosts[0], "qdisc", *limit], check=True, capture_output=True)
         assert text_of(hosts[1], "b") == expected
         wait_counted(hosts[1], "trtllm_kv_transfer_failure_total", 1)
-        with within(hosts[1], "-c", ASK, json.dumps([f"{DECODE}/v1/completions", fields_of("c")]), stdout=subprocess.PIPE) as process:
+        with within(
+            hosts[1], "-c", ASK, json.dumps([f"{DECODE}/v1/completions", fields_of("c")]), stdout=subprocess.PIPE
+        ) as process:
             while not counted(hosts[1], "trtllm_num_requests_fetching"):
                 assert process.poll() is None, "it was over before the cable was out"
             ip("-n", hosts[0], "link", "set", cable, "down")

@@ -73,8 +73,13 @@ def test_answers_are_those_of_one_server(replicas: Any, fields: dict[str, Any]) 
     clients = client_of(decode), client_of(whole)
     messages = [{"role": "user", "content": f"hello world, {json.dumps(fields)} " + "and so on " * 20}]
     for _ in range(2):
-        answers = [said(client.chat.completions.create(model="fake", messages=messages, **fields).model_dump()) for client in clients]
-        if fields.get("n") or "prompt_logprobs" in str(fields):  # which finds another's blocks is a matter of time, or of the peer asked
+        answers = [
+            said(client.chat.completions.create(model="fake", messages=messages, **fields).model_dump())
+            for client in clients
+        ]
+        if fields.get("n") or "prompt_logprobs" in str(
+            fields
+        ):  # which finds another's blocks is a matter of time, or of the peer asked
             for answer in answers:
                 del answer["usage"]["prompt_tokens_details"]
         assert answers[0] == answers[1]
@@ -87,7 +92,11 @@ def test_answers_are_those_of_one_server(replicas: Any, fields: dict[str, Any]) 
 def test_completions_of_several_prompts_are_those_of_one_server(replicas: Any) -> None:
     prompts = ["one " * 30, "two " * 50, "x"]
     answers = [
-        said(client_of(server).completions.create(model="fake", prompt=prompts, max_tokens=9, logprobs=1, n=2).model_dump())["choices"]
+        said(
+            client_of(server)
+            .completions.create(model="fake", prompt=prompts, max_tokens=9, logprobs=1, n=2)
+            .model_dump()
+        )["choices"]
         for server in replicas[1:]
     ]
     assert answers[0] == answers[1] and len(answers[0]) == 6
@@ -162,7 +171,9 @@ def test_a_client_that_goes_frees_decode_and_prefill_and_so_does_a_killed_decode
 
         async def leave() -> None:
             async with httpx.AsyncClient() as client:
-                tasks = [asyncio.create_task(client.post(f"{decode.url}/v1/chat/completions", json=LONG)) for _ in range(20)]
+                tasks = [
+                    asyncio.create_task(client.post(f"{decode.url}/v1/chat/completions", json=LONG)) for _ in range(20)
+                ]
                 await asyncio.sleep(0.5)
                 for task in tasks:
                     task.cancel()
@@ -182,7 +193,9 @@ def test_a_draining_prefill_replica_finishes_its_hand_overs() -> None:
     """SIGTERM while prompts are held for a decode that is slow to begin; what comes later is computed by the decode replica."""
     with cluster(1, ("--fake-token-delay-ms", "400")) as (prefill, decode), ThreadPoolExecutor(12) as threads:
         fields = {**LONG, "max_tokens": 3, "stream": False}
-        asked = [threads.submit(httpx.post, f"{decode.url}/v1/chat/completions", json=fields, timeout=20) for _ in range(8)]
+        asked = [
+            threads.submit(httpx.post, f"{decode.url}/v1/chat/completions", json=fields, timeout=20) for _ in range(8)
+        ]
         prefill[0].wait_metric("trtllm_num_requests_completed_total", 0)
         time.sleep(0.15)
         prefill[0].process.terminate()
@@ -214,14 +227,18 @@ def test_without_prefill_a_decode_replica_that_computes_no_prompts_is_not_ready(
 def test_one_command_says_that_it_lacks_the_api_key_and_stops_what_it_started() -> None:
     command = [sys.executable, str(ROOT / "deploy/disaggregated.py"), "--engine", "fake", "--api-keys", "secret"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "set API_KEYS in the environment" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        ended.returncode == 1 and "set API_KEYS in the environment" in ended.stderr and "Traceback" not in ended.stderr
+    )
 
 
 def test_one_command_starts_and_stops_all_of_it() -> None:
     """Two prefill, two decode, and nginx where there is one."""
     command = [sys.executable, str(ROOT / "deploy/disaggregated.py"), "--engine", "fake", "--prefill-min-tokens", "0"]
     environment = {**os.environ, "PORT": str(free_port())}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         log = process.stderr
         reading = threading.Thread(target=log.read, daemon=True)

@@ -61,7 +61,9 @@ def test_a_chat_with_images_is_that_of_one_server_and_lives_on_its_cache() -> No
             refused = ask(front, chat(9))
             assert refused.status_code == 503 and refused.headers["retry-after"] and time.monotonic() - began < 10
             assert "http" not in refused.text and "encode replica" in refused.json()["error"]["message"]
-            assert httpx.get(f"{front.url}/health/ready").status_code == 200, "chats without images, and with known ones, are answered"
+            assert httpx.get(f"{front.url}/health/ready").status_code == 200, (
+                "chats without images, and with known ones, are answered"
+            )
             wait_empty(prefill, front)
 
 
@@ -82,7 +84,11 @@ def test_killed_encode_replicas_under_load_cost_no_chat() -> None:
 
 def test_a_draining_encode_replica_finishes_what_it_has() -> None:
     slow = (*ENCODE, "--fake-token-delay-ms", "2500")
-    with servers(slow) as (only,), servers((*to(only), "--encode-fallback", "refuse")) as (front,), ThreadPoolExecutor(4) as threads:
+    with (
+        servers(slow) as (only,),
+        servers((*to(only), "--encode-fallback", "refuse")) as (front,),
+        ThreadPoolExecutor(4) as threads,
+    ):
         asked = [threads.submit(ask, front, chat(index)) for index in range(4)]
         time.sleep(1.5)
         only.process.terminate()
@@ -93,9 +99,19 @@ def test_a_draining_encode_replica_finishes_what_it_has() -> None:
 
 def test_one_command_starts_and_stops_replicas_of_every_kind() -> None:
     counts = ("--encode", "1", "--prefill", "1", "--decode", "1")
-    command = [sys.executable, str(ROOT / "deploy/disaggregated.py"), *counts, "--engine", "fake", "--prefill-min-tokens", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "deploy/disaggregated.py"),
+        *counts,
+        "--engine",
+        "fake",
+        "--prefill-min-tokens",
+        "0",
+    ]
     environment = {**os.environ, "PORT": str(free_port())}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         log: list[str] = []
         reading = threading.Thread(target=lambda stream: log.append(stream.read()), args=(process.stderr,), daemon=True)

@@ -35,9 +35,24 @@ from tests.support.images_support import (
 from tests.support.media import image_file, png, png_chunk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-MODEL = ("--engine", "embedded", "--model", "smolvision", "--threads", "1", "--max-seq-len", "1024", "--kv-cache-memory-mb", "64")
+MODEL = (
+    "--engine",
+    "embedded",
+    "--model",
+    "smolvision",
+    "--threads",
+    "1",
+    "--max-seq-len",
+    "1024",
+    "--kv-cache-memory-mb",
+    "64",
+)
 CIRCLE, SQUARE = shape("red", "circle"), shape("blue", "square", "black")
-NUMBER, FIRST, SECOND = "What number is shown?", "What colour is the background in the first image?", "What shape is in the second image?"
+NUMBER, FIRST, SECOND = (
+    "What number is shown?",
+    "What colour is the background in the first image?",
+    "What shape is in the second image?",
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +97,27 @@ def test_the_same_question_about_another_image_has_another_answer(group: Replica
         assert choice["text"] == f"The number is {content}." and choice["finish_reason"] == "stop"
         tokens.append([token["logprob"] for token in choice["logprobs"]["content"]])
     assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
-    colours = [said(alike(group, message("What colour is the star?", shape(c, "star")), images=1, **fields)) for c in ("green", "purple")]
+    colours = [
+        said(alike(group, message("What colour is the star?", shape(c, "star")), images=1, **fields))
+        for c in ("green", "purple")
+    ]
     assert colours == ["The star is green.", "The star is purple."]
 
 
 def test_images_keep_their_order(group: Replicas) -> None:
     for images, first, second in (((CIRCLE, SQUARE), "white", "square"), ((SQUARE, CIRCLE), "black", "circle")):
         assert said(alike(group, message(FIRST, *images), images=2)) == f"The background is {first}."
-        assert second in said(alike(group, message(SECOND, *images), images=2, stream=True, stream_options={"include_usage": True}))
+        assert second in said(
+            alike(group, message(SECOND, *images), images=2, stream=True, stream_options={"include_usage": True})
+        )
 
 
 def test_chats_of_several_turns(group: Replicas) -> None:
     asked = message("What shape is in the image?", CIRCLE), {"role": "assistant", "content": "It is a circle."}
-    assert said(alike(group, *asked, {"role": "user", "content": "What colour is the circle?"}, images=1)) == "The circle is red."
+    assert (
+        said(alike(group, *asked, {"role": "user", "content": "What colour is the circle?"}, images=1))
+        == "The circle is red."
+    )
     later = alike(group, *asked, message("What colour is the square?", SQUARE), images=2)
     assert said(later) == "The square is blue."
 
@@ -133,7 +156,11 @@ def test_blocks_of_the_same_image_are_reused_and_of_another_are_not(group: Repli
 
 
 def test_of_three_images_the_missing_one_is_encoded(group: Replicas) -> None:
-    ring, triangle, square = shape("yellow", "ring", "blue", 70), shape("red", "triangle", "black", 71), shape("green", "square", seed=72)
+    ring, triangle, square = (
+        shape("yellow", "ring", "blue", 70),
+        shape("red", "triangle", "black", 71),
+        shape("green", "square", seed=72),
+    )
     ask(group.three, message("Describe the first image.", ring, square))
     before, hits = group.encoded(), group.three.metric("trtllm_embedding_cache_hits_total")
     answer = ask(group.three, message("What colour is the triangle?", ring, triangle, square))
@@ -155,7 +182,10 @@ def test_bombs_are_refused_while_others_are_answered(group: Replicas) -> None:
     peak = size
     with ThreadPoolExecutor(8) as threads:
         refused = [threads.submit(post, group.three, message(NUMBER, image)) for image in bad]
-        taken = [threads.submit(post, group.three, message(NUMBER, image + bytes(index))) for index, image in enumerate(large)]
+        taken = [
+            threads.submit(post, group.three, message(NUMBER, image + bytes(index)))
+            for index, image in enumerate(large)
+        ]
         asked = threads.submit(ask, group.three, message(NUMBER, number(61, seed=91)))
         while not all(each.done() for each in (*refused, *taken, asked)):
             peak = max(peak, memory(group.encode))
@@ -164,7 +194,9 @@ def test_bombs_are_refused_while_others_are_answered(group: Replicas) -> None:
     assert said(asked.result()) == "The number is 61." and peak - size < 600 << 20, (peak - size) >> 20
 
 
-async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(group: Replicas, pictures: PictureServer, folder: Path) -> None:
+async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(
+    group: Replicas, pictures: PictureServer, folder: Path
+) -> None:
     """They come from the encode replica, as files of the folder and by URL."""
     picture = number(58)
     async with encoder_of([group.encode.url], model=("smolvision", "embedded")) as (encoder, _, _):
@@ -195,7 +227,10 @@ def test_without_encode_replicas_known_images_are_answered(group: Replicas) -> N
         process.kill()
     after = ask(group.three, known)
     assert not list(differences(after["choices"], before["choices"])) and said(after) == "The number is 23."
-    assert ask(group.three, {"role": "user", "content": "What is the capital of France?"})["usage"]["completion_tokens"] > 0
+    assert (
+        ask(group.three, {"role": "user", "content": "What is the capital of France?"})["usage"]["completion_tokens"]
+        > 0
+    )
     refused = post(group.three, unknown)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
     assert "encode replica" in refused.json()["error"]["message"]

@@ -33,13 +33,20 @@ def good() -> bytes:
     return chat(*(data_url(png(64, 64) + os.urandom(IMAGE_BYTES)) for _ in range(IMAGES)))
 
 
-BOMBS = [chat(data_url(png(30_000, 30_000, 1000))), chat(data_url(png(64, 64)), data_url(png(60_000, 60_000, IMAGE_BYTES)))]
+BOMBS = [
+    chat(data_url(png(30_000, 30_000, 1000))),
+    chat(data_url(png(64, 64)), data_url(png(60_000, 60_000, IMAGE_BYTES))),
+]
 
 
 @contextmanager
 def watched(server: ServerProcess) -> Iterator[list[float]]:
     """Empty at first; afterwards the two figures of the watcher."""
-    command = [sys.executable, str(ROOT / "tests/support/loop_watcher.py"), *server.url.removeprefix("http://").split(":")]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/support/loop_watcher.py"),
+        *server.url.removeprefix("http://").split(":"),
+    ]
     figures: list[float] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield figures
@@ -49,10 +56,15 @@ def watched(server: ServerProcess) -> Iterator[list[float]]:
 def lags(server: ServerProcess) -> dict[float, float]:
     """How often the event loop was late by no more than so many seconds."""
     page = httpx.get(f"{server.url}/metrics").text
-    return {float(bound): float(count) for bound, count in re.findall(r'event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)}
+    return {
+        float(bound): float(count)
+        for bound, count in re.findall(r'event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)
+    }
 
 
-def round_of(server: ServerProcess, bodies: list[bytes], codes: Counter[tuple[str, int]], sizes: list[int]) -> tuple[float, float, float]:
+def round_of(
+    server: ServerProcess, bodies: list[bytes], codes: Counter[tuple[str, int]], sizes: list[int]
+) -> tuple[float, float, float]:
     """While all clients send what they have: the lag of the server's loop and of one like it, and the time of an answer, of 99 in 100."""
     before = lags(server)
     end = time.monotonic() + SECONDS
@@ -87,7 +99,9 @@ def test_the_event_loop_is_free_while_images_and_bombs_come_in() -> None:
     sizes: list[int] = []
     rounds: list[tuple[float, float, float]] = []
     with serving() as server:
-        httpx.post(f"{server.url}/v1/chat/completions", content=bodies[0], headers=HEADERS, timeout=20)  # what is done but once is done
+        httpx.post(
+            f"{server.url}/v1/chat/completions", content=bodies[0], headers=HEADERS, timeout=20
+        )  # what is done but once is done
         while not rounds or (len(rounds) < 3 and not quick(*rounds[-1])):
             rounds.append(round_of(server, bodies, codes, sizes))
     assert quick(*rounds[-1]), rounds

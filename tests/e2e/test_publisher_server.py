@@ -23,11 +23,17 @@ LONG_CHAT = {**CHAT, "messages": [{"role": "user", "content": "hello " * 40}], "
 
 
 def where(folder: Path) -> dict[str, Any]:
-    return {"publish_kv_events": True, "kv_events_endpoint": f"ipc://{folder}/kv", "kv_events_replay_endpoint": f"ipc://{folder}/again"}
+    return {
+        "publish_kv_events": True,
+        "kv_events_endpoint": f"ipc://{folder}/kv",
+        "kv_events_replay_endpoint": f"ipc://{folder}/again",
+    }
 
 
 def flags(folder: Path) -> list[str]:
-    return [part for name, value in where(folder).items() for part in (f"--{name.replace('_', '-')}", str(value).lower())]
+    return [
+        part for name, value in where(folder).items() for part in (f"--{name.replace('_', '-')}", str(value).lower())
+    ]
 
 
 async def batches(folder: Path) -> list[EventBatch]:
@@ -61,9 +67,17 @@ async def test_events_come_from_requests_and_are_measured(tmp_path: Path) -> Non
         page = (await client.get("/metrics")).text
         values = dict(re.findall(r"^trtllm_kv_event_(\w+)\{[^}]*\} (\S+)", page, re.MULTILINE))
         assert float(values["published_events_total"]) == len(said)
-        assert float(values["published_messages_total"]) == float(values["replayed_messages_total"]) == len(await batches(tmp_path))
+        assert (
+            float(values["published_messages_total"])
+            == float(values["replayed_messages_total"])
+            == len(await batches(tmp_path))
+        )
         assert float(values["published_bytes_total"]) > 200
-        assert (values["id_gap_events_total"], values["buffer_capacity"], values["publisher_up"]) == ("0.0", "123.0", "1.0")
+        assert (values["id_gap_events_total"], values["buffer_capacity"], values["publisher_up"]) == (
+            "0.0",
+            "123.0",
+            "1.0",
+        )
 
 
 async def test_a_prefill_replica_publishes_too(tmp_path: Path) -> None:
@@ -99,7 +113,12 @@ def test_an_address_that_is_taken_ends_the_start(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", "--publish-kv-events", "true"]
         address = f"tcp://127.0.0.1:{port}"
         result = subprocess.run(
-            [*command, "--kv-events-endpoint", address], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [*command, "--kv-events-endpoint", address],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert result.returncode == 1
         assert f"KV-cache events cannot be published on {address}: Address already in use" in result.stderr

@@ -32,7 +32,12 @@ class Replicas:
         for server in self.servers:
             server.wait_ready()
         self.router = ServerProcess(
-            *("--disaggregation-mode", "router", "--route-urls", ",".join(f"http://127.0.0.1:{port}" for port, _, _ in self.ports)),
+            *(
+                "--disaggregation-mode",
+                "router",
+                "--route-urls",
+                ",".join(f"http://127.0.0.1:{port}" for port, _, _ in self.ports),
+            ),
             *("--route-events", ",".join(f"tcp://127.0.0.1:{port}" for _, port, _ in self.ports)),
             *("--route-replays", ",".join(f"tcp://127.0.0.1:{port}" for _, _, port in self.ports)),
         )
@@ -40,7 +45,12 @@ class Replicas:
 
     def _start(self, place: int) -> ServerProcess:
         port, events, replay = self.ports[place]
-        sockets = ("--kv-events-endpoint", f"tcp://127.0.0.1:{events}", "--kv-events-replay-endpoint", f"tcp://127.0.0.1:{replay}")
+        sockets = (
+            "--kv-events-endpoint",
+            f"tcp://127.0.0.1:{events}",
+            "--kv-events-replay-endpoint",
+            f"tcp://127.0.0.1:{replay}",
+        )
         return ServerProcess("--port", str(port), "--publish-kv-events", "true", *sockets, "--fake-token-delay-ms", "4")
 
     def kill(self, place: int) -> None:
@@ -155,20 +165,26 @@ def test_without_any_replica_requests_are_refused_until_one_is_back(cluster: Rep
     while httpx.get(f"{cluster.router.url}/health/ready").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert httpx.post(f"{cluster.router.url}/v1/completions", json={"prompt": "hello"}).headers["x-trellis-replica"] == "2"
+    assert (
+        httpx.post(f"{cluster.router.url}/v1/completions", json={"prompt": "hello"}).headers["x-trellis-replica"] == "2"
+    )
 
 
 def test_the_starter_serves_and_leaves_nothing_behind() -> None:
     port = free_port()
     command = [sys.executable, str(ROOT / "deploy/routed.py"), "--engine", "fake", "--api-keys", "secret"]
     environment = {**os.environ, "PORT": str(port), "API_KEYS": "secret"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as starter:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as starter:
         try:
             assert starter.stdout is not None
             assert starter.stdout.readline() == f"ready: http://127.0.0.1:{port}/v1\n"
             children = psutil.Process(starter.pid).children(recursive=True)
             answer = httpx.post(
-                f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hi"}, headers={"authorization": "Bearer secret"}
+                f"http://127.0.0.1:{port}/v1/completions",
+                json={"prompt": "hi"},
+                headers={"authorization": "Bearer secret"},
             )
             assert answer.status_code == 200
         finally:

@@ -41,7 +41,9 @@ def test_chat_answers_and_streams_the_same(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_greedy_tokens_are_the_best(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=8, logprobs=True, top_logprobs=3)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=8, logprobs=True, top_logprobs=3
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     for entry in logprobs.content:
@@ -51,7 +53,12 @@ def test_logprobs_of_greedy_tokens_are_the_best(client: openai.OpenAI) -> None:
 def test_a_seed_repeats_and_n_choices_differ(client: openai.OpenAI) -> None:
     def sample() -> list[str | None]:
         answer = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Name a colour."}], seed=7, n=3, temperature=1.2, max_tokens=12
+            model=MODEL,
+            messages=[{"role": "user", "content": "Name a colour."}],
+            seed=7,
+            n=3,
+            temperature=1.2,
+            max_tokens=12,
         )
         return [choice.message.content for choice in answer.choices]
 
@@ -63,7 +70,10 @@ def test_a_seed_repeats_and_n_choices_differ(client: openai.OpenAI) -> None:
 def test_structured_output_obeys_its_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer", "minimum": 0, "maximum": 99999999}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+        },
         "required": ["city", "population"],
         "additionalProperties": False,
     }
@@ -89,7 +99,9 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_400(client: openai.OpenAI)
 
 
 def test_completions_echo_and_score_a_prompt(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="The capital of France is Paris", echo=True, logprobs=1, max_tokens=0)
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is Paris", echo=True, logprobs=1, max_tokens=0
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
     assert "".join(logprobs.tokens) == answer.choices[0].text == "The capital of France is Paris"
@@ -101,8 +113,14 @@ def test_a_repeated_prompt_is_served_from_the_cache(client: openai.OpenAI) -> No
     usages = [client.completions.create(model=MODEL, prompt=prompt, max_tokens=1).usage for _ in range(2)]
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details]
     assert cached[0] == 0 and usages[1] is not None and cached[1] == (usages[1].prompt_tokens - 1) // 32 * 32
-    salted = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "other"}).usage
-    assert salted is not None and salted.prompt_tokens_details is not None and salted.prompt_tokens_details.cached_tokens == 0
+    salted = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "other"}
+    ).usage
+    assert (
+        salted is not None
+        and salted.prompt_tokens_details is not None
+        and salted.prompt_tokens_details.cached_tokens == 0
+    )
 
 
 async def test_two_hundred_cancelled_requests_leave_nothing_behind(server: ServerProcess) -> None:
@@ -132,8 +150,17 @@ async def _streams(url: str, count: int, max_tokens: int) -> list[asyncio.Task[s
     """Streams under way: each task ends with its finish reason, or with the type of its error."""
 
     async def follow(started: asyncio.Event) -> str:
-        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-        async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        body = {
+            "model": MODEL,
+            "prompt": "Once upon a time",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{url}/v1/completions", json=body) as response,
+        ):
             last = ""
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):

@@ -43,7 +43,12 @@ def url_of(seed: int) -> str:
 
 def messages(*seeds: int) -> list[Any]:
     parts = [{"type": "image_url", "image_url": {"url": url_of(seed)}} for seed in seeds]
-    return [{"role": "user", "content": [{"type": "text", "text": "Look at "}, *parts, {"type": "text", "text": " and say."}]}]
+    return [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look at "}, *parts, {"type": "text", "text": " and say."}],
+        }
+    ]
 
 
 def client_of(server: ServerProcess) -> openai.OpenAI:
@@ -61,8 +66,15 @@ def answer(server: ServerProcess, *seeds: int) -> tuple[str | None, int]:
 def test_the_engine_encodes_by_itself(alone: ServerProcess) -> None:
     answers = [answer(alone, *seeds) for seeds in ((1,), (2,), (1,), (1, 2), (2, 1))]
     assert answers[0] == answers[2] and len({text for text, _ in answers}) == 4
-    assert [count - answers[0][1] for _, count in answers] == [0, 0, 0, ROWS, ROWS], "usage counts what the prompt came to"
-    asked: dict[str, Any] = {"messages": messages(1), "max_tokens": 24, "temperature": 0, "stream_options": {"include_usage": True}}
+    assert [count - answers[0][1] for _, count in answers] == [0, 0, 0, ROWS, ROWS], (
+        "usage counts what the prompt came to"
+    )
+    asked: dict[str, Any] = {
+        "messages": messages(1),
+        "max_tokens": 24,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
     with client_of(alone) as client:
         chunks = list(client.chat.completions.create(model="seeing", stream=True, **asked))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answers[0][0]
@@ -86,12 +98,16 @@ def test_prefill_and_encode_replicas_say_the_same(alone: ServerProcess, flags: t
             encoder = stack.enter_context(serving(*flags, "--disaggregation-mode", "encode", environment=ENVIRONMENT))
             more = ("--encode-urls", encoder.url)
         front = stack.enter_context(
-            serving(*flags, "--disaggregation-mode", "decode", "--prefill-urls", prefill.url, *more, environment=ENVIRONMENT)
+            serving(
+                *flags, "--disaggregation-mode", "decode", "--prefill-urls", prefill.url, *more, environment=ENVIRONMENT
+            )
         )
         for seeds in ((1,), (2, 1), (1, 2)):
             assert answer(front, *seeds) == answer(alone, *seeds)
         with client_of(front) as client:
-            said = client.chat.completions.create(model="seeing", messages=messages(1), n=2, max_tokens=24, temperature=0)
+            said = client.chat.completions.create(
+                model="seeing", messages=messages(1), n=2, max_tokens=24, temperature=0
+            )
             tokens = client.post("/tokenize", cast_to=httpx.Response, body={"messages": messages(1)}).json()
         assert [choice.message.content for choice in said.choices] == [answer(alone, 1)[0]] * 2
         assert tokens["count"] < answer(alone, 1)[1], "how long a prompt gets the engine says, when it has it"

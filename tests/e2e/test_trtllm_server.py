@@ -19,7 +19,16 @@ LONG = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, 
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path) -> Iterator[ServerProcess]:
-    flags = ("--engine", "trtllm", "--model", str(smollm2), "--served-model-name", "smol", "--publish-kv-events", "true")
+    flags = (
+        "--engine",
+        "trtllm",
+        "--model",
+        str(smollm2),
+        "--served-model-name",
+        "smol",
+        "--publish-kv-events",
+        "true",
+    )
     with serving(*flags, environment=ENVIRONMENT) as server:
         yield server
 
@@ -35,28 +44,44 @@ def test_chat_streamed_and_whole_are_the_same(client: openai.OpenAI) -> None:
     assert "Paris" in (whole.choices[0].message.content or "")
     assert whole.choices[0].finish_reason == "stop" and whole.usage is not None
     stream = client.chat.completions.create(
-        model="smol", messages=messages, max_tokens=20, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="smol",
+        messages=messages,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == whole.choices[0].message.content
+    )
     usage = chunks[-1].usage
     assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_logprobs_seeds_stops_and_several_choices(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="smol", prompt="One, two, three,", max_tokens=6, temperature=0, logprobs=2, n=2)
+    answer = client.completions.create(
+        model="smol", prompt="One, two, three,", max_tokens=6, temperature=0, logprobs=2, n=2
+    )
     assert answer.choices[0].text == answer.choices[1].text
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and "".join(logprobs.tokens) == answer.choices[0].text
-    stopped = client.completions.create(model="smol", prompt="One, two, three,", max_tokens=20, temperature=0, stop=" five")
+    stopped = client.completions.create(
+        model="smol", prompt="One, two, three,", max_tokens=20, temperature=0, stop=" five"
+    )
     assert stopped.choices[0].finish_reason == "stop" and " five" not in stopped.choices[0].text
-    drawn = [client.completions.create(model="smol", prompt="Once", max_tokens=8, seed=5).choices[0].text for _ in range(2)]
+    drawn = [
+        client.completions.create(model="smol", prompt="Once", max_tokens=8, seed=5).choices[0].text for _ in range(2)
+    ]
     assert drawn[0] == drawn[1]
 
 
 def test_structured_output(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Is the sky blue?"}]
-    answer = client.chat.completions.create(model="smol", messages=messages, max_tokens=10, extra_body={"guided_choice": ["yes.", "no."]})
+    answer = client.chat.completions.create(
+        model="smol", messages=messages, max_tokens=10, extra_body={"guided_choice": ["yes.", "no."]}
+    )
     assert answer.choices[0].message.content in ("yes.", "no.")
 
 
@@ -69,7 +94,9 @@ def test_prefixes_are_reused_and_reported(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_goes_frees_the_engine(server: ServerProcess) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**LONG, "max_tokens": 2500, "stream": True}, timeout=30) as answer:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**LONG, "max_tokens": 2500, "stream": True}, timeout=30
+    ) as answer:
         lines = answer.iter_lines()  # kept: the stream is closed with it
         next(lines)
         server.wait_metric("trtllm_num_requests_running", 1, timeout=20)

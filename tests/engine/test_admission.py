@@ -24,7 +24,9 @@ def request_for(priority: int = 0, max_tokens: int = 10, prompt: tuple[int, ...]
     return GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=sampling, priority=priority)
 
 
-async def admission_of(max_queue_size: int = 100, queue_timeout: float = 10.0, token_delay: float = 0.001) -> AdmissionEngine:
+async def admission_of(
+    max_queue_size: int = 100, queue_timeout: float = 10.0, token_delay: float = 0.001
+) -> AdmissionEngine:
     fake = FakeEngine(FakeConfig(max_num_seqs=SEATS, token_delay=token_delay))
     admission = AdmissionEngine(fake, max_queue_size, queue_timeout)
     await admission.start()
@@ -77,15 +79,22 @@ async def test_images_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.M
     image = Image(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(4_000))
     seen, raw = {"images": (image,)}, {"media": Media(text="", images=(bytes(3_000), bytes(1_000)))}
     running = [asyncio.create_task(collect(admission.generate(request_for()))) for _ in range(SEATS)]
-    waiting = [asyncio.create_task(collect(admission.generate(msgspec.structs.replace(request_for(), **more)))) for more in (seen, raw)]
+    waiting = [
+        asyncio.create_task(collect(admission.generate(msgspec.structs.replace(request_for(), **more))))
+        for more in (seen, raw)
+    ]
     await asyncio.sleep(0)
     for more in (seen, raw):
         with pytest.raises(QueueFull, match="8000 bytes"):
             await collect(admission.generate(msgspec.structs.replace(request_for(), **more)))
-    assert (await collect(admission.generate(request_for())))[-1].finish_reason == "length", "a request without images may wait"
+    assert (await collect(admission.generate(request_for())))[-1].finish_reason == "length", (
+        "a request without images may wait"
+    )
     waiting.pop().cancel()
     assert (await asyncio.gather(*running, *waiting))[-1][-1].finish_reason == "length"
-    assert (await collect(admission.generate(msgspec.structs.replace(request_for(), **seen))))[-1].finish_reason == "length"
+    assert (await collect(admission.generate(msgspec.structs.replace(request_for(), **seen))))[
+        -1
+    ].finish_reason == "length"
     await admission.close()
 
 

@@ -72,7 +72,9 @@ async def test_max_tokens(engine: Engine, max_tokens: int) -> None:
 async def test_max_tokens_of_zero_gives_the_prompt_alone(engine: Engine) -> None:
     deltas = await generate(engine, request_for(prompt_of(20), max_tokens=0, prompt_logprobs=0))
     assert len(deltas) == 1 and deltas[0].token_ids == () and deltas[0].finish_reason == "length"
-    assert deltas[0].prompt is not None and deltas[0].prompt.logprobs is not None and len(deltas[0].prompt.logprobs) == 20
+    assert (
+        deltas[0].prompt is not None and deltas[0].prompt.logprobs is not None and len(deltas[0].prompt.logprobs) == 20
+    )
 
 
 async def test_greedy_output_repeats(engine: Engine) -> None:
@@ -101,7 +103,9 @@ async def test_end_of_sequence_ends_unless_ignored(engine: Engine) -> None:
 
 async def test_min_tokens_come_before_any_end(engine: Engine) -> None:
     prompt, only_eos = (EOS,) * 5, {EOS: 100.0}
-    deltas = await generate(engine, request_for(prompt, min_tokens=5, max_tokens=20, ignore_eos=False, logit_bias=only_eos))
+    deltas = await generate(
+        engine, request_for(prompt, min_tokens=5, max_tokens=20, ignore_eos=False, logit_bias=only_eos)
+    )
     tokens = tokens_of(deltas)
     assert EOS not in tokens[:5] and tokens[5:] == [EOS]
     assert deltas[-1].finish_reason == "stop"
@@ -129,7 +133,9 @@ async def test_cancelling_frees_what_fifty_requests_hold(engine: Engine) -> None
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-    assert (await idle(engine, before, 1.0)).num_completed_requests < before.num_completed_requests + 5, "they ran to their end"
+    assert (await idle(engine, before, 1.0)).num_completed_requests < before.num_completed_requests + 5, (
+        "they ran to their end"
+    )
     assert len(tokens_of(await generate(engine, request_for(prompt_of(40))))) == 8
 
 
@@ -213,7 +219,10 @@ async def test_stats_follow_the_work(engine: Engine) -> None:
             break
     assert stats.kv_cache_stats.used_num_blocks >= 3
     assert stats.kv_cache_stats.max_num_blocks == engine.info.num_blocks
-    assert stats.kv_cache_stats.free_num_blocks == stats.kv_cache_stats.max_num_blocks - stats.kv_cache_stats.used_num_blocks
+    assert (
+        stats.kv_cache_stats.free_num_blocks
+        == stats.kv_cache_stats.max_num_blocks - stats.kv_cache_stats.used_num_blocks
+    )
     await task
     after = await idle(engine, before)
     assert after.num_completed_requests > before.num_completed_requests

@@ -65,7 +65,9 @@ async def both(engine: Engine, request: GenerateRequest) -> list[Delta]:
     ],
 )
 @pytest.mark.parametrize("length", [5, BLOCK, 3 * BLOCK + 1])
-async def test_prefill_and_decode_give_what_one_engine_gives(engine: Engine, length: int, sampling: dict[str, Any]) -> None:
+async def test_prefill_and_decode_give_what_one_engine_gives(
+    engine: Engine, length: int, sampling: dict[str, Any]
+) -> None:
     request = request_for(prompt_of(length), **sampling)
     whole = await generate(engine, request)
     first, *rest = await both(engine, request)

@@ -71,7 +71,9 @@ async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, De
 
 async def test_another_image_gives_another_answer(engine: Engine) -> None:
     before, after = prompt_of(7), prompt_of(9)
-    red, blue, again = [await generate(engine, showing(before, seed, after, max_tokens=12, logprobs=0)) for seed in (1, 2, 1)]
+    red, blue, again = [
+        await generate(engine, showing(before, seed, after, max_tokens=12, logprobs=0)) for seed in (1, 2, 1)
+    ]
     assert said(red) == said(again) and len(said(red)) == 12
     assert [entry for entry, other in zip(said(red), said(blue), strict=True) if entry != other]
 
@@ -79,7 +81,10 @@ async def test_another_image_gives_another_answer(engine: Engine) -> None:
 async def test_the_order_of_images_is_theirs(engine: Engine) -> None:
     texts = [prompt_of(3) for _ in range(3)]
     orders = [(1, 2), (2, 1), (1, 1)]
-    answers = [said(await generate(engine, showing(texts[0], a, texts[1], b, texts[2], max_tokens=16, logprobs=0))) for a, b in orders]
+    answers = [
+        said(await generate(engine, showing(texts[0], a, texts[1], b, texts[2], max_tokens=16, logprobs=0)))
+        for a, b in orders
+    ]
     assert len({tuple(answer) for answer in answers}) == 3
 
 
@@ -161,7 +166,10 @@ async def test_images_that_overlap_are_refused(engine: Engine) -> None:
 
 @pytest.mark.parametrize("field", ["media", "encoding"])
 async def test_images_that_are_not_encoded_as_its_own_are_refused(engine: Engine, field: str) -> None:
-    carried = {"media": Media(text="", images=(b"",)), "encoding": Encoding(version=1, backend="trtllm", prompt="", state=b"")}
+    carried = {
+        "media": Media(text="", images=(b"",)),
+        "encoding": Encoding(version=1, backend="trtllm", prompt="", state=b""),
+    }
     with pytest.raises(InvalidRequest):
         await generate(engine, replace(request_for(prompt_of(5)), **{field: carried[field]}))
 
@@ -185,7 +193,9 @@ async def test_lost_blocks_are_computed_again_with_embeddings_and_not_without(en
     rest = await generate(engine, lost)
     assert tokens_of([handed.first, *rest]) == tokens_of(await generate(engine, request))
     with pytest.raises(EngineUnavailable):
-        await generate(engine, replace(lost, images=without_data(request.images), cache_salt="another", request_id="lost"))
+        await generate(
+            engine, replace(lost, images=without_data(request.images), cache_salt="another", request_id="lost")
+        )
     await idle(engine)
 
 

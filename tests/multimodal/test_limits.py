@@ -83,11 +83,17 @@ async def test_truncated_prompts_may_be_of_any_length(setup: Setup) -> None:
     for prompt in ("x" * 5000, [5] * 5000, [5000] * 500 + [5] * 300):
         generation = await setup.prepare({"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": 6})
         assert len(generation._choices[0].request.prompt_token_ids) == 250
-    for more, left in (({"max_completion_tokens": 56}, 200), ({"max_completion_tokens": 56, "max_tokens": 5}, 200), ({}, 255)):
+    for more, left in (
+        ({"max_completion_tokens": 56}, 200),
+        ({"max_completion_tokens": 56, "max_tokens": 5}, 200),
+        ({}, 255),
+    ):
         body = {"messages": [{"role": "user", "content": "x" * 5000}], "truncate_prompt_tokens": -1, **more}
         assert len((await setup.prepare(body))._choices[0].request.prompt_token_ids) == left
     generation = await setup.prepare({"prompt": "x" * 5000, "truncate_prompt_tokens": -1})
-    assert len(generation._choices[0].request.prompt_token_ids) == 240, "room for the 16 tokens that a completion has by default"
+    assert len(generation._choices[0].request.prompt_token_ids) == 240, (
+        "room for the 16 tokens that a completion has by default"
+    )
 
 
 async def test_words_are_tokenised_once_for_all_choices(setup: Setup) -> None:
@@ -158,7 +164,9 @@ def test_guides_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param
     assert caught.value.param == param
 
 
-async def test_errors_of_the_engine_name_the_fields_of_the_request(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_the_engine_name_the_fields_of_the_request(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(request: GenerateRequest) -> DeltaStream:
         return DeltaStream.failed(InvalidRequest("no", parts[-1]))
 
@@ -181,7 +189,9 @@ async def test_errors_of_the_engine_name_the_fields_of_the_request(setup: Setup,
 def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture) -> None:
     body = {
         **CHAT,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "annotations": []}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "annotations": []}
+        ],
         "response_format": {"type": "json_schema", "json_schema": {"schema": {"free": 1}, "stricter": True}},
     }
     check_fields(ChatCompletionRequest.model_validate(body), strict=False)

@@ -133,7 +133,9 @@ async def test_extensions_and_nulls_are_taken(setup: Setup, base: dict[str, Any]
     await setup.complete({**dict.fromkeys(fields), **base, "max_tokens": 2})
 
 
-async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
     await setup.complete({**CHAT, "max_tokens": 1, "frobnicate\n": 1})
     await setup.complete({**CHAT, "max_tokens": 1, "frobnicate\n": 1})
     assert caplog.text.count("frobnicate?") == 1
@@ -176,20 +178,26 @@ async def test_the_context_is_filled_or_the_numbers_are_said(setup: Setup) -> No
         await setup.prepare({**CHAT, "max_completion_tokens": 300})
     with pytest.raises(ContextLengthExceeded):
         await setup.prepare({"prompt": "x" * 256})
-    assert (await setup.complete({"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 6}))["usage"]["prompt_tokens"] == 250
+    assert (await setup.complete({"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 6}))["usage"][
+        "prompt_tokens"
+    ] == 250
     with pytest.raises(ModelNotFound):
         await setup.prepare({**CHAT, "model": "other"})
 
 
 async def test_chat_answers_parse_with_the_sdk_and_hold_what_it_expects(setup: Setup) -> None:
-    answer = await setup.complete({**CHAT, "max_tokens": 12, "logprobs": True, "top_logprobs": 2, "n": 2, "skip_special_tokens": False})
+    answer = await setup.complete(
+        {**CHAT, "max_tokens": 12, "logprobs": True, "top_logprobs": 2, "n": 2, "skip_special_tokens": False}
+    )
     parsed = ChatCompletion.model_validate(answer)
     assert [choice.index for choice in parsed.choices] == [0, 1]
     assert {"refusal", "content", "role"} <= answer["choices"][0]["message"].keys()
     assert parsed.usage is not None and parsed.usage.completion_tokens == 24
     logprobs = parsed.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
-    assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode() == parsed.choices[0].message.content
+    assert (
+        b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode() == parsed.choices[0].message.content
+    )
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
 
 
@@ -207,13 +215,18 @@ async def test_chat_streams_role_deltas_finish_and_usage(setup: Setup) -> None:
         assert all("role" not in delta["delta"] for delta in deltas[1:])
         assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
         assert deltas[-1]["delta"] == {}
-        assert "".join(delta["delta"].get("content", "") for delta in deltas) == whole["choices"][index]["message"]["content"]
+        assert (
+            "".join(delta["delta"].get("content", "") for delta in deltas)
+            == whole["choices"][index]["message"]["content"]
+        )
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk)
 
 
 async def test_continuous_usage_grows(setup: Setup) -> None:
-    chunks = await setup.stream({**COMPLETION, "max_tokens": 5, "stream_options": {"continuous_usage_stats": True, "include_usage": True}})
+    chunks = await setup.stream(
+        {**COMPLETION, "max_tokens": 5, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    )
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 5
 
@@ -255,7 +268,9 @@ async def test_token_ids_come_with_prompt_and_output(setup: Setup) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_strings_end_one_choice_and_free_it(setup: Setup, include: bool) -> None:
-    answer = await setup.complete({**COMPLETION, "max_tokens": 200, "stop": ["wö"], "include_stop_str_in_output": include})
+    answer = await setup.complete(
+        {**COMPLETION, "max_tokens": 200, "stop": ["wö"], "include_stop_str_in_output": include}
+    )
     choice = answer["choices"][0]
     assert choice["text"] == ("hello wö" if include else "hello ")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "wö")
@@ -300,7 +315,9 @@ async def test_closing_a_stream_aborts_every_choice() -> None:
     engine = FakeEngine(FakeConfig(vocab_size=259, token_delay=0.005))
     await engine.start()
     setup = Setup(engine)
-    async with aclosing((await setup.prepare({**COMPLETION, "n": 5, "max_tokens": 5000, "stream": True})).stream()) as chunks:
+    async with aclosing(
+        (await setup.prepare({**COMPLETION, "n": 5, "max_tokens": 5000, "stream": True})).stream()
+    ) as chunks:
         await anext(chunks)
     stats = await anext(engine.stats())
     assert stats.num_active_requests + stats.num_queued_requests == 0 and stats.num_aborted_requests == 5

@@ -41,7 +41,12 @@ async def answer_to(client: httpx.AsyncClient, images: Sequence[ImageInput], **f
 async def test_an_encode_replica_encodes_and_has_no_public_routes() -> None:
     async with application(**ALONE) as (client, state):
         described = msgspec.msgpack.decode((await client.get("/encode", headers=BEARER)).content, type=EncodeInfo)
-        assert (described.version, described.model, described.backend, described.placeholder) == (VERSION, "fake", "fake", PLACEHOLDER)
+        assert (described.version, described.model, described.backend, described.placeholder) == (
+            VERSION,
+            "fake",
+            "fake",
+            PLACEHOLDER,
+        )
         images = [image(1), image(2, detail="low"), image(1)]
         assert await answer_to(client, images) == await expected(images)
         for path in ("/v1/models", "/v1/chat/completions"):
@@ -52,7 +57,8 @@ async def test_an_encode_replica_encodes_and_has_no_public_routes() -> None:
         assert (await client.get("/health/ready")).status_code == 200
         page = (await client.get("/metrics")).text
         assert (
-            'trtllm_encoded_images_total{model_name="fake"} 3.0' in page and 'trtllm_encoding_seconds_count{model_name="fake"} 1.0' in page
+            'trtllm_encoded_images_total{model_name="fake"} 3.0' in page
+            and 'trtllm_encoding_seconds_count{model_name="fake"} 1.0' in page
         )
         assert state["replica"].running == 0
 
@@ -170,7 +176,9 @@ async def test_a_reader_that_dies_frees_what_was_held() -> None:
 async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased_answers, "ALIVE_SECONDS", 0.05)
     async with replica("encode", fake_token_delay_ms=2000) as (url, life), httpx.AsyncClient(headers=BEARER) as http:
-        request = http.build_request("POST", f"{url}/encode", content=body_of(pages(1)), headers={"content-type": MEDIA_TYPE})
+        request = http.build_request(
+            "POST", f"{url}/encode", content=body_of(pages(1)), headers={"content-type": MEDIA_TYPE}
+        )
         answer = await http.send(request, stream=True)
         assert await anext(answer.aiter_raw()) == bytes(4), "a sign of life"
         await answer.aclose()

@@ -19,7 +19,12 @@ from tests.support.http import application
 async def test_internal_routes_take_the_internal_secret_alone() -> None:
     async with application(api_keys="key", internal_secret="secret") as (client, _):
         for path in ("/prefill", "/encode"):
-            for headers in ({}, {"Authorization": "Bearer key"}, {"Authorization": "secret"}, {"Authorization": "Bearer secre"}):
+            for headers in (
+                {},
+                {"Authorization": "Bearer key"},
+                {"Authorization": "secret"},
+                {"Authorization": "Bearer secre"},
+            ):
                 refused = await client.post(path, headers=headers)
                 assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
             assert (await client.post(path, headers={"Authorization": "Bearer secret"})).status_code == 404
@@ -71,7 +76,11 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         (b"", 400, "no prefill request"),
         (b"\xc1", 400, "no prefill request"),
         (b"\0\0\0\x01\x80", 400, "missing required field `version`"),
-        (head_alone({"version": VERSION, "model": "fake", "request": {"request_id": 5}, "sizes": []}), 400, "Expected `str`"),
+        (
+            head_alone({"version": VERSION, "model": "fake", "request": {"request_id": 5}, "sizes": []}),
+            400,
+            "Expected `str`",
+        ),
         (body_of() + b"more", 400, "its parts are to have 0 bytes, and have 4"),
         (body_of()[:-1], 400, "no prefill request"),
         (body_of(version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
@@ -81,7 +90,10 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
     ],
 )
 async def test_what_cannot_be_prefilled_is_refused_by_name(body: bytes, status: int, message: str) -> None:
-    async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1, max_images=0) as (client, state):
+    async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1, max_images=0) as (
+        client,
+        state,
+    ):
         refused = await post(client, body)
         assert refused.status_code == status and message in refused.json()["error"]["message"]
         assert state["replica"].running == 0
@@ -91,7 +103,11 @@ async def test_other_media_types_and_other_roles_are_refused() -> None:
     async with application(disaggregation_mode="prefill", internal_secret=SECRET) as (client, _):
         assert (await post(client, body_of(), **{"content-type": "application/json"})).status_code == 415
     async with application(internal_secret=SECRET) as (client, _):
-        assert (await post(client, body_of())).status_code == (await client.get("/prefill", headers=BEARER)).status_code == 404
+        assert (
+            (await post(client, body_of())).status_code
+            == (await client.get("/prefill", headers=BEARER)).status_code
+            == 404
+        )
 
 
 async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +137,10 @@ async def test_what_is_too_large_to_be_read_is_not_handed_over(monkeypatch: pyte
 async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica lives and could say so for ever, while its engine's process hangs."""
     monkeypatch.setattr(leased, "ALIVE_SECONDS", 0.05)
-    async with application(disaggregation_mode="prefill", internal_secret=SECRET, fake_token_delay_ms=60_000) as (client, state):
+    async with application(disaggregation_mode="prefill", internal_secret=SECRET, fake_token_delay_ms=60_000) as (
+        client,
+        state,
+    ):
         stream = await busy(state["replica"].engine)
         asking = asyncio.create_task(post(client, body_of()))
         await asyncio.sleep(0.2)

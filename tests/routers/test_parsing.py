@@ -14,7 +14,16 @@ from routers.parsing import parsed
 
 LONG = "data:image/png;base64," + "QUJD/+" * 20_000
 URLS = st.sampled_from(
-    [LONG, LONG[:-4], "data:image/png;base64,QUJD", "https://images.test/a.png", LONG + '"', LONG + "\\", LONG + "é", ""]
+    [
+        LONG,
+        LONG[:-4],
+        "data:image/png;base64,QUJD",
+        "https://images.test/a.png",
+        LONG + '"',
+        LONG + "\\",
+        LONG + "é",
+        "",
+    ]
 )
 JSON = st.recursive(
     URLS | st.integers(-5, 5) | st.none(),
@@ -25,11 +34,15 @@ JSON = st.recursive(
     max_leaves=6,
 )
 IMAGE = URLS | st.fixed_dictionaries({"url": URLS}, optional={"detail": st.sampled_from(["low", "auto"]), "more": JSON})
-PART = st.fixed_dictionaries({"type": st.just("image_url")}, optional={"image_url": IMAGE, "text": URLS, "video_url": JSON, "more": JSON})
+PART = st.fixed_dictionaries(
+    {"type": st.just("image_url")}, optional={"image_url": IMAGE, "text": URLS, "video_url": JSON, "more": JSON}
+)
 BODY = st.fixed_dictionaries(
     {
         "messages": st.lists(
-            st.fixed_dictionaries({"role": st.just("user"), "content": URLS | st.lists(PART, max_size=4)}), min_size=1, max_size=2
+            st.fixed_dictionaries({"role": st.just("user"), "content": URLS | st.lists(PART, max_size=4)}),
+            min_size=1,
+            max_size=2,
         )
     },
     optional={"documents": JSON, "url": JSON, "max_tokens": st.integers(1, 9)},

@@ -18,14 +18,22 @@ from tests.support.http import CHAT
 from tests.support.routing import Bare, before, chunked, router
 
 SSE = {**CHAT, "stream": True}
-LONG = {"messages": [{"role": "system", "content": "Be kind. " * 60}, {"role": "user", "content": "hello"}], "max_tokens": 4}
+LONG = {
+    "messages": [{"role": "system", "content": "Be kind. " * 60}, {"role": "user", "content": "hello"}],
+    "max_tokens": 4,
+}
 
 
 @asynccontextmanager
 async def publishing(**settings: Any) -> AsyncIterator[tuple[str, Replica, tuple[str, str]]]:
     """A replica that publishes its events."""
     sockets = tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    given = {"publish_kv_events": True, "kv_events_endpoint": sockets[0], "kv_events_replay_endpoint": sockets[1], **settings}
+    given = {
+        "publish_kv_events": True,
+        "kv_events_endpoint": sockets[0],
+        "kv_events_replay_endpoint": sockets[1],
+        **settings,
+    }
     async with replica("aggregated", **given) as (url, life):
         yield url, life, sockets
 
@@ -38,7 +46,9 @@ async def cluster(
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(publishing(**settings)) for _ in range(count)]
         events = {"route_events": tuple(one[2][0] for one in found), "route_replays": tuple(one[2][1] for one in found)}
-        url, life = await stack.enter_async_context(router([one[0] for one in found], **events, **(router_settings or {})))
+        url, life = await stack.enter_async_context(
+            router([one[0] for one in found], **events, **(router_settings or {}))
+        )
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
         await available(life, count)
         yield client, life, [one[1] for one in found]
@@ -64,7 +74,9 @@ def without_time(text: str) -> str:
     return re.sub(r'"created":\d+', "", text)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/other"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/other"]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_are_those_of_the_replica(path: str, stream: bool) -> None:
     body = {"prompt": "hello", "stream": stream} if path == "/v1/completions" else {**CHAT, "stream": stream}
@@ -85,7 +97,8 @@ async def test_answers_are_those_of_the_replica(path: str, stream: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [(b"{", 400), (b'{"messages": []}', 400), (b'{"messages": 7, "max_tokens": "x"}', 400), (b"", 400)]
+    ("body", "status"),
+    [(b"{", 400), (b'{"messages": []}', 400), (b'{"messages": 7, "max_tokens": "x"}', 400), (b"", 400)],
 )
 async def test_replicas_say_what_is_wrong(body: bytes, status: int) -> None:
     async with replica("aggregated") as (url, _), before(url) as (client, _):
@@ -109,7 +122,9 @@ async def test_equal_starts_go_to_one_replica() -> None:
 async def test_a_session_stays_where_it_is() -> None:
     async with cluster(3, {"route_policy": "round_robin"}) as (client, _, _):
         alone = [await client.post("/v1/chat/completions", json=CHAT) for _ in range(6)]
-        session = [await client.post("/v1/chat/completions", json=CHAT, headers={"x-session-id": "s" * 5000}) for _ in range(6)]
+        session = [
+            await client.post("/v1/chat/completions", json=CHAT, headers={"x-session-id": "s" * 5000}) for _ in range(6)
+        ]
     assert {answer.headers["x-trellis-replica"] for answer in alone} == {"0", "1", "2"}
     assert len({answer.headers["x-trellis-replica"] for answer in session}) == 1
 
@@ -127,7 +142,9 @@ async def test_a_client_that_goes_ends_the_request_at_once() -> None:
     async with cluster(1, fake_token_delay_ms=20) as (client, life, (peer,)):
         assert peer.engine is not None
         assert life.router is not None
-        async with client.stream("POST", "/v1/chat/completions", json={**SSE, "max_tokens": 5000, "ignore_eos": True}) as answer:
+        async with client.stream(
+            "POST", "/v1/chat/completions", json={**SSE, "max_tokens": 5000, "ignore_eos": True}
+        ) as answer:
             await anext(answer.aiter_bytes())
             await stats_with(peer.engine, lambda stats: stats.num_active_requests == 1)
         await stats_with(peer.engine, lambda stats: stats.num_active_requests == 0, 1.0)
@@ -171,7 +188,9 @@ async def test_a_refusal_goes_to_another_replica_and_comes_back_if_there_is_none
         await available(life, 2)
         answers = list[int]()
         while not bare.requests:  # which of them is asked is a matter of chance
-            answers.append((await client.post("/v1/chat/completions", json=CHAT | {"cache_salt": str(len(answers))})).status_code)
+            answers.append(
+                (await client.post("/v1/chat/completions", json=CHAT | {"cache_salt": str(len(answers))})).status_code
+            )
     assert set(answers) == {200}
     async with Bare(refusal) as bare, before(bare.url) as (client, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
@@ -210,7 +229,11 @@ async def test_without_replicas_it_is_not_ready() -> None:
 
 async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
-    async with Bare(b"", hang_up=False, hangs=True) as bare, replica("aggregated") as (url, _), before(bare.url, url) as (client, life):
+    async with (
+        Bare(b"", hang_up=False, hangs=True) as bare,
+        replica("aggregated") as (url, _),
+        before(bare.url, url) as (client, life),
+    ):
         await available(life, 2)
         answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=CHAT) for _ in range(6)))
         assert bare.requests
@@ -220,7 +243,11 @@ async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest
 async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends its connections, and there are no others."""
     monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
-    async with Bare(b"", hang_up=False, hangs=True) as bare, replica("aggregated") as (url, _), before(bare.url, url) as (client, life):
+    async with (
+        Bare(b"", hang_up=False, hangs=True) as bare,
+        replica("aggregated") as (url, _),
+        before(bare.url, url) as (client, life),
+    ):
         await available(life, 2)
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(6)]
         async with asyncio.timeout(5):

@@ -46,7 +46,9 @@ async def test_key_covers_every_route_but_liveness() -> None:
     ]
     async with application(api_keys=KEYS, wait=False) as (client, _):
         for (method, path), authorization in itertools.product(paths, wrong):
-            response = await client.request(method, path, headers={} if authorization is None else {"authorization": authorization})
+            response = await client.request(
+                method, path, headers={} if authorization is None else {"authorization": authorization}
+            )
             if path == "/health/live":
                 assert response.status_code == 200
                 continue
@@ -156,7 +158,9 @@ async def test_tokenize_and_back(prefix: str) -> None:
     async with application() as (client, _):
         tokens = (await client.post(f"{prefix}/tokenize", json={"prompt": "héllo"})).json()
         assert tokens["count"] == len(tokens["tokens"]) == len("héllo".encode())
-        assert (await client.post(f"{prefix}/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "héllo"}
+        assert (await client.post(f"{prefix}/detokenize", json={"tokens": tokens["tokens"]})).json() == {
+            "prompt": "héllo"
+        }
 
 
 async def test_whole_answers() -> None:
@@ -178,7 +182,13 @@ async def test_metrics(path: str) -> None:
     page = response.text
     assert 'http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 3.0' in page
     assert 'trtllm_generation_tokens_total{model_name="fake"} 24.0' in page
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_utilization", "kv_cache_used_blocks", "num_preemptions_total"):
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_utilization",
+        "kv_cache_used_blocks",
+        "num_preemptions_total",
+    ):
         assert f'trtllm_{name}{{model_name="fake"}} 0.0' in page
     assert "event_loop_lag_seconds_bucket" in page
 
@@ -199,7 +209,9 @@ async def test_openapi_document_has_the_bodies_and_no_422() -> None:
         ("/tokenize", "TokenizeRequest"),
     ]:
         operation = document["paths"][path]["post"]
-        assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"] == f"#/components/schemas/{name}"
+        assert (
+            operation["requestBody"]["content"]["application/json"]["schema"]["$ref"] == f"#/components/schemas/{name}"
+        )
         assert "422" not in operation["responses"]
         assert "ErrorEnvelope" in str(operation["responses"]["4XX"])
     assert "messages" in schemas["ChatCompletionRequest"]["properties"]
@@ -224,7 +236,11 @@ async def test_no_cors_by_default() -> None:
 @pytest.mark.parametrize("origins", ["https://good", "*"])
 async def test_cors_is_never_with_credentials(origins: str) -> None:
     async with application(wait=False, cors_origins=origins, api_keys=KEYS) as (client, _):
-        preflight = {"origin": "https://good", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = {
+            "origin": "https://good",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization",
+        }
         response = await client.options("/v1/chat/completions", headers=preflight)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] in ("https://good", "*")

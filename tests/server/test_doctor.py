@@ -58,7 +58,14 @@ def test_python(version: tuple[int, int], level: str) -> None:
 
 @pytest.mark.parametrize(
     ("present", "level"),
-    [((), "problem"), ((H200, H200), "ok"), ((V100,), "problem"), ((A100,), "warning"), ((H200, SPARK), "warning"), ((SPARK,), "ok")],
+    [
+        ((), "problem"),
+        ((H200, H200), "ok"),
+        ((V100,), "problem"),
+        ((A100,), "warning"),
+        ((H200, SPARK), "warning"),
+        ((SPARK,), "ok"),
+    ],
 )
 def test_gpus(present: tuple[Gpu, ...], level: str) -> None:
     assert levels(list(doctor.check_gpus(present, needed=True))) == [level]
@@ -185,10 +192,14 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "lacks config.json, tokenizer.json, *.safetensors" in capsys.readouterr().out
 
 
-def test_a_run_for_tensorrt_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_for_tensorrt_llm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit, wherever the four come from."""
     override = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}'
-    settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, tensor_parallel_size=1, override_engine_args=override)
+    settings = Settings(
+        engine="trtllm", port=0, cache_dir=tmp_path, tensor_parallel_size=1, override_engine_args=override
+    )
     monkeypatch.setattr(gpus, "_QUERY", (str(tmp_path / "missing"),))
     assert doctor.run(settings) == 1
     assert "no NVIDIA GPU answers" in capsys.readouterr().out
@@ -211,17 +222,28 @@ def test_what_a_role_lacks_and_forces() -> None:
     assert lacking.level == "problem" and "INTERNAL_SECRET" in lacking.text
     (prefill,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill", internal_secret="s"))
     assert prefill.level == "ok" and prefill.text.startswith("role prefill; forces")
-    assert 'forces cache_transceiver_config.backend to "DEFAULT"; forces cache_transceiver_config.kv_transfer_timeout_ms' in prefill.text
+    assert (
+        'forces cache_transceiver_config.backend to "DEFAULT"; forces cache_transceiver_config.kv_transfer_timeout_ms'
+        in prefill.text
+    )
     assert "forces disable_overlap_scheduler to true" in prefill.text
     (encode,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="encode", enable_attention_dp=True))
-    assert encode.level == "problem" and "role encode needs it" in encode.text and encode.text.endswith("ignores enable_attention_dp")
+    assert (
+        encode.level == "problem"
+        and "role encode needs it" in encode.text
+        and encode.text.endswith("ignores enable_attention_dp")
+    )
     (decode,) = [
-        finding for finding in doctor.findings(Settings(engine="fake", disaggregation_mode="decode", port=0)) if "role" in finding.text
+        finding
+        for finding in doctor.findings(Settings(engine="fake", disaggregation_mode="decode", port=0))
+        if "role" in finding.text
     ]
     assert decode.level == "problem" and "INTERNAL_SECRET" in decode.text
 
 
 def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = Settings(engine="trtllm", port=0, cache_dir=tmp_path, override_engine_args='{"moe_config": {"backend": "AUTO"}}')
+    settings = Settings(
+        engine="trtllm", port=0, cache_dir=tmp_path, override_engine_args='{"moe_config": {"backend": "AUTO"}}'
+    )
     assert doctor.run(settings) == 1
     assert "problem  OVERRIDE_ENGINE_ARGS: moe_config.backend" in capsys.readouterr().out

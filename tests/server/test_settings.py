@@ -21,7 +21,11 @@ def test_example_file_lists_every_setting_in_order() -> None:
 
 
 def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line.removeprefix("# ") for line in example().splitlines() if line.startswith("# ") and line[2:].partition("=")[0].isupper()]
+    lines = [
+        line.removeprefix("# ")
+        for line in example().splitlines()
+        if line.startswith("# ") and line[2:].partition("=")[0].isupper()
+    ]
     assert len(lines) == len(Settings.model_fields)
     (tmp_path / ".env").write_text("\n".join(lines))
     defaults = Settings()
@@ -31,7 +35,12 @@ def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_help_shows_every_setting_with_default_and_description() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "server", "--help"], capture_output=True, text=True, check=True, cwd=ROOT, env={"COLUMNS": "500"}
+        [sys.executable, "-m", "server", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={"COLUMNS": "500"},
     )
     text = " ".join(run.stdout.split())
     for name, field in Settings.model_fields.items():
@@ -68,11 +77,23 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--queue-timeout-seconds", "nan"], "--queue-timeout-seconds"),
         (["--disaggregation-mode", "both"], "--disaggregation-mode (DISAGGREGATION_MODE)"),
         (["--disaggregation-mode", "prefill"], "--internal-secret (INTERNAL_SECRET): the role prefill needs it"),
-        (["--disaggregation-mode", "decode", "--internal-secret", "s"], "--prefill-urls (PREFILL_URLS): the role decode needs it"),
-        (["--prefill-urls", "http://prefill"], "--prefill-urls (PREFILL_URLS): Value error, each must be http://host:port"),
+        (
+            ["--disaggregation-mode", "decode", "--internal-secret", "s"],
+            "--prefill-urls (PREFILL_URLS): the role decode needs it",
+        ),
+        (
+            ["--prefill-urls", "http://prefill"],
+            "--prefill-urls (PREFILL_URLS): Value error, each must be http://host:port",
+        ),
         (["--prefill-urls", "http://a:1,dns+https://b:2"], "--prefill-urls (PREFILL_URLS): Value error, each must be"),
-        (["--prefill-urls", "http://a:1/v1"], "--prefill-urls (PREFILL_URLS): Value error, nothing may follow the port"),
-        (["--disaggregation-mode", "encode", "--engine", "trtllm"], "--internal-secret (INTERNAL_SECRET): the role encode needs it"),
+        (
+            ["--prefill-urls", "http://a:1/v1"],
+            "--prefill-urls (PREFILL_URLS): Value error, nothing may follow the port",
+        ),
+        (
+            ["--disaggregation-mode", "encode", "--engine", "trtllm"],
+            "--internal-secret (INTERNAL_SECRET): the role encode needs it",
+        ),
         (
             ["--disaggregation-mode", "encode", "--internal-secret", "s", "--api-processes", "2"],
             "--api-processes (API_PROCESSES): the role encode has one",
@@ -84,7 +105,10 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): Value error, names nothing"),
         (["--kv-events-endpoint", "5557"], "(KV_EVENTS_ENDPOINT): Value error, must be tcp://*:port"),
         (["--kv-events-endpoint", ""], "--kv-events-endpoint (KV_EVENTS_ENDPOINT)"),
-        (["--kv-events-replay-endpoint", "tcp://*:70000"], "(KV_EVENTS_REPLAY_ENDPOINT): Value error, must be tcp://*:port"),
+        (
+            ["--kv-events-replay-endpoint", "tcp://*:70000"],
+            "(KV_EVENTS_REPLAY_ENDPOINT): Value error, must be tcp://*:port",
+        ),
         (["--nats-url", "localhost:4222"], "(NATS_URL): Value error, must be nats://host:port"),
         (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
         (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): Value error, must be http://host:port"),
@@ -95,10 +119,15 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
             ["--kv-cache-dtype", "fp8", "--engine", "fake"],
             "(KV_CACHE_DTYPE): Value error, fp8 is for the embedded engine, not for fake",
         ),
-        (["--enable-test-logits-processor", "1", "--engine", "fake"], "--enable-test-logits-processor (ENABLE_TEST_LOGITS_PROCESSOR)"),
+        (
+            ["--enable-test-logits-processor", "1", "--engine", "fake"],
+            "--enable-test-logits-processor (ENABLE_TEST_LOGITS_PROCESSOR)",
+        ),
     ],
 )
-def test_wrong_flag_stops_the_start_by_name(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flag_stops_the_start_by_name(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -121,11 +150,16 @@ def test_wrong_file_stops_the_start_by_name(tmp_path: Path) -> None:
 def test_every_wrong_setting_is_named() -> None:
     with pytest.raises(ValidationError) as caught:
         Settings(max_n=0, max_body_mb=0)
-    assert [line.partition(":")[0] for line in explain(caught.value)] == ["--max-body-mb (MAX_BODY_MB)", "--max-n (MAX_N)"]
+    assert [line.partition(":")[0] for line in explain(caught.value)] == [
+        "--max-body-mb (MAX_BODY_MB)",
+        "--max-n (MAX_N)",
+    ]
 
 
 def test_lists_roles_and_empty_values() -> None:
-    settings = Settings(api_keys="a, b,", cors_origins="https://x", disaggregation_mode="agg", chat_template="", internal_secret="")
+    settings = Settings(
+        api_keys="a, b,", cors_origins="https://x", disaggregation_mode="agg", chat_template="", internal_secret=""
+    )
     assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
     assert settings.cors_origins == ("https://x",)
     assert settings.disaggregation_mode == "aggregated"
@@ -135,7 +169,9 @@ def test_lists_roles_and_empty_values() -> None:
 
 
 def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
-    sizes = [engine_config(read_settings(["--engine", "fake", *flags]), None) for flags in ([], ["--max-batch-size", "5"])]
+    sizes = [
+        engine_config(read_settings(["--engine", "fake", *flags]), None) for flags in ([], ["--max-batch-size", "5"])
+    ]
     assert [config.max_num_seqs for config in sizes if isinstance(config, FakeConfig)] == [FakeConfig().max_num_seqs, 5]
 
 
@@ -151,7 +187,7 @@ def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
 )
 def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
-    code = "import os, sys; from server import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
     variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen

@@ -108,7 +108,11 @@ async def test_a_request_is_described_in_the_words_of_generative_ai(spans: Colle
     assert {name: request.attributes.get(name) for name in expected} == expected
     queued, first = (request.attributes[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token"))
     assert 0 <= queued <= first <= request.end - request.start
-    assert (request.of["service.name"], request.of["trellis.role"], request.of["gen_ai.request.model"]) == ("mine", "aggregated", "fake")
+    assert (request.of["service.name"], request.of["trellis.role"], request.of["gen_ai.request.model"]) == (
+        "mine",
+        "aggregated",
+        "fake",
+    )
     assert sorted(span.attributes["trellis.choice"] for span in spans.named("decode")) == [0, 1]
     assert not any(CHAT["messages"][0]["content"].encode() in span.raw for span in spans.spans)
 
@@ -129,7 +133,11 @@ async def test_a_malformed_parent_begins_a_new_trace(spans: Collector, given: st
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=[(b"traceparent", given.encode())])
         assert answer.status_code == 200
     request = spans.one("POST /v1/completions")
-    assert request.parent == "" and request.trace != CLIENT and request.attributes["gen_ai.operation.name"] == "text_completion"
+    assert (
+        request.parent == ""
+        and request.trace != CLIENT
+        and request.attributes["gen_ai.operation.name"] == "text_completion"
+    )
 
 
 async def test_sampling_is_the_clients_or_by_ratio(spans: Collector) -> None:
@@ -142,7 +150,9 @@ async def test_sampling_is_the_clients_or_by_ratio(spans: Collector) -> None:
 async def test_replicas_do_not_trace_what_the_first_does_not(spans: Collector) -> None:
     async with (
         replica("prefill", otel_endpoint=spans.url) as (url, _),
-        replica("decode", otel_endpoint=spans.url, otel_sample_ratio=0.0, prefill_urls=(url,), prefill_min_tokens=0) as (front, _),
+        replica(
+            "decode", otel_endpoint=spans.url, otel_sample_ratio=0.0, prefill_urls=(url,), prefill_min_tokens=0
+        ) as (front, _),
         httpx.AsyncClient(base_url=front) as client,
     ):
         assert (await ask(client)).status_code == 200
@@ -158,7 +168,11 @@ async def test_errors_have_their_code_and_no_text(spans: Collector) -> None:
         await ask(client, key, max_tokens=10**6)
         await client.post("/v1/my-secret", headers=key)
         await client.get("/v1/models", headers=key)
-    codes = [(span.attributes["http.response.status_code"], span.attributes["error.type"]) for span in spans.spans if span.kind == "server"]
+    codes = [
+        (span.attributes["http.response.status_code"], span.attributes["error.type"])
+        for span in spans.spans
+        if span.kind == "server"
+    ]
     assert codes == [
         (401, "invalid_api_key"),
         (400, "invalid_request_error"),
@@ -184,7 +198,10 @@ async def test_an_error_within_a_stream_fails_the_span(spans: Collector) -> None
 
 
 async def test_a_client_that_goes_leaves_a_trace_and_no_error(spans: Collector) -> None:
-    async with replica("aggregated", otel_endpoint=spans.url, fake_token_delay_ms=5) as (url, _), httpx.AsyncClient(base_url=url) as client:
+    async with (
+        replica("aggregated", otel_endpoint=spans.url, fake_token_delay_ms=5) as (url, _),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
         body = CHAT | {"stream": True, "max_tokens": 1000, "ignore_eos": True}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             await anext(answer.aiter_lines())
@@ -196,7 +213,10 @@ async def test_requests_that_wait_for_their_turn_keep_their_traces(spans: Collec
     """One sequence runs at a time: each request is let in by the end of another."""
     async with (
         replica("prefill", otel_endpoint=spans.url) as (url, _),
-        replica("decode", otel_endpoint=spans.url, max_batch_size=1, prefill_urls=(url,), prefill_min_tokens=0) as (front, _),
+        replica("decode", otel_endpoint=spans.url, max_batch_size=1, prefill_urls=(url,), prefill_min_tokens=0) as (
+            front,
+            _,
+        ),
         httpx.AsyncClient(base_url=front) as client,
     ):
         await asyncio.gather(*(ask(client, fake=index) for index in range(5)))
@@ -205,7 +225,13 @@ async def test_requests_that_wait_for_their_turn_keep_their_traces(spans: Collec
         by_trace.setdefault(span.trace, set()).add(f"{span.of['trellis.role']} {span.name}")
     assert len(by_trace) == 5
     for names in by_trace.values():
-        assert {f"decode {SERVER}", "decode POST /prefill", "prefill POST /prefill", "prefill prefill", "decode decode"} <= names
+        assert {
+            f"decode {SERVER}",
+            "decode POST /prefill",
+            "prefill POST /prefill",
+            "prefill prefill",
+            "decode decode",
+        } <= names
 
 
 async def test_a_prefill_replica_that_fails_is_in_the_trace(spans: Collector) -> None:
@@ -222,7 +248,12 @@ async def test_a_prefill_replica_that_fails_is_in_the_trace(spans: Collector) ->
     assert not spans.one(SERVER, "decode").failed
 
 
-async def test_the_context_goes_on_into_tensorrt_llm(spans: Collector, trt: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+async def test_the_context_goes_on_into_tensorrt_llm(
+    spans: Collector,
+    trt: Any,  # noqa: F811
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from engine.config import TrtllmConfig  # noqa: PLC0415
     from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
     from engine.types import GenerateRequest, SamplingParams  # noqa: PLC0415
@@ -236,11 +267,15 @@ async def test_the_context_goes_on_into_tensorrt_llm(spans: Collector, trt: Any,
         return result
 
     monkeypatch.setattr(trt.LLM, "generate_async", noting)
-    engine = TrtllmEngine(TrtllmConfig(model=str(tmp_path), role="aggregated", arguments={"enable_iter_perf_stats": True}))
+    engine = TrtllmEngine(
+        TrtllmConfig(model=str(tmp_path), role="aggregated", arguments={"enable_iter_perf_stats": True})
+    )
     await engine.start()
     try:
         for trace in ({}, {"traceparent": PARENT, "tracestate": "vendor=one"}):
-            request = GenerateRequest(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=2), trace=trace)
+            request = GenerateRequest(
+                request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=2), trace=trace
+            )
             assert [delta async for delta in engine.generate(request)]
     finally:
         await engine.close()

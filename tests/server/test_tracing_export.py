@@ -58,7 +58,9 @@ async def test_a_slow_collector_holds_up_nobody_at_the_end(spans: Collector, cap
     assert said == ["traces that the collector has not taken are lost"]
 
 
-async def test_what_is_not_exported_is_counted(spans: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_not_exported_is_counted(
+    spans: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of few spans that may wait, while the collector refuses."""
     monkeypatch.setattr(tracing, "MAX_WAITING", 70)
     monkeypatch.setattr(tracing, "_BATCH", 64)
@@ -71,7 +73,9 @@ async def test_what_is_not_exported_is_counted(spans: Collector, monkeypatch: py
                 while sum(counts.values()) < 200:
                     await asyncio.sleep(0.02)
                     lines = [
-                        line.split() for line in state["render_metrics"]().decode().splitlines() if line.startswith("trace_spans_total")
+                        line.split()
+                        for line in state["render_metrics"]().decode().splitlines()
+                        if line.startswith("trace_spans_total")
                     ]
                     counts = {name.split('"')[1]: float(value) for name, value in lines}
             assert counts["dropped"] >= 200 - 70 - 64 and counts["failed"] >= 64 and counts["exported"] == 0
@@ -88,7 +92,9 @@ def test_without_an_endpoint_nothing_is_loaded() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_the_package_the_start_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_start_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "server.http.tracing", raising=False)
     monkeypatch.delattr(server, "tracing", raising=False)

@@ -46,7 +46,9 @@ def test_ids_in_training_are_those_of_the_template(smollm2: Path, tmp_path: Path
         assert ids == tokenizer.encode(text.replace(IMAGE_TOKEN, IMAGE_TOKEN * IMAGE_TOKENS)).ids
         assert ids.count(IMAGE_TOKEN_ID) == IMAGE_TOKENS * len(chat.scenes)
         answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
-        spoken = tokenizer.decode([token for token, own in zip(ids, said, strict=True) if own], skip_special_tokens=False)
+        spoken = tokenizer.decode(
+            [token for token, own in zip(ids, said, strict=True) if own], skip_special_tokens=False
+        )
         assert spoken == "".join(f"{answer}<|im_end|>" for answer in answers)
         assert encoder(chat, 150)[0] == ids[: len(encoder(chat, 150)[0])]
 
@@ -57,7 +59,13 @@ def base(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / smollm2.name
     shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     facts = json.loads((smollm2 / "config.json").read_text())
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(**facts | sizes | {"head_dim": 16})
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
@@ -72,7 +80,10 @@ def student(base: Path) -> Student:
 @pytest.fixture(scope="module")
 def trained(student: Student, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file as training makes it, of a model whose every part is random."""
-    tensors = {name: torch.randn_like(part) * 0.02 if name.endswith("lora_up") else part for name, part in student.trained.items()}
+    tensors = {
+        name: torch.randn_like(part) * 0.02 if name.endswith("lora_up") else part
+        for name, part in student.trained.items()
+    }
     path = tmp_path_factory.mktemp("packages") / "random_smolvision/weights.safetensors"
     path.parent.mkdir()
     save(path, tensors, {})
@@ -95,15 +106,23 @@ def test_a_step_teaches_all_that_is_trained_and_nothing_else(student: Student, b
     patches, _ = student.patch_loss(features, batch.patches)
     answers, _ = student.answer_loss(batch, features)
     (patches + answers).backward()
-    learns = {name for name, parameter in student.trained.items() if parameter.grad is not None and parameter.grad.any()}
+    learns = {
+        name for name, parameter in student.trained.items() if parameter.grad is not None and parameter.grad.any()
+    }
     # A change that is nothing yet has no gradient in its first half, and LLaVA takes the tower's output before its last norm.
     assert learns >= {name for name in student.trained if "lora_down" not in name and "post_layernorm" not in name}
     taught = {id(parameter) for parameter in student.trained.values()}
     assert all(parameter.grad is None for parameter in student.language.parameters() if id(parameter) not in taught)
 
 
-def test_the_folder_is_the_language_model_with_the_changes_and_the_tower(trained: Path, built: Path, base: Path) -> None:
-    merged, old, added = load_file(built / "model.safetensors"), load_file(base / "model.safetensors"), load_file(trained)
+def test_the_folder_is_the_language_model_with_the_changes_and_the_tower(
+    trained: Path, built: Path, base: Path
+) -> None:
+    merged, old, added = (
+        load_file(built / "model.safetensors"),
+        load_file(base / "model.safetensors"),
+        load_file(trained),
+    )
     changed = "model.layers.1.mlp.down_proj"
     change = added[f"language_model.{changed}.lora_up"].float() @ added[f"language_model.{changed}.lora_down"].float()
     expected = (old[f"{changed}.weight"].float() + change).bfloat16()
@@ -125,7 +144,12 @@ def test_transformers_loads_the_folder_and_expands_images(built: Path) -> None:
     prompt = processor.apply_chat_template(list(chat.messages), add_generation_prompt=True)
     pictures = [picture(scene, index) for index, scene in enumerate(chat.scenes)]
     inputs = processor(text=[prompt], images=pictures, return_tensors="pt")
-    assert (inputs["input_ids"] == IMAGE_TOKEN_ID).sum() == 2 * IMAGE_TOKENS and inputs["pixel_values"].shape == (2, 3, SIZE, SIZE)
+    assert (inputs["input_ids"] == IMAGE_TOKEN_ID).sum() == 2 * IMAGE_TOKENS and inputs["pixel_values"].shape == (
+        2,
+        3,
+        SIZE,
+        SIZE,
+    )
     expected = torch.from_numpy(np.stack([np.asarray(image) for image in pictures])).permute(0, 3, 1, 2) / 127.5 - 1
     torch.testing.assert_close(inputs["pixel_values"], expected, rtol=0, atol=1e-5)
 
@@ -139,9 +163,20 @@ def test_another_vocabulary_is_refused(trained: Path, base: Path, tmp_path: Path
         merge(other, trained, tmp_path, lambda *_: None)
 
 
-def test_training_ends_in_time_with_weights_and_results(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_ends_in_time_with_weights_and_results(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From the beginning, and from where another run ended."""
-    small = {"minutes": 0.1, "evaluation-seconds": 2, "batch": 2, "turns": 2, "length": 128, "workers": 0, "per-kind": 1, "device": "cpu"}
+    small = {
+        "minutes": 0.1,
+        "evaluation-seconds": 2,
+        "batch": 2,
+        "turns": 2,
+        "length": 128,
+        "workers": 0,
+        "per-kind": 1,
+        "device": "cpu",
+    }
     flags = [f"--base={base}", f"--out={tmp_path}", *(f"--{name}={value}" for name, value in small.items())]
     for again in (False, True):
         train([*flags, *([f"--start={tmp_path}/smolvision.safetensors", "--look-share=0"] if again else [])])

@@ -180,7 +180,10 @@ def check_shape(scene: Scene, question: str, answer: str) -> None:
 
 
 def check_read(scene: Scene, question: str, answer: str) -> None:
-    assert scene.writing and answer in (f"The word is {scene.writing.content}.", f"The number is {scene.writing.content}.")
+    assert scene.writing and answer in (
+        f"The word is {scene.writing.content}.",
+        f"The number is {scene.writing.content}.",
+    )
 
 
 def check_background(scene: Scene, question: str, answer: str) -> None:

@@ -24,7 +24,18 @@ from tests.support.http import ServerProcess
 
 SHAPE = Shape(256, 12, 4, 2, 512, vocabulary=2048, max_position=2048, spread=0.1)
 """12 KiB of keys and values for each token, and a step in a few milliseconds."""
-FLAGS = ("--engine", "embedded", "--threads", "1", "--max-seq-len", "1024", "--max-num-tokens", "128", "--kv-cache-memory-mb", "96")
+FLAGS = (
+    "--engine",
+    "embedded",
+    "--threads",
+    "1",
+    "--max-seq-len",
+    "1024",
+    "--max-num-tokens",
+    "128",
+    "--kv-cache-memory-mb",
+    "96",
+)
 STREAMS = 24
 LONGEST = 10.0
 """Seconds that a request may take, whatever happens."""
@@ -132,12 +143,24 @@ _salts = itertools.count()
 
 def ask(url: str, index: int) -> tuple[str, str, str]:
     """What a stream after a prompt ends with: done, refused, cut or vague; and why, and the text. Its blocks are found in no cache."""
-    fields = {"prompt": PROMPTS[index], "max_tokens": 20 + 4 * index, "temperature": 0, "ignore_eos": True, "stream": True}
+    fields = {
+        "prompt": PROMPTS[index],
+        "max_tokens": 20 + 4 * index,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     text = ""
-    with httpx.stream("POST", f"{url}/v1/completions", json={**fields, "cache_salt": f"salt {next(_salts)}"}, timeout=30) as answer:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**fields, "cache_salt": f"salt {next(_salts)}"}, timeout=30
+    ) as answer:
         if answer.status_code != 200:
             error = json.loads(answer.read())["error"]
-            return "refused" if error["message"] and answer.status_code in (429, 500, 502, 503) else "vague", str(error), ""
+            return (
+                "refused" if error["message"] and answer.status_code in (429, 500, 502, 503) else "vague",
+                str(error),
+                "",
+            )
         for line in answer.iter_lines():
             if line == "data: [DONE]":
                 return "done", "", text
@@ -187,10 +210,14 @@ class Load:
         """Each ended in time, rightly or as `allowed`."""
         assert not [outcome for outcome in self.outcomes if outcome.kind not in ("right", *allowed)], self.report()
         seconds = sorted(outcome.seconds for outcome in self.outcomes)
-        assert seconds[-1] < LONGEST + 5 * seconds[len(seconds) // 2], self.report()  # who shares a busy machine is slower all along
+        assert seconds[-1] < LONGEST + 5 * seconds[len(seconds) // 2], (
+            self.report()
+        )  # who shares a busy machine is slower all along
 
     def report(self) -> str:
-        counts = Counter((outcome.kind, outcome.said[:300] if outcome.kind != "right" else "") for outcome in self.outcomes)
+        counts = Counter(
+            (outcome.kind, outcome.said[:300] if outcome.kind != "right" else "") for outcome in self.outcomes
+        )
         return f"{counts}, the longest {max((outcome.seconds for outcome in self.outcomes), default=0):.1f} s"
 
     def _run(self, number: int) -> None:

@@ -48,7 +48,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert not empty or 0 in executor.grid, f"{executor.fn.__name__} is given nothing"
         call(executor, *args, **options)
 
-    monkeypatch.setattr(interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a))
+    monkeypatch.setattr(
+        interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a)
+    )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     for module in (decode_attention, fp8_kernels, kernels, products):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
@@ -96,9 +98,13 @@ def cuda_model(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
     monkeypatch.setattr(model, "_SHORT_PROMPT", 0)  # a graph for a step of every size would leave nothing to the others
-    monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)  # as many as are worth dividing a sequence for when they run in turn
+    monkeypatch.setattr(
+        decode_attention, "_PROGRAMS", 4
+    )  # as many as are worth dividing a sequence for when they run in turn
     monkeypatch.setattr(model, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(model.CudaModel, "_capture", capture)
-    monkeypatch.setattr(sampler, "to_host", torch.clone)  # from the device that is a copy: the next step may write where these are
+    monkeypatch.setattr(
+        sampler, "to_host", torch.clone
+    )  # from the device that is a copy: the next step may write where these are
     monkeypatch.setattr(core, "load_model", model.CudaModel)
     return model

@@ -76,7 +76,9 @@ async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replic
     app = create_app(Settings(**{**given, **settings}))
     http: Any = partial(Connection, head_seconds=5.0)
     server = _Server(
-        uvicorn.Config(app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
     )
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -104,11 +106,19 @@ async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, Admission
 
 @asynccontextmanager
 async def decode_engine(
-    urls: Sequence[str], *, min_tokens: int | None = 0, attempts: int = 3, secret: str = SECRET, model: str = "fake", **fake: Any
+    urls: Sequence[str],
+    *,
+    min_tokens: int | None = 0,
+    attempts: int = 3,
+    secret: str = SECRET,
+    model: str = "fake",
+    **fake: Any,
 ) -> AsyncIterator[tuple[DisaggregatedEngine, Seen]]:
     """A started decode engine over a fake one."""
     seen = Seen()
-    engine = DisaggregatedEngine(FakeEngine(FakeConfig(**fake)), PeerPool(urls, secret, attempts, seen), model, min_tokens, seen)
+    engine = DisaggregatedEngine(
+        FakeEngine(FakeConfig(**fake)), PeerPool(urls, secret, attempts, seen), model, min_tokens, seen
+    )
     await engine.start()
     try:
         yield engine, seen
@@ -117,7 +127,9 @@ async def decode_engine(
 
 
 @asynccontextmanager
-async def pair(prefill: dict[str, Any] | None = None, **decode: Any) -> AsyncIterator[tuple[AdmissionEngine, DisaggregatedEngine, Seen]]:
+async def pair(
+    prefill: dict[str, Any] | None = None, **decode: Any
+) -> AsyncIterator[tuple[AdmissionEngine, DisaggregatedEngine, Seen]]:
     """The engine of a prefill replica, and a decode engine before it."""
     async with prefill_replica(**(prefill or {})) as (url, peer, _), decode_engine([url], **decode) as (engine, seen):
         yield peer, engine, seen
@@ -135,7 +147,9 @@ def answer_of(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> b
 
 
 @asynccontextmanager
-async def bare_peer(after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()) -> AsyncIterator[str]:
+async def bare_peer(
+    after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()
+) -> AsyncIterator[str]:
     """URL of a peer that answers probes, the first ones with the bytes `probes`, and a prefill with the bytes `after` and nothing more."""
     answer = answer_of(msgspec.msgpack.encode(info))
     answers = [*probes]
@@ -182,7 +196,9 @@ async def aggregated(wanted: GenerateRequest, **fake: Any) -> list[Delta]:
         await engine.close()
 
 
-async def stats_with(engine: Engine, condition: Callable[[IterationStats], object], seconds: float = 5.0) -> IterationStats:
+async def stats_with(
+    engine: Engine, condition: Callable[[IterationStats], object], seconds: float = 5.0
+) -> IterationStats:
     """The first statistics of which `condition` is true; fails if they take longer than `seconds`."""
     async with asyncio.timeout(seconds):
         async for stats in engine.stats():
@@ -214,7 +230,9 @@ def servers(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
 
 
 @contextmanager
-def cluster(prefill: int, decode: Sequence[str] = (), more: Sequence[str] = ()) -> Iterator[tuple[list[ServerProcess], ServerProcess]]:
+def cluster(
+    prefill: int, decode: Sequence[str] = (), more: Sequence[str] = ()
+) -> Iterator[tuple[list[ServerProcess], ServerProcess]]:
     """Prefill replicas and a decode replica, the flags `decode` its own, and `more` for all."""
     role = ("--disaggregation-mode", "prefill", *more)
     with ExitStack() as stack:

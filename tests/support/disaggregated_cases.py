@@ -8,7 +8,10 @@ _WORDS = "rivers bread planets chess bees glass tides maps violins snow salt clo
 TOPICS = _WORDS.split()
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["wheel", "well", "bell", "sail"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"enum": ["wheel", "well", "bell", "sail"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "count"],
     "additionalProperties": False,
 }
@@ -53,7 +56,10 @@ def _plain() -> Fields:
         yield "short", False, f"{index} is", {"max_tokens": 4 + index}
         yield "long", False, f"Chapter {index}. " + f"{TOPICS[index]} and then some more, " * (20 + 2 * index), {}
     for index in range(20):
-        lead = f"These are the rules of club {index % 4}: nobody is late, everybody brings a friend, and nobody speaks of it. " * 3
+        lead = (
+            f"These are the rules of club {index % 4}: nobody is late, everybody brings a friend, and nobody speaks of it. "
+            * 3
+        )
         yield "prefix", index % 2 == 1, f"{lead}Rule number {index} is about {TOPICS[index % 16]}:", {}
     for index in range(10):
         yield (
@@ -66,7 +72,10 @@ def _plain() -> Fields:
         yield (
             "several",
             False,
-            [f"{topic} are known to most people for one reason only, " * (1 + index) for topic in TOPICS[index : index + 3]],
+            [
+                f"{topic} are known to most people for one reason only, " * (1 + index)
+                for topic in TOPICS[index : index + 3]
+            ],
             {},
         )
 
@@ -108,7 +117,12 @@ def _sampled() -> Fields:
         )
     for index in range(10):
         bias = {str(1000 + 7 * index): 100} if index % 2 else {"28": -100, "198": -100, str(260 + index): 5}
-        yield "logit_bias", index % 3 == 0, f"The best thing about {TOPICS[index]} is that there are so many ways to", {"logit_bias": bias}
+        yield (
+            "logit_bias",
+            index % 3 == 0,
+            f"The best thing about {TOPICS[index]} is that there are so many ways to",
+            {"logit_bias": bias},
+        )
 
 
 def _bound() -> Fields:

@@ -58,10 +58,22 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED)
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
-        arguments = {"kv_cache_config": cache, "max_batch_size": 16, "guided_decoding_backend": "xgrammar", "enable_iter_perf_stats": True}
+        arguments = {
+            "kv_cache_config": cache,
+            "max_batch_size": 16,
+            "guided_decoding_backend": "xgrammar",
+            "enable_iter_perf_stats": True,
+        }
         arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
         return TrtllmConfig(model=str(tiny_model), arguments=arguments)
-    return FakeConfig(vocab_size=VOCABULARY, context_length=CONTEXT, block_size=BLOCK, num_blocks=1024, max_num_seqs=16, token_delay=0.002)
+    return FakeConfig(
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT,
+        block_size=BLOCK,
+        num_blocks=1024,
+        max_num_seqs=16,
+        token_delay=0.002,
+    )
 
 
 @asynccontextmanager
@@ -112,7 +124,9 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return GenerateRequest(request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt)
+    return GenerateRequest(
+        request_id=f"conformance-{next(_ids)}", prompt_token_ids=prompt, sampling=params, cache_salt=cache_salt
+    )
 
 
 def image_of(seed: int, start: int) -> Image:
@@ -146,7 +160,9 @@ async def idle(engine: Engine, since: IterationStats | None = None, timeout: flo
     """Statistics with nothing running, waiting or held, and with some request over since `since`; fails if they do not come in time."""
     async with asyncio.timeout(timeout):
         async for stats in engine.stats():
-            nothing = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
+            nothing = not (
+                stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks
+            )
             if nothing and (since is None or _over(stats) > _over(since)):
                 return stats
     raise AssertionError("the statistics have ended")

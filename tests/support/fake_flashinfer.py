@@ -14,13 +14,24 @@ class _Wrapper:
         assert layout == "NHD"
         self._plan: tuple[torch.Tensor | int, ...] = ()
 
-    def _keep(self, *plan: torch.Tensor | int, causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+    def _keep(
+        self,
+        *plan: torch.Tensor | int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
         assert causal
         self._plan = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in plan)
         self._scale, self._dtypes = sm_scale, (q_data_type, kv_data_type)
 
     def _attend(
-        self, begun: torch.Tensor, query: torch.Tensor, contexts: Iterator[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor
+        self,
+        begun: torch.Tensor,
+        query: torch.Tensor,
+        contexts: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        out: torch.Tensor,
     ) -> None:
         """Each prompt's queries, which begin there, over the keys and values of its context, of which they are the end."""
         assert int(begun[-1]) == len(query)
@@ -36,19 +47,31 @@ class _Wrapper:
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     """Prompts whose keys and values are in the step: [tokens, kv_heads, head_dim]."""
 
-    def plan(self, begun: torch.Tensor, kv_begun: torch.Tensor, heads: int, kv_heads: int, head_dim: int, **common: Any) -> None:
+    def plan(
+        self, begun: torch.Tensor, kv_begun: torch.Tensor, heads: int, kv_heads: int, head_dim: int, **common: Any
+    ) -> None:
         self._keep(begun, kv_begun, heads, kv_heads, head_dim, **common)
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         begun, kv_begun, heads, kv_heads, head_dim = self._plan
         assert query.shape[1:] == (heads, head_dim) and keys.shape[1:] == values.shape[1:] == (kv_heads, head_dim)
-        self._attend(begun, query, ((keys[start:end], values[start:end]) for start, end in pairwise(kv_begun.tolist())), out)
+        self._attend(
+            begun, query, ((keys[start:end], values[start:end]) for start, end in pairwise(kv_begun.tolist())), out
+        )
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     """Prompts whose keys and values are in the cache: [blocks, block_size, kv_heads, head_dim]."""
 
-    def plan(self, begun: torch.Tensor, paged: torch.Tensor, blocks: torch.Tensor, last: torch.Tensor, *sizes: int, **common: Any) -> None:
+    def plan(
+        self,
+        begun: torch.Tensor,
+        paged: torch.Tensor,
+        blocks: torch.Tensor,
+        last: torch.Tensor,
+        *sizes: int,
+        **common: Any,
+    ) -> None:
         """The blocks of each prompt, where each's begin, and how much of its last one is taken; heads, kv_heads, head_dim, block_size."""
         self._keep(begun, paged, blocks, last, *sizes, **common)
 

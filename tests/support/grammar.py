@@ -29,7 +29,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(text, special=True) for text in ("<pad>", "<s>", "</s>", "<|special|>")]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT * 3], trainer)
     assert tokenizer.get_vocab_size() < VOCAB - 8
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -80,7 +82,9 @@ def generate(guide: CompiledGuide, tokenizer: Tokenizer, seed: int, limit: int =
     return None
 
 
-async def check(compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GuideKind, spec: Any, good: list[str], bad: list[str]) -> None:
+async def check(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GuideKind, spec: Any, good: list[str], bad: list[str]
+) -> None:
     guide = await compiler.compile(Guide(kind, spec if isinstance(spec, str) else json.dumps(spec)))
     assert [text for text in good if not accepts(guide, tokenizer, text)] == []
     assert [text for text in bad if accepts(guide, tokenizer, text)] == []

@@ -20,7 +20,13 @@ from engine.transfer.base import Offer, Read, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_mb": 16, "kv_transfer": "tcp", "overlap_scheduler": "off"}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "kv_cache_memory_mb": 16,
+    "kv_transfer": "tcp",
+    "overlap_scheduler": "off",
+}
 Deltas = dict[str, list[Delta]]
 
 
@@ -31,9 +37,13 @@ def request_of(name: str, prompt: Sequence_[int], **sampling: Any) -> GenerateRe
 
 def sequence_of(core: EngineCore, request: GenerateRequest) -> Sequence:
     params, prompt = request.sampling, request.prompt_token_ids
-    state = SamplerState(params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device)
+    state = SamplerState(
+        params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+    )
     logprobs = None if params.prompt_logprobs is None else [None]
-    sequence = Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs)
+    sequence = Sequence(
+        request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs
+    )
     if request.handoff is not None:
         handover.resume(sequence, request.handoff, core.layout)
     return sequence
@@ -114,11 +124,18 @@ class Pair:
             core.scheduler.audit()
             stats = core.stats()
             assert stats.kv_cache_stats.used_num_blocks == 0 and not core.busy
-            assert (stats.num_active_requests, stats.num_queued_requests, stats.num_held_requests, stats.num_held_blocks) == (0, 0, 0, 0)
+            assert (
+                stats.num_active_requests,
+                stats.num_queued_requests,
+                stats.num_held_requests,
+                stats.num_held_blocks,
+            ) == (0, 0, 0, 0)
 
 
 @contextmanager
-def pair_of(folder: Path, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Iterator[Pair]:
+def pair_of(
+    folder: Path, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+) -> Iterator[Pair]:
     """Nothing may be left held or running at the end."""
     pair = Pair(folder, prefill or {}, decode or prefill or {})
     try:

@@ -60,7 +60,9 @@ class Family:
             with torch.inference_mode():
                 features = self.module.get_image_features(**pixels, return_dict=True).pooler_output
             grid = pixels["image_grid_thw"][0].tolist() if "image_grid_thw" in pixels else (0, 0, 0)
-            self._shown[seed] = Shown(blake3(str(seed).encode()).hexdigest(), pixels, torch.cat(list(features)), tuple(grid))
+            self._shown[seed] = Shown(
+                blake3(str(seed).encode()).hexdigest(), pixels, torch.cat(list(features)), tuple(grid)
+            )
         return self._shown[seed]
 
     def prompt(self, *parts: int | list[int]) -> Prompt:
@@ -92,7 +94,9 @@ class Family:
     def generate(self, prompt: Prompt, count: int = OUTPUT) -> list[int]:
         """Greedy, by transformers' own loop, from the pixels."""
         inputs = self._inputs(prompt, prompt.tokens)
-        output = self.module.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+        output = self.module.generate(
+            **inputs, max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
         tokens: list[int] = output[0, len(prompt.tokens) :].tolist()
         return tokens
 
@@ -107,7 +111,9 @@ class Family:
             return [TOKENS["<|vision_start|>"], *[self.token] * rows, TOKENS["<|vision_end|>"]]
         if self.kind == "llava":
             return [self.token] * rows
-        return [token for _ in range(rows // ROWS) for token in (TOKENS["<fake_token_around_image>"], *[self.token] * ROWS)]
+        return [
+            token for _ in range(rows // ROWS) for token in (TOKENS["<fake_token_around_image>"], *[self.token] * ROWS)
+        ]
 
     def _inputs(self, prompt: Prompt, tokens: tuple[int, ...]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([tokens])

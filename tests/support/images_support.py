@@ -43,7 +43,10 @@ def _png(scene: Scene, seed: int) -> bytes:
 
 def message(text: str, *images: bytes | str, **fields: Any) -> dict[str, Any]:
     """A user's, with the images (files or URLs) before the text; `fields` are those of each image."""
-    urls = [image if isinstance(image, str) else "data:image/png;base64," + base64.b64encode(image).decode() for image in images]
+    urls = [
+        image if isinstance(image, str) else "data:image/png;base64," + base64.b64encode(image).decode()
+        for image in images
+    ]
     parts = [{"type": "image_url", "image_url": {"url": url, **fields}} for url in urls]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
@@ -128,7 +131,12 @@ class Replicas:
     """One server that does all, and what does the same in two and in three kinds of replicas."""
 
     def __init__(
-        self, whole: ServerProcess, encode: ServerProcess, prefill: ServerProcess, pair: ServerProcess, three: ServerProcess
+        self,
+        whole: ServerProcess,
+        encode: ServerProcess,
+        prefill: ServerProcess,
+        pair: ServerProcess,
+        three: ServerProcess,
     ) -> None:
         self.whole, self.encode, self.prefill = whole, encode, prefill
         self.pair = pair
@@ -156,11 +164,15 @@ def replicas(common: Sequence[str]) -> Iterator[Replicas]:
         return started[-1]
 
     try:
-        whole, encode, prefill = (start(*role) for role in ((), ("--disaggregation-mode", "encode"), ("--disaggregation-mode", "prefill")))
+        whole, encode, prefill = (
+            start(*role) for role in ((), ("--disaggregation-mode", "encode"), ("--disaggregation-mode", "prefill"))
+        )
         for server in (encode, prefill):
             server.wait_ready(200)
         decode = ("--disaggregation-mode", "decode", "--prefill-urls", prefill.url, "--prefill-min-tokens", "0")
-        pair, three = (start(*decode, "--encode-urls", peer.url, "--encode-fallback", "refuse") for peer in (prefill, encode))
+        pair, three = (
+            start(*decode, "--encode-urls", peer.url, "--encode-fallback", "refuse") for peer in (prefill, encode)
+        )
         for server in (whole, pair, three):
             server.wait_ready(200)
         yield Replicas(whole, encode, prefill, pair, three)

@@ -42,7 +42,11 @@ def image_file(form: str = "PNG", size: tuple[int, int] = (64, 48), **options: A
 
 def png(width: int, height: int, padding: int = 0) -> bytes:
     """The header of a PNG of this size, and a body of `padding` bytes that nobody decodes."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", bytes(padding)), (b"IEND", b"")]
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", bytes(padding)),
+        (b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, data) for kind, data in chunks)
 
 
@@ -103,7 +107,9 @@ class Detour(httpx.AsyncBaseTransport):
     """Leads every connection to one port of this machine, and notes where it was to go; addresses in `dead` take none."""
 
     def __init__(self, port: int, **options: Any) -> None:
-        self._inner = httpx.AsyncHTTPTransport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), **options)
+        self._inner = httpx.AsyncHTTPTransport(
+            trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), **options
+        )
         self._port = port
         self.dialled: list[str] = []
         self.dead: set[str] = set()

@@ -23,14 +23,20 @@ def block(block_hash: int, tokens: Sequence[int] = (1, 2, 3, 4), **more: Any) ->
     return StoredBlock(block_hash, tuple(map(UniqueToken, tokens)), **more)
 
 
-def stored(event_id: int, *hashes: int, parent: int | None = None, window: int = 512, rank: int | None = None) -> KvEvent:
+def stored(
+    event_id: int, *hashes: int, parent: int | None = None, window: int = 512, rank: int | None = None
+) -> KvEvent:
     return KvEvent(event_id, Stored(parent, tuple(map(block, hashes))), window, rank)
 
 
-async def generate(engine: Engine, name: str, tokens: Iterable[int], max_tokens: int = 1, salt: str = "", images: Any = ()) -> int:
+async def generate(
+    engine: Engine, name: str, tokens: Iterable[int], max_tokens: int = 1, salt: str = "", images: Any = ()
+) -> int:
     """Run a request; how many tokens of its prompt the engine had."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
-    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(tokens), sampling=sampling, cache_salt=salt, images=images)
+    request = GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(tokens), sampling=sampling, cache_salt=salt, images=images
+    )
     cached = 0
     async for delta in engine.generate(request):
         cached = delta.prompt.cached_tokens if delta.prompt is not None else cached

@@ -21,7 +21,9 @@ from tests.support.disaggregated import replica
 class Sender:
     """Publishes like a replica. Without `replays` nobody can ask again; `kept` is what is sent then."""
 
-    def __init__(self, replays: bool = True, four_frames: bool = False, port: int = 0, replay_port: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self, replays: bool = True, four_frames: bool = False, port: int = 0, replay_port: int = 0, rank: int = 0
+    ) -> None:
         self._context = zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -92,10 +94,18 @@ def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
     return int(socket.bind_to_random_port("tcp://127.0.0.1"))
 
 
-def stored(hashes: Sequence[int], parent: int | None = None, tokens: Sequence[int] = (), size: int = 2) -> dict[str, Any]:
+def stored(
+    hashes: Sequence[int], parent: int | None = None, tokens: Sequence[int] = (), size: int = 2
+) -> dict[str, Any]:
     """A stored event as our publisher sends it; without `tokens` they are those of `tokens_of`."""
     ids = list(tokens) or [token for block_hash in hashes for token in tokens_of(block_hash, size)]
-    return {"type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": ids, "block_size": size}
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": ids,
+        "block_size": size,
+    }
 
 
 def tokens_of(block_hash: int, size: int = 2) -> list[int]:
@@ -201,7 +211,14 @@ class Bare:
             while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health/ready"):
                 if not (self._hangs and self.requests):
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-            length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
+            length = next(
+                (
+                    int(line.split(b":")[1])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length")
+                ),
+                0,
+            )
             self.requests.append(head + await reader.readexactly(length))
             writer.write(self._answer)
             if not self._hang_up:

@@ -18,14 +18,20 @@ from engine.transfer.base import Offer, Region, Transfer
 from engine.transfer.shared_memory import shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-NIXL = pytest.param("nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed"))
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
+)
 ON_HOST = ["shared_memory", "tcp", NIXL]
 
 
 class Owner:
     def __init__(self, method: str, *sizes: int, program: str = "transfer_owner.py", **environment: str) -> None:
         command = [sys.executable, str(ROOT / "tests/support" / program), method, *map(str, sizes)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), **environment}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            **environment,
+        }
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.offers = msgspec.msgpack.decode(bytes.fromhex(self.line()), type=tuple[Offer, ...])
 
@@ -83,4 +89,8 @@ def ended(transfer: Transfer, seconds: float = 20) -> None:
 def held() -> dict[str, int]:
     """What this process holds of the things that transfers take."""
     maps = Path("/proc/self/maps").read_text()
-    return {"files": len(os.listdir("/proc/self/fd")), "memories": maps.count("/memfd:trellis"), "threads": threading.active_count()}
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "memories": maps.count("/memfd:trellis"),
+        "threads": threading.active_count(),
+    }

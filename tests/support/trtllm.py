@@ -49,7 +49,11 @@ def found(name: str) -> Any:
                 continue
             except ModuleNotFoundError:
                 pass
-        value = inspect.getattr_static(value, part) if inspect.isclass(value) and part == "__call__" else getattr(value, part)
+        value = (
+            inspect.getattr_static(value, part)
+            if inspect.isclass(value) and part == "__call__"
+            else getattr(value, part)
+        )
     return value
 
 

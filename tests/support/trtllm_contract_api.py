@@ -9,7 +9,15 @@ from typing import Any
 
 API = json.loads((Path(__file__).resolve().parents[1] / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
 PACKAGE = "tensorrt_llm"
-LLMAPI = ("LLM", "MultimodalEncoder", "SamplingParams", "GuidedDecodingParams", "DisaggregatedParams", "RequestOutput", "RequestError")
+LLMAPI = (
+    "LLM",
+    "MultimodalEncoder",
+    "SamplingParams",
+    "GuidedDecodingParams",
+    "DisaggregatedParams",
+    "RequestOutput",
+    "RequestError",
+)
 """Names to import from `tensorrt_llm.llmapi`, as far as an adapter could want them; two of them are at the top level, too."""
 
 
@@ -27,7 +35,11 @@ def _params(name: str) -> list[dict[str, Any]]:
 
 
 def _callables(prefix: str) -> dict[str, str]:
-    return {name.removeprefix(prefix): name for name in API["callables"] if name.startswith(prefix) and "." not in name[len(prefix) :]}
+    return {
+        name.removeprefix(prefix): name
+        for name in API["callables"]
+        if name.startswith(prefix) and "." not in name[len(prefix) :]
+    }
 
 
 def _fields(model: str) -> dict[str, str]:
@@ -38,7 +50,9 @@ def _fields(model: str) -> dict[str, str]:
 
 def _dataclass(name: str) -> dict[str, str]:
     entry = API["dataclasses"][name]
-    return {name: stated["type"] for name, stated in entry["fields"].items()} | dict.fromkeys(entry.get("properties", ()), "value")
+    return {name: stated["type"] for name, stated in entry["fields"].items()} | dict.fromkeys(
+        entry.get("properties", ()), "value"
+    )
 
 
 _RESULT = API["classes"]["tensorrt_llm.llmapi.RequestOutput"]
@@ -48,7 +62,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "RequestOutput": {name: text for name, text in _RESULT["attributes"].items() if name not in _RESULT["methods"]},
     "IterationResult": {},
     "RequestError": {},
-    **{name: _dataclass(name) for name in ("CompletionOutput", "DisaggregatedParams", "Logprob", "SamplingParams", "GuidedDecodingParams")},
+    **{
+        name: _dataclass(name)
+        for name in ("CompletionOutput", "DisaggregatedParams", "Logprob", "SamplingParams", "GuidedDecodingParams")
+    },
     **{name: _fields(name) for name in API["models"] if not name.startswith(("newer-only", "serve.", "auto_deploy"))},
 }
 """For each class its attributes with the contract's text of their types."""
@@ -65,7 +82,9 @@ FINISH_REASONS = frozenset(API["enums"]["finish_reason"]["members"])
 
 def imported(module: str, name: str) -> Kind | None:
     """What `from module import name` gets; None if the contract has no such thing."""
-    if name in LLMAPI and (module == "tensorrt_llm.llmapi" or (module == PACKAGE and name in ("LLM", "SamplingParams"))):
+    if name in LLMAPI and (
+        module == "tensorrt_llm.llmapi" or (module == PACKAGE and name in ("LLM", "SamplingParams"))
+    ):
         return Kind(name, "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None
 
@@ -75,7 +94,9 @@ def signature(name: str, drop: int = 0) -> inspect.Signature:
     return inspect.Signature(
         [
             inspect.Parameter(
-                entry["name"], getattr(inspect.Parameter, entry["kind"]), default=entry.get("default", inspect.Parameter.empty)
+                entry["name"],
+                getattr(inspect.Parameter, entry["kind"]),
+                default=entry.get("default", inspect.Parameter.empty),
             )
             for entry in _params(name)[drop:]
         ]
@@ -92,7 +113,9 @@ def constructor(name: str) -> inspect.Signature:
     how = inspect.Parameter.KEYWORD_ONLY if entry.get("kw_only") else inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = {True: inspect.Parameter.empty, False: None}
     fields = entry["fields"].items()
-    return inspect.Signature([inspect.Parameter(field, how, default=required[facts.get("required", False)]) for field, facts in fields])
+    return inspect.Signature(
+        [inspect.Parameter(field, how, default=required[facts.get("required", False)]) for field, facts in fields]
+    )
 
 
 def has(name: str, member: str) -> bool:

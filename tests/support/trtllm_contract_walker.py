@@ -124,9 +124,16 @@ class Walker(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         function = self.kind(node.func)
-        for child in (node.func.value if isinstance(node.func, ast.Attribute) else node.func, *node.args, *node.keywords):
+        for child in (
+            node.func.value if isinstance(node.func, ast.Attribute) else node.func,
+            *node.args,
+            *node.keywords,
+        ):
             self.visit(child)
-        if ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and (base := self.kind(node.args[0])) is not None:
+        if (
+            ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+            and (base := self.kind(node.args[0])) is not None
+        ):
             self._reflected(node, base)
         if isinstance(node.func, ast.Attribute):
             self._check_member_call(node, node.func)
@@ -136,7 +143,12 @@ class Walker(ast.NodeVisitor):
     def _check_member_call(self, node: ast.Call, func: ast.Attribute) -> None:
         base = self.kind(func.value)
         if base is not None and base.form == "object" and self._member(base, func.attr) is None:
-            self._fault(node, f"{base.name}.{func.attr} is no method" if has(base.name, func.attr) else f"{base.name} has no {func.attr}")
+            self._fault(
+                node,
+                f"{base.name}.{func.attr} is no method"
+                if has(base.name, func.attr)
+                else f"{base.name} has no {func.attr}",
+            )
 
     def _reflected(self, node: ast.Call, base: Kind) -> None:
         name = node.args[1]
@@ -168,8 +180,17 @@ class Walker(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:
         """A finish reason is compared with reasons that there are."""
         self.generic_visit(node)
-        if isinstance(node.left, ast.Attribute) and node.left.attr == "finish_reason" and self.kind(node.left.value) is not None:
-            constants = {child.value for right in node.comparators for child in ast.walk(right) if isinstance(child, ast.Constant)}
+        if (
+            isinstance(node.left, ast.Attribute)
+            and node.left.attr == "finish_reason"
+            and self.kind(node.left.value) is not None
+        ):
+            constants = {
+                child.value
+                for right in node.comparators
+                for child in ast.walk(right)
+                if isinstance(child, ast.Constant)
+            }
             for reason in constants - FINISH_REASONS - {None}:
                 self._fault(node, f"no finish_reason is {reason!r}")
 

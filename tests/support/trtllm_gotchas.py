@@ -19,7 +19,11 @@ from tests.support.trtllm import PROMPT, found, model_folder, trt  # noqa: F401 
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "engine" / "trtllm").glob("*.py")}
-PRODUCT = [path for folder in ("server", "routers", "multimodal", "engine", "protocol") for path in (ROOT / folder).rglob("*.py")]
+PRODUCT = [
+    path
+    for folder in ("server", "routers", "multimodal", "engine", "protocol")
+    for path in (ROOT / folder).rglob("*.py")
+]
 FACTS = ModelFacts(vocab_size=64, max_position_embeddings=4096, eos_token_ids=(2,))
 
 
@@ -50,7 +54,9 @@ def arguments_of(role: str, override: dict[str, Any] | None = None) -> dict[str,
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, role: Any = "aggregated", **arguments: Any) -> AsyncIterator[TrtllmEngine]:
-    async with TrtllmEngine(TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments))) as engine:
+    async with TrtllmEngine(
+        TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments))
+    ) as engine:
         yield engine
 
 
@@ -60,7 +66,9 @@ def request(**fields: Any) -> GenerateRequest:
         "temperature": 0.0,
         **{name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__},
     }
-    return GenerateRequest(**{"request_id": "r", "prompt_token_ids": tuple(PROMPT), "sampling": SamplingParams(**wanted), **fields})
+    return GenerateRequest(
+        **{"request_id": "r", "prompt_token_ids": tuple(PROMPT), "sampling": SamplingParams(**wanted), **fields}
+    )
 
 
 async def tokens(engine: TrtllmEngine, wanted: GenerateRequest) -> list[int]:

@@ -60,7 +60,12 @@ def build_llava(path: Path, tower: str = "clip") -> Path:
         processor = SiglipImageProcessorPil(size={"height": 28, "width": 28})
     text = {**_TEXT, "model_type": "llama"}
     config = AutoConfig.for_model(
-        "llava", text_config=text, vision_config=vision, image_token_index=TOKENS["<image>"], image_seq_length=16, **select
+        "llava",
+        text_config=text,
+        vision_config=vision,
+        image_token_index=TOKENS["<image>"],
+        image_seq_length=16,
+        **select,
     )
     _save(path, config, processor, "LlavaProcessor", "<image>")
     extra = {"patch_size": 7, "num_additional_image_tokens": int(tower == "clip"), "image_token": "<image>"}
@@ -71,7 +76,15 @@ def build_llava(path: Path, tower: str = "clip") -> Path:
 
 def build_qwen2_vl(path: Path) -> Path:
     """Qwen2-VL: rotary positions in three dimensions, and as many tokens as an image has squares of 8 pixels, within limits."""
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4, "spatial_merge_size": 2}
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": HIDDEN,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+    }
     return _build_qwen(path, "qwen2_vl", vision)
 
 
@@ -124,7 +137,9 @@ def _build_qwen(path: Path, kind: str, vision: dict[str, Any]) -> Path:
     }  # fmt: skip
     text = {**_TEXT, "rope_parameters": rope, "use_sliding_window": False}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **tokens)
-    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64})
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    )
     name = "Qwen2VLProcessor" if kind == "qwen2_vl" else "Qwen2_5_VLProcessor"
     return _save(path, config, processor, name, "<|vision_start|><|image_pad|><|vision_end|>")
 

@@ -16,7 +16,12 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 40, "final_logit_softcapping": 3.0},
-    "gemma2": {"num_hidden_layers": 4, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "mistral": {"num_hidden_layers": 2},
     "qwen2": {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},
 }
@@ -50,6 +55,8 @@ def generate(folder: Path, many: list[list[int]], output: int = OUTPUT) -> list[
     for prompt in many:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0, eos_token_id=None)
+        tokens = model.generate(
+            ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
         results.append(tokens[0, len(prompt) :].tolist())
     return results

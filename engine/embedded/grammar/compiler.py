@@ -140,7 +140,9 @@ class GrammarCompiler:
     async def _build(self, guide: Guide) -> CompiledGuide:
         async with self._turn:
             # At once, because both take seconds the first time; what the worker says of a failure comes first.
-            reply, loaded = await asyncio.gather(self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True)
+            reply, loaded = await asyncio.gather(
+                self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True
+            )
             if isinstance(reply, BaseException):
                 raise reply
             if isinstance(loaded, BaseException):
@@ -152,7 +154,9 @@ class GrammarCompiler:
         try:
             reply = await self._worker.compile(guide, self._timeout)
         except WorkerTimeoutError:
-            raise InvalidRequest(_message(guide, f"compiling it takes longer than {self._timeout:g} seconds"), _PARAM) from None
+            raise InvalidRequest(
+                _message(guide, f"compiling it takes longer than {self._timeout:g} seconds"), _PARAM
+            ) from None
         if reply.error:
             raise InvalidRequest(_message(guide, reply.error), _PARAM)
         return reply.compiled
@@ -198,7 +202,9 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     """Set the logits of ids whose bit is not set to -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
     import xgrammar  # noqa: PLC0415
 
-    xgrammar.apply_token_bitmask_inplace(logits, bitmask.to(logits.device), vocab_size=logits.shape[1], indices=list(rows))
+    xgrammar.apply_token_bitmask_inplace(
+        logits, bitmask.to(logits.device), vocab_size=logits.shape[1], indices=list(rows)
+    )
 
 
 def _message(guide: Guide, reason: str) -> str:

@@ -45,7 +45,9 @@ def type_matches(value: Any, kinds: Any) -> bool:
 
 def equals(left: Any, right: Any) -> bool:
     """JSON equality: 1 and 1.0 are equal, 1 and true are not."""
-    return bool(left == right) and json.dumps(_canonical(left), sort_keys=True) == json.dumps(_canonical(right), sort_keys=True)
+    return bool(left == right) and json.dumps(_canonical(left), sort_keys=True) == json.dumps(
+        _canonical(right), sort_keys=True
+    )
 
 
 def _canonical(value: Any) -> Any:
@@ -59,7 +61,15 @@ def _canonical(value: Any) -> Any:
 
 
 def _type_of(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array", dict: "object"}
+    names = {
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+        list: "array",
+        dict: "object",
+    }
     return names[type(value)]
 
 
@@ -97,7 +107,10 @@ def _apart(root: Any, left: dict[str, Any], right: dict[str, Any]) -> bool:
         return False
     mine, other = _required(left), _required(right)
     for name in mine & other:
-        ours, theirs = _values(_resolved(root, _properties(left).get(name))), _values(_resolved(root, _properties(right).get(name)))
+        ours, theirs = (
+            _values(_resolved(root, _properties(left).get(name))),
+            _values(_resolved(root, _properties(right).get(name))),
+        )
         if ours is not None and theirs is not None and not any(equals(a, b) for a in ours for b in theirs):
             return True
     return _lacks(right, mine) or _lacks(left, other)

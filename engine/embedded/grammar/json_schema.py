@@ -37,7 +37,14 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }  # fmt: skip
-_ASSERTIONS = ("type", "const", "enum", "$ref", *_COMBINATORS, *(keyword for family in _FAMILIES.values() for keyword in family))
+_ASSERTIONS = (
+    "type",
+    "const",
+    "enum",
+    "$ref",
+    *_COMBINATORS,
+    *(keyword for family in _FAMILIES.values() for keyword in family),
+)
 _MAX_COUNT = 2**31 - 1
 # xgrammar's own rule for bounded strings lets raw control characters through, which is not JSON. This pattern excludes them; U+10FFFF, a
 # noncharacter, makes xgrammar expand it into counted repetition, which is much faster to follow than the automaton of an ASCII pattern.
@@ -74,7 +81,9 @@ class _Preparation:
         if schema is True:
             return {}
         if not isinstance(schema, dict):
-            raise UnsupportedSchemaError(f"{path}: {'a false schema matches nothing' if schema is False else 'a schema must be an object'}")
+            raise UnsupportedSchemaError(
+                f"{path}: {'a false schema matches nothing' if schema is False else 'a schema must be an object'}"
+            )
         for keyword in _REFUSED:
             if keyword in schema:
                 raise UnsupportedSchemaError(f"{path}: {keyword} is not supported")
@@ -200,7 +209,9 @@ class _Preparation:
         if "prefixItems" in own:
             if not isinstance(own["prefixItems"], list):
                 raise UnsupportedSchemaError(f"{path}: prefixItems must be an array")
-            own["prefixItems"] = [self._schema(item, f"{path}/prefixItems/{index}") for index, item in enumerate(own["prefixItems"])]
+            own["prefixItems"] = [
+                self._schema(item, f"{path}/prefixItems/{index}") for index, item in enumerate(own["prefixItems"])
+            ]
             own.setdefault("items", False)
         if own.get("items", True) is not False:
             own["items"] = self._schema(own.get("items", True), f"{path}/items")
@@ -221,12 +232,18 @@ class _Preparation:
                 _count(own[keyword], keyword, path)
         for keyword in ("properties", "patternProperties"):
             if own.get(keyword):
-                own[keyword] = {name: self._schema(value, f"{path}/{keyword}/{name[:64]}") for name, value in own[keyword].items()}
+                own[keyword] = {
+                    name: self._schema(value, f"{path}/{keyword}/{name[:64]}") for name, value in own[keyword].items()
+                }
         if own.get("patternProperties"):
-            own["patternProperties"] = {self._pattern(name, path): value for name, value in own["patternProperties"].items()}
+            own["patternProperties"] = {
+                self._pattern(name, path): value for name, value in own["patternProperties"].items()
+            }
         if "propertyNames" in own:
             own["propertyNames"] = {"type": "string", **self._schema(own["propertyNames"], f"{path}/propertyNames")}
-        own["additionalProperties"] = False if additional is False else self._schema(additional, f"{path}/additionalProperties")
+        own["additionalProperties"] = (
+            False if additional is False else self._schema(additional, f"{path}/additionalProperties")
+        )
         return own
 
     def _check_names(self, own: Schema, named: Sequence[str], additional: Any, path: str) -> None:
@@ -235,7 +252,11 @@ class _Preparation:
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(f"{path}: required must be an array of strings")
         missing = [name for name in required if name not in own.get("properties", {})]
-        if len(named) > 1 or (missing and named not in ([], ["properties"])) or len(own.get("patternProperties", {})) > 1:
+        if (
+            len(named) > 1
+            or (missing and named not in ([], ["properties"]))
+            or len(own.get("patternProperties", {})) > 1
+        ):
             raise UnsupportedSchemaError(
                 f"{path}: properties or required with patternProperties or propertyNames, or several patterns, are not supported"
             )

@@ -148,7 +148,9 @@ def _try_out(compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids
     return ""
 
 
-def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int, stops: set[int], choose: random.Random, sticky: bool) -> str:
+def _walk(
+    compiled: xgrammar.CompiledGrammar, vocab_size: int, stops: set[int], choose: random.Random, sticky: bool
+) -> str:
     import numpy as np  # noqa: PLC0415
     import xgrammar  # noqa: PLC0415
 
@@ -161,7 +163,9 @@ def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int, stops: set[int], 
         matcher.fill_next_token_bitmask(bitmask)
         seconds = time.thread_time() - started
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        going_on = [token_id for token_id in choose.choices(allowed, k=8) if token_id not in stops] if len(allowed) else []
+        going_on = (
+            [token_id for token_id in choose.choices(allowed, k=8) if token_id not in stops] if len(allowed) else []
+        )
         if not len(allowed):
             return "nothing that the model can write matches it"
         if not going_on:

@@ -114,7 +114,11 @@ class Fetches:
 
     def _compute_here(self, sequence: Sequence, reason: str) -> list[Table]:
         """Have a sequence go on as after a preemption; the blocks that it leaves."""
-        log.warning("the KV blocks of request %s could not be read; its prompt is computed here: %s", sequence.request.request_id, reason)
+        log.warning(
+            "the KV blocks of request %s could not be read; its prompt is computed here: %s",
+            sequence.request.request_id,
+            reason,
+        )
         self._failed += 1
         tables = self._scheduler.abandon(sequence)
         self._scheduler.add(sequence)

@@ -31,7 +31,11 @@ class Leases:
 
     def __init__(self, device: torch.device) -> None:
         shape = (2 * _PLACES,)
-        self._words = shared_zeros(shape, torch.int64) if device.type == "cpu" else torch.zeros(shape, dtype=torch.int64, device=device)
+        self._words = (
+            shared_zeros(shape, torch.int64)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=torch.int64, device=device)
+        )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._granted = self._read = 0
 

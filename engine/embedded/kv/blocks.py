@@ -49,7 +49,13 @@ class BlockPool:
     """Allocation, sharing and eviction of `num_blocks` blocks. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, reuse: bool, publish: Callable[[EventData], None], window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        reuse: bool,
+        publish: Callable[[EventData], None],
+        window: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -188,6 +194,8 @@ class BlockPool:
                 counts[block] += 1
         assert counts == self._references, "reference counts differ from what sequences hold"
         idle = sorted([*self._free, *self._cached])
-        assert idle == [block for block in range(self.num_blocks) if not counts[block]], "an idle block is lost or listed twice"
+        assert idle == [block for block in range(self.num_blocks) if not counts[block]], (
+            "an idle block is lost or listed twice"
+        )
         assert self._cached.keys() <= self._key_of.keys(), "a cached block has no key"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks disagree"

@@ -38,7 +38,8 @@ class BlockGroups:
         self._sliding = [(index, pool, pool.window) for index, pool in enumerate(pools) if pool.window is not None]
         self.sliding = bool(self._sliding)
         self.max_chunk = min(
-            (longest_chunk(pool.num_blocks, self.block_size, window) for _, pool, window in self._sliding), default=UNLIMITED
+            (longest_chunk(pool.num_blocks, self.block_size, window) for _, pool, window in self._sliding),
+            default=UNLIMITED,
         )
         """Most tokens of a sequence in one step."""
 
@@ -98,7 +99,10 @@ class BlockGroups:
         best, runs = 0, [0] * len(self._sliding)
         for count, key in enumerate(keys, start=1):
             runs = [run + 1 if key in pool else 0 for run, (_, pool, _) in zip(runs, self._sliding, strict=True)]
-            if all(run >= count - pool.first(count * self.block_size) for run, (_, pool, _) in zip(runs, self._sliding, strict=True)):
+            if all(
+                run >= count - pool.first(count * self.block_size)
+                for run, (_, pool, _) in zip(runs, self._sliding, strict=True)
+            ):
                 best = count
         return best
 
@@ -123,7 +127,9 @@ class BlockGroups:
     def grow(self, tables: Sequence[Table], length: int, end: int) -> bool:
         """Add blocks for the tokens up to `end`, where attention is full for all `length`; False, and no change, if there are too few."""
         needed = [_blocks(length if pool.window is None else end, self.block_size) for pool in self.pools]
-        if any(count - len(table) > pool.available for count, table, pool in zip(needed, tables, self.pools, strict=True)):
+        if any(
+            count - len(table) > pool.available for count, table, pool in zip(needed, tables, self.pools, strict=True)
+        ):
             return False
         for count, table, pool in zip(needed, tables, self.pools, strict=True):
             if count > len(table):

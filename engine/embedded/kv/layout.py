@@ -70,11 +70,15 @@ def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
         module(input_ids=token, position_ids=token, use_cache=False, paged=probe)
     windows = tuple(window for _, window in sorted(probe.windows.items()))
     if len(windows) != config.get_text_config().num_hidden_layers or len(probe.shapes) != 1:
-        raise EngineFailure(f"the embedded engine needs attention in every layer, of one shape; {config.model_type} has other layers")
+        raise EngineFailure(
+            f"the embedded engine needs attention in every layer, of one shape; {config.model_type} has other layers"
+        )
     if kinds and [kind == "sliding_attention" for kind in kinds] != [window is not None for window in windows]:
         raise EngineFailure(f"{config.model_type}'s layers do not attend as its configuration says")
     [(kv_heads, head_dim)] = probe.shapes
-    return Attends(tuple(None if window is None or window >= context_length else window for window in windows), kv_heads, head_dim)
+    return Attends(
+        tuple(None if window is None or window >= context_length else window for window in windows), kv_heads, head_dim
+    )
 
 
 def share(attends: Attends, layer_block_bytes: int, memory: int, block_size: int, num_blocks: int) -> list[LayerGroup]:
@@ -82,7 +86,9 @@ def share(attends: Attends, layer_block_bytes: int, memory: int, block_size: int
 
     `layer_block_bytes` is what one layer keeps of a block. Raises EngineFailure if there is too little.
     """
-    weights = {window: len(layers) * min(window or TYPICAL_TOKENS, TYPICAL_TOKENS) for window, layers in attends.groups.items()}
+    weights = {
+        window: len(layers) * min(window or TYPICAL_TOKENS, TYPICAL_TOKENS) for window, layers in attends.groups.items()
+    }
     groups = []
     for window, layers in attends.groups.items():
         part = memory * weights[window] // sum(weights.values())
@@ -91,6 +97,8 @@ def share(attends: Attends, layer_block_bytes: int, memory: int, block_size: int
             size, given = len(layers) * layer_block_bytes / (1 << 20), part / (1 << 20)
             raise EngineFailure(f"no room for a KV block: one takes {size:.1f} MiB and {given:.0f} MiB are set aside")
         if window is not None and longest_chunk(blocks, block_size, window) < 1:
-            raise EngineFailure(f"{blocks} KV blocks of {block_size} tokens are too few for a sliding window of {window} tokens")
+            raise EngineFailure(
+                f"{blocks} KV blocks of {block_size} tokens are too few for a sliding window of {window} tokens"
+            )
         groups.append(LayerGroup(window, layers, blocks))
     return groups

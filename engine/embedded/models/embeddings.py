@@ -24,7 +24,8 @@ class PromptImages:
         tokens = np.array(request.prompt_token_ids)
         self._images = request.images
         self.places = [
-            image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.token_id) for image in request.images
+            image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.token_id)
+            for image in request.images
         ]
         """The positions of each image's tokens."""
         self.positions: tuple[torch.Tensor, int] | None = None
@@ -38,13 +39,17 @@ class PromptImages:
         to come from elsewhere."""
         return any(not self._images[index].data for index, _, _ in self._parts(start, length))
 
-    def rows(self, start: int, length: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[list[int], torch.Tensor]]:
+    def rows(
+        self, start: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[list[int], torch.Tensor]]:
         """For each image that these tokens are part of: the image tokens, counted from `start`, and [tokens, hidden] for them."""
         for index, first, last in self._parts(start, length):
             if index not in self._decoded:
                 image = self._images[index]
                 data = readable(image.data)
-                stored = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=getattr(torch, image.dtype))
+                stored = torch.frombuffer(
+                    bytearray(data) if isinstance(data, bytes) else data, dtype=getattr(torch, image.dtype)
+                )
                 self._decoded[index] = stored.view(-1, self._hidden).to(device, dtype)
             yield (self.places[index][first:last] - start).tolist(), self._decoded[index][first:last]
         if start + length >= self._end:
@@ -82,4 +87,8 @@ def image_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.dev
 
 def lost_chunks(chunks: "Sequence_[Chunk]") -> "list[Chunk]":
     """Those that cannot be computed for want of embeddings."""
-    return [chunk for chunk in chunks if (images := chunk.sequence.images) is not None and images.lost(chunk.start, chunk.length)]
+    return [
+        chunk
+        for chunk in chunks
+        if (images := chunk.sequence.images) is not None and images.lost(chunk.start, chunk.length)
+    ]

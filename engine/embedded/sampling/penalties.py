@@ -66,7 +66,9 @@ def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     put(logits, rows, part)
 
 
-def _mask(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None) -> None:
+def _mask(
+    logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
+) -> None:
     if not rows:
         return
     narrow = [row for row in rows if states[row].forbidden is not None]
@@ -109,7 +111,9 @@ def process(logits: torch.Tensor, state: SamplerState) -> None:
             logits.copy_(copy)
 
 
-def _repair(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None) -> None:
+def _repair(
+    logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
+) -> None:
     """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the sequence ends."""
     if not rows:
         return

@@ -76,10 +76,14 @@ class SamplerState:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[self.tokens] = True
         self._always_masked = self.forbidden is not None or bool(sampling.bad_words) or matcher is not None
-        self._always_edited = self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+        self._always_edited = (
+            self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+        )
         self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
         """Whether the token is the one with the largest logit, and that is all."""
-        self.needs_history = matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
+        self.needs_history = (
+            matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
+        )
         """Whether the next token cannot be sampled before the host has seen the last one."""
 
     @property
@@ -142,7 +146,9 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 class Sampler:
     """Draws one token for each row of a batch."""
 
-    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._argmax = argmax
@@ -170,7 +176,9 @@ class Sampler:
             tokens[random] = _draw(take(logits, random), [states[row] for row in random])
         if raw is None:
             return Drawn(tokens)
-        return Drawn(tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported]))
+        return Drawn(
+            tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported])
+        )
 
 
 class Drawn:
@@ -223,7 +231,9 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
 
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) that draws output token `position`: 53 bits of a hash, the same on every machine."""
-    digest = hashlib.blake2b(seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8
+    ).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 

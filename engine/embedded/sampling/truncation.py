@@ -56,7 +56,9 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
     ids = []
     for row, (seed, position) in zip(rows, keys, strict=True):
         noise = np.random.Generator(np.random.Philox(key=seed & _PHILOX_KEY, counter=position << 128))
-        exponentials = torch.from_numpy(noise.standard_exponential(weights.shape[1], dtype=np.float32)).to(weights.device)
+        exponentials = torch.from_numpy(noise.standard_exponential(weights.shape[1], dtype=np.float32)).to(
+            weights.device
+        )
         ids.append((weights[row] / exponentials.clamp_(min=1e-30)).argmax())
     return torch.stack(ids)
 
@@ -77,7 +79,11 @@ def weigh(logits: torch.Tensor, truncations: Sequence[Truncation]) -> torch.Tens
     temperatures = _column([max(truncation.temperature, 1e-30) for truncation in truncations], logits)
     scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperatures)
     weights = scaled.exp()
-    cut = [row for row, truncation in enumerate(truncations) if 0 < truncation.top_k < logits.shape[1] or truncation.top_p < 1]
+    cut = [
+        row
+        for row, truncation in enumerate(truncations)
+        if 0 < truncation.top_k < logits.shape[1] or truncation.top_p < 1
+    ]
     if cut:
         scaled_cut, weights_cut = take(scaled, cut), take(weights, cut)
         thresholds = _thresholds(scaled_cut, weights_cut, [truncations[row] for row in cut])

@@ -83,7 +83,12 @@ class BatchEncoder:
             log.exception("images could not be encoded")
             return [(index, EngineFailure("internal error of the encoder")) for index in images]
         return [
-            (index, EncodedImage(text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid))
+            (
+                index,
+                EncodedImage(
+                    text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid
+                ),
+            )
             for (index, image), rows in zip(images.items(), data, strict=True)
         ]
 

@@ -197,7 +197,9 @@ class EmbeddedEncoder:
         first, *others = [[job for job in batch.values() if not job.done.done()] for batch in self._sent] or [[]]
         self._sent.clear()
         if len(first) == 1 and hung:
-            first.pop().done.set_exception(EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds"))
+            first.pop().done.set_exception(
+                EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds")
+            )
         elif len(first) == 1 and first[0].alone:
             first.pop().done.set_exception(EngineDied(f"{reason} whenever it had the image"))
         for job in first:

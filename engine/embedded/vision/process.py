@@ -77,7 +77,9 @@ class EncoderProcess:
         try:
             results = msgspec.msgpack.decode(await self._message(), type=Answer).results
             encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
-            data: dict[int, Data] = {index: await self._read(result.size) for index, result in encoded.items() if not result.shared}
+            data: dict[int, Data] = {
+                index: await self._read(result.size) for index, result in encoded.items() if not result.shared
+            }
             if shared := [index for index, result in encoded.items() if result.shared]:
                 data |= zip(shared, await self._shared(len(shared)), strict=False)
         except (EOFError, ConnectionError):

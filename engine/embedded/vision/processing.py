@@ -85,7 +85,9 @@ class ImageProcessing:
         self._room = PixelRoom(config.max_image_pixels)
         self.placeholder: str = self._processor.image_token
         """What the chat template writes for an image, and the text of an image token."""
-        self.description = json.dumps([facts.family, self._image_processor.to_dict(), settings], sort_keys=True, default=str)
+        self.description = json.dumps(
+            [facts.family, self._image_processor.to_dict(), settings], sort_keys=True, default=str
+        )
         """All that decides what becomes of an image."""
 
     def prepare(self, image: ImageInput) -> Prepared:
@@ -95,7 +97,9 @@ class ImageProcessing:
             try:
                 inputs = self._image_processor([picture], return_tensors="pt", **self._wanted)
             except ValueError as error:
-                raise InvalidRequest(f"the model takes no image of {picture.width} x {picture.height} pixels", "image") from error
+                raise InvalidRequest(
+                    f"the model takes no image of {picture.width} x {picture.height} pixels", "image"
+                ) from error
         text: str = self._processor.replace_image_token(inputs, image_idx=0)
         time, height, width = inputs["image_grid_thw"][0].tolist() if "image_grid_thw" in inputs else (0, 0, 0)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -119,7 +123,11 @@ def _load_processor(folder: str, family: str, image_processor: Any) -> tuple[Any
         """Takes none, for their processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+            return (
+                None
+                if argument_name == "video_processor"
+                else super().check_argument_for_proper_class(argument_name, argument)
+            )
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     settings: dict[str, Any] = base.get_processor_dict(folder, local_files_only=True)[0]

@@ -34,7 +34,9 @@ class Tower:
         self.dtype_name = _NAMES[self.dtype]
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(config.threads))
-        self.hidden_size: int = AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
+        self.hidden_size: int = (
+            AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
+        )
         load = _random if config.load_format == "dummy" else _load
         self._model = _without_language(load(config.model, self.dtype)).to(self.device)
         self._graphs = Graphs(self._features)
@@ -66,7 +68,10 @@ class Tower:
         pixels = self._pixels([image["pixel_values"] for image in images])
         if self.device.type != "cpu" and images[0].keys() == {"pixel_values"}:
             return self._graphs(pixels)
-        others = {name: torch.cat([image[name] for image in images]).to(self.device) for name in images[0].keys() - {"pixel_values"}}
+        others = {
+            name: torch.cat([image[name] for image in images]).to(self.device)
+            for name in images[0].keys() - {"pixel_values"}
+        }
         return self._features(pixels, **others)
 
     def _features(self, pixel_values: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
@@ -113,7 +118,12 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = AutoModel.from_pretrained(
-            folder, config=_small(folder), dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True
+            folder,
+            config=_small(folder),
+            dtype=dtype,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineFailure(f"the vision tower cannot be loaded: {error}") from error

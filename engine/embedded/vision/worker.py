@@ -92,7 +92,14 @@ def _send(channel: socket.socket, outcomes: "dict[int, EncodedImage | EngineErro
 def _result(outcome: EncodedImage | EngineError) -> Result:
     if isinstance(outcome, EngineError):
         return wire.failed(0, outcome)
-    return Encoded(outcome.text, outcome.rows, outcome.dtype, outcome.grid, len(outcome.data), isinstance(outcome.data, SharedBytes))
+    return Encoded(
+        outcome.text,
+        outcome.rows,
+        outcome.dtype,
+        outcome.grid,
+        len(outcome.data),
+        isinstance(outcome.data, SharedBytes),
+    )
 
 
 def _receive_message(channel: socket.socket) -> bytes:

@@ -77,7 +77,11 @@ class NatsSink:
     async def _publish(self, message: _Message) -> None:
         if len(message.payload) > self._client.max_payload:
             self.dropped += 1
-            log.warning("NATS: a message of %d bytes is larger than the server takes, %d", len(message.payload), self._client.max_payload)
+            log.warning(
+                "NATS: a message of %d bytes is larger than the server takes, %d",
+                len(message.payload),
+                self._client.max_payload,
+            )
             return
         await self._client.publish(self._subject, message.payload, headers=message.headers)
         self.sent += 1

@@ -66,10 +66,17 @@ class Publisher:
         """Raises EngineFailure if an address cannot be bound."""
         config, info = self.config, self._engine.info
         for rank in range(info.data_parallel_size):
-            endpoint, replay = of_rank(config.endpoint, rank), of_rank(config.replay_endpoint, rank) if config.replay_endpoint else ""
+            endpoint, replay = (
+                of_rank(config.endpoint, rank),
+                of_rank(config.replay_endpoint, rank) if config.replay_endpoint else "",
+            )
             channel = ZmqChannel(endpoint, replay, config.topic, config.buffer, self._begin_anew)
             self.ranks.append(Rank(Converter(info.block_size), channel))
-            log.info("KV-cache events are published on %s%s", channel.endpoint, f", again on {channel.replay_endpoint}" if replay else "")
+            log.info(
+                "KV-cache events are published on %s%s",
+                channel.endpoint,
+                f", again on {channel.replay_endpoint}" if replay else "",
+            )
         self._following = self._spawn(self._publish_all(), "kv-events")
         if self.nats is not None:
             self._spawn(self.nats.run(), "kv-events-nats")

@@ -41,7 +41,9 @@ class ZmqChannel:
     asks for one that is kept no more, and those that are do not tell of everything without it.
     """
 
-    def __init__(self, endpoint: str, replay: str, topic: str, capacity: int, on_late: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, endpoint: str, replay: str, topic: str, capacity: int, on_late: Callable[[], object] = lambda: None
+    ) -> None:
         self.sequence = 0
         """Number of the next message."""
         self.whole_from = 0

@@ -15,7 +15,16 @@ SEQUENCE = struct.Struct(">q")
 END_OF_REPLAY = -1
 _ARRAY_FIELDS = {
     "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
+        *(
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "extra_keys",
+        ),
         *("block_mm_infos", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
     ),
     "BlockRemoved": ("block_hashes", "medium"),
@@ -101,7 +110,11 @@ def _is_ours(fields: dict[str, Any]) -> bool:
 
 
 def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
-    hashes, tokens, size = _integers(fields.get("block_hashes")), _integers(fields.get("token_ids")), fields.get("block_size")
+    hashes, tokens, size = (
+        _integers(fields.get("block_hashes")),
+        _integers(fields.get("token_ids")),
+        fields.get("block_size"),
+    )
     parent = fields.get("parent_block_hash")
     if not isinstance(size, int) or size < 1 or not isinstance(parent, int | None):
         raise ValueError("a stored event must have a block_size, and a number for its parent if it has one")

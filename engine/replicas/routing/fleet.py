@@ -116,10 +116,14 @@ class Fleet:
     def choose(self, prompt: Prompt, session: str, tried: Collection[Replica]) -> tuple[Replica, Work]:
         """A replica for a request, and its work there, which the caller ends. Raises NoReplica."""
         started = time.perf_counter()
-        free = {replica.number: replica for replica in self._replicas.values() if replica.available and replica not in tried}
+        free = {
+            replica.number: replica for replica in self._replicas.values() if replica.available and replica not in tried
+        }
         if not free:
             raise NoReplica("No replica is ready." if not tried else "No replica could answer.")
-        overlaps = self._index.overlaps(prompt.tokens, prompt.namespace) if prompt.tokens and self._policy.name == "kv" else {}
+        overlaps = (
+            self._index.overlaps(prompt.tokens, prompt.namespace) if prompt.tokens and self._policy.name == "kv" else {}
+        )
         replica = self._of_session(session, free.values())
         if replica is None:
             candidates = [Candidate(number, replica.load, replica.last_asked) for number, replica in free.items()]
@@ -174,7 +178,9 @@ class Fleet:
 
         def listen(rank: int) -> Coroutine[Any, Any, None]:
             learner = Learner(replica.number, rank, self._index, self.observer)
-            return Subscriber(of_rank(endpoint, rank), of_rank(replay, rank) if replay else "", self._sources.topic, learner).run()
+            return Subscriber(
+                of_rank(endpoint, rank), of_rank(replay, rank) if replay else "", self._sources.topic, learner
+            ).run()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(listen(0))

@@ -25,7 +25,9 @@ class Policy:
     Of equals the one that has fewer requests, then one at random. With a `temperature` costs make probabilities: 0 takes the cheapest.
     """
 
-    def __init__(self, name: PolicyName, overlap_weight: float = 1.0, temperature: float = 0.0, seed: int | None = None) -> None:
+    def __init__(
+        self, name: PolicyName, overlap_weight: float = 1.0, temperature: float = 0.0, seed: int | None = None
+    ) -> None:
         self.name = name
         self._weight = overlap_weight
         self._temperature = temperature
@@ -39,7 +41,11 @@ class Policy:
         if self._temperature:
             return self._sampled(candidates, costs)
         least = min(zip(costs, (candidate.load.requests for candidate in candidates), strict=True))
-        equals = [candidate for candidate, cost in zip(candidates, costs, strict=True) if (cost, candidate.load.requests) == least]
+        equals = [
+            candidate
+            for candidate, cost in zip(candidates, costs, strict=True)
+            if (cost, candidate.load.requests) == least
+        ]
         return equals[0] if len(equals) == 1 else self._random.choice(equals)
 
     def _cost(self, candidate: Candidate, prompt: int, overlaps: Mapping[int, int]) -> float:

@@ -91,7 +91,9 @@ _info = msgspec.json.Decoder(_Info)
 class Replica:
     """The replica `number` at `url`. `watch` runs for as long as it is one; only then can it be `available`."""
 
-    def __init__(self, number: int, url: str, index: PrefixIndex, observer: Observer, headers: Sequence[Header]) -> None:
+    def __init__(
+        self, number: int, url: str, index: PrefixIndex, observer: Observer, headers: Sequence[Header]
+    ) -> None:
         """`headers` go with the probes."""
         self.number, self.url = number, url
         self.upstream = Upstream(url)
@@ -189,7 +191,9 @@ class Replica:
                 status, _ = await self._get(b"/health/ready")
         except (TimeoutError, UpstreamError) as error:
             self._set(False, str(error) or f"it has been silent for {SILENCE_SECONDS:g} s")
-            if time.monotonic() - self._heard >= 2 * SILENCE_SECONDS:  # a host that is gone does not end its connections
+            if (
+                time.monotonic() - self._heard >= 2 * SILENCE_SECONDS
+            ):  # a host that is gone does not end its connections
                 self.upstream.cut("the replica has been silent for too long")
             return
         self._heard = time.monotonic()
@@ -202,7 +206,13 @@ class Replica:
         if self._leaving:
             return
         if available != self.available:
-            log.log(logging.INFO if available else logging.WARNING, "replica %d at %s: %s", self.number, self.url, reason or "ready")
+            log.log(
+                logging.INFO if available else logging.WARNING,
+                "replica %d at %s: %s",
+                self.number,
+                self.url,
+                reason or "ready",
+            )
         self.available = available
         if available:
             self._ready.set()

@@ -24,5 +24,7 @@ class Sessions:
     def assign(self, session: str, url: str) -> None:
         self._replicas[hash(session)] = (url, self._clock() + self._seconds)
         self._replicas.move_to_end(hash(session))
-        while self._replicas and (len(self._replicas) > self._capacity or next(iter(self._replicas.values()))[1] <= self._clock()):
+        while self._replicas and (
+            len(self._replicas) > self._capacity or next(iter(self._replicas.values()))[1] <= self._clock()
+        ):
             self._replicas.popitem(last=False)

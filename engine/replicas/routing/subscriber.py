@@ -73,7 +73,9 @@ class Subscriber:
                 socket.disable_monitor()
                 monitor.close()
 
-    async def _follow(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    async def _follow(
+        self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
+    ) -> None:
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)

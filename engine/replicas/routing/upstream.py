@@ -220,7 +220,9 @@ class Upstream:
     async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await asyncio.get_running_loop().create_connection(Connection, self._host, self._port, ssl=self._tls)
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    Connection, self._host, self._port, ssl=self._tls
+                )
                 return connection
         except (OSError, TimeoutError) as error:
             raise UpstreamError("it cannot be reached") from error

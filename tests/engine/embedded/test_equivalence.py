@@ -38,7 +38,12 @@ def expected(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[list
     def generate(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
         output = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0, eos_token_id=None
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=OUTPUT,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
         )
         return output[0, len(prompt) :].tolist()
 
@@ -62,9 +67,13 @@ def make_core(folder: Path, **options: Any) -> EngineCore:
 def add(core: EngineCore, name: str, prompt: list[int], **sampling: Any) -> None:
     params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **sampling})
     request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
-    state = SamplerState(params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device)
+    state = SamplerState(
+        params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+    )
     logprobs = None if params.prompt_logprobs is None else [None]
-    core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs))
+    core.add(
+        Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs)
+    )
 
 
 def run(core: EngineCore) -> dict[str, list[Delta]]:
@@ -99,7 +108,9 @@ def test_greedy_equals_generate_at_every_batch_size(
         pytest.param({"enable_block_reuse": False}, False, id="no reuse"),
         pytest.param({"num_blocks": 7, "max_num_tokens": 20}, True, id="preempted"),
         pytest.param({"num_blocks": 50, "kv_block_size": 4}, True, id="preempted, small blocks"),
-        pytest.param({"num_blocks": 50, "kv_block_size": 4, "enable_block_reuse": False}, True, id="preempted, no reuse"),
+        pytest.param(
+            {"num_blocks": 50, "kv_block_size": 4, "enable_block_reuse": False}, True, id="preempted, no reuse"
+        ),
     ],
 )
 def test_greedy_equals_generate_however_it_is_scheduled(
@@ -131,7 +142,9 @@ def test_a_second_run_hits_the_prefix_cache_and_gives_the_same(
         assert report.cached_tokens == (len(prompt) - 1) // 32 * 32
 
 
-def test_logprobs_are_those_of_the_model(tiny_model: Path, reference: LlamaForCausalLM, prompts: list[list[int]]) -> None:
+def test_logprobs_are_those_of_the_model(
+    tiny_model: Path, reference: LlamaForCausalLM, prompts: list[list[int]]
+) -> None:
     prompt = prompts[0]
     core = make_core(tiny_model, max_num_tokens=40)
     add(core, "a", prompt, max_tokens=4, logprobs=3, prompt_logprobs=2)
@@ -153,7 +166,9 @@ def test_logprobs_are_those_of_the_model(tiny_model: Path, reference: LlamaForCa
         assert [item.logprob for item in entry[1:]] == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
 
 
-def test_seeds_give_the_same_tokens_whatever_the_batch_and_the_pressure(tiny_model: Path, prompts: list[list[int]]) -> None:
+def test_seeds_give_the_same_tokens_whatever_the_batch_and_the_pressure(
+    tiny_model: Path, prompts: list[list[int]]
+) -> None:
     def sample(core: EngineCore, names: range) -> list[list[int]]:
         for index in names:
             add(core, str(index), prompts[index], temperature=1.0, top_p=0.9, seed=index)
@@ -168,7 +183,9 @@ def test_seeds_give_the_same_tokens_whatever_the_batch_and_the_pressure(tiny_mod
     assert squeezed.scheduler.preemptions > 0
 
 
-def test_abort_frees_at_once_and_leaves_the_others_alone(tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_abort_frees_at_once_and_leaves_the_others_alone(
+    tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     core = make_core(tiny_model)
     for index in range(8):
         add(core, str(index), prompts[index])
@@ -190,7 +207,14 @@ def test_a_stop_token_ends_the_output_and_nothing_follows(
     """Prepared ahead, a sequence is found to have ended when its next step is under way; a penalty needs every token before the next."""
     core = make_core(tiny_model, max_batch_size=4)
     for index in range(12):
-        add(core, str(index), prompts[index], stop_token_ids=(expected[index][9],), repetition_penalty=penalty, min_tokens=index % 3)
+        add(
+            core,
+            str(index),
+            prompts[index],
+            stop_token_ids=(expected[index][9],),
+            repetition_penalty=penalty,
+            min_tokens=index % 3,
+        )
     deltas = run(core)
     for index in range(12):
         output, stop = tokens(deltas[str(index)]), expected[index][9]

@@ -14,7 +14,13 @@ from tests.support.handoff import tokens as tokens_of
 from tests.support.image_support import Family, Prompt, answers, request_for, text
 from tests.support.vision_models import BUILDERS
 
-OPTIONS: dict[str, Any] = {**PAIR_OPTIONS, "kv_transfer": "", "attention": "sdpa", "kv_block_size": 8, "num_blocks": 200}
+OPTIONS: dict[str, Any] = {
+    **PAIR_OPTIONS,
+    "kv_transfer": "",
+    "attention": "sdpa",
+    "kv_block_size": 8,
+    "num_blocks": 200,
+}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
@@ -45,7 +51,9 @@ def core_of(family: Family, **options: Any) -> EngineCore:
 
 
 def said(core: EngineCore, prompts: list[Prompt], prefix: str = "", **sampling: Any) -> list[list[int]]:
-    deltas = answers(core, [request_for(f"{prefix}{index}", prompt, **sampling) for index, prompt in enumerate(prompts)])
+    deltas = answers(
+        core, [request_for(f"{prefix}{index}", prompt, **sampling) for index, prompt in enumerate(prompts)]
+    )
     return [tokens_of(deltas[f"{prefix}{index}"]) for index in range(len(prompts))]
 
 
@@ -72,7 +80,14 @@ def test_what_was_preempted_is_computed_again(family: Family, prompts: list[Prom
     """There is room for both prompts, and not for what follows."""
     pair = prompts[:2]
     blocks = sum(-(-len(prompt.tokens) // 2) for prompt in pair) + 4
-    core = core_of(family, kv_block_size=2, num_blocks=blocks, max_num_tokens=30, enable_block_reuse=reuse, overlap_scheduler=overlap)
+    core = core_of(
+        family,
+        kv_block_size=2,
+        num_blocks=blocks,
+        max_num_tokens=30,
+        enable_block_reuse=reuse,
+        overlap_scheduler=overlap,
+    )
     assert said(core, pair, max_tokens=36) == [family.generate(prompt, 36) for prompt in pair]
     assert core.scheduler.preemptions > 0
 
@@ -81,7 +96,9 @@ def test_answers_depend_on_the_images(expected: list[list[int]]) -> None:
     assert expected[0] != expected[1]
 
 
-def test_blocks_are_reused_for_the_same_image_and_for_no_other(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def test_blocks_are_reused_for_the_same_image_and_for_no_other(
+    family: Family, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
     core = core_of(family)
     before = prompts[0].images[0].start
     cached = []
@@ -110,7 +127,9 @@ def test_logprobs_are_those_of_the_model(family: Family, prompts: list[Prompt]) 
     assert [item.logprob for item in entries[-1][1:]] == pytest.approx(rows[-2].topk(2).values.tolist(), abs=2e-4)  # type: ignore[index]
 
 
-def test_choices_of_one_prompt_share_its_blocks(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def test_choices_of_one_prompt_share_its_blocks(
+    family: Family, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
     core = core_of(family)
     requests = [request_for(str(seed), prompts[2], seed=seed, temperature=0.9 * (seed > 0)) for seed in range(3)]
     deltas = answers(core, requests)
@@ -127,13 +146,17 @@ def test_without_images_it_is_the_text_model(family: Family) -> None:
     with torch.inference_mode():
         for prompt in prompts:
             embeddings.append(family.module(input_ids=torch.tensor([prompt.tokens])).logits[0, -1].argmax())
-    assert [output[0] for output in said(core_of(family), prompts, max_tokens=1)] == [int(token) for token in embeddings]
+    assert [output[0] for output in said(core_of(family), prompts, max_tokens=1)] == [
+        int(token) for token in embeddings
+    ]
 
 
 def test_the_tower_is_not_kept(family: Family) -> None:
     model: Any = core_of(family).model
     parameters = sum(parameter.numel() for parameter in model._module.parameters())
-    assert parameters <= sum(parameter.numel() for name, parameter in family.module.named_parameters() if "vision" not in name)
+    assert parameters <= sum(
+        parameter.numel() for name, parameter in family.module.named_parameters() if "vision" not in name
+    )
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def prompts(family: Family) -> list[Prompt]:
-    return [family.prompt(text(13, 0), 0, text(4, 1)), family.prompt(text(13, 0), 1, text(4, 1)), family.prompt(2, [70], 3)]
+    return [
+        family.prompt(text(13, 0), 0, text(4, 1)),
+        family.prompt(text(13, 0), 1, text(4, 1)),
+        family.prompt(2, [70], 3),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,9 @@ def hand_over(pair: Pair, requests: list[GenerateRequest], **changes: Any) -> li
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_decode_needs_no_embeddings(family: Family, prompts: list[Prompt], expected: list[list[int]], overlap: str) -> None:
+def test_decode_needs_no_embeddings(
+    family: Family, prompts: list[Prompt], expected: list[list[int]], overlap: str
+) -> None:
     with pair_of(family.folder, {**SMALL, "max_num_tokens": 20}, {**SMALL, "overlap_scheduler": overlap}) as pair:
         first = hand_over(pair, [request_for(str(index), prompt) for index, prompt in enumerate(prompts)])
         deltas = pair.finish()
@@ -62,7 +68,9 @@ def test_decode_needs_no_embeddings(family: Family, prompts: list[Prompt], expec
         pair.check_clean()
 
 
-def test_lost_blocks_are_computed_again_where_the_embeddings_are(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def test_lost_blocks_are_computed_again_where_the_embeddings_are(
+    family: Family, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
     request = request_for("a", prompts[2])
     with pair_of(family.folder, SMALL, SMALL) as pair:
         handed = replace(pair.hand_over(request), state=b"")
@@ -70,7 +78,9 @@ def test_lost_blocks_are_computed_again_where_the_embeddings_are(family: Family,
         assert list(handed.first.token_ids) + tokens(pair.finish()["a"]) == expected[2]
 
 
-def test_without_them_the_request_ends_and_others_go_on(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def test_without_them_the_request_ends_and_others_go_on(
+    family: Family, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
     with pair_of(family.folder, SMALL, SMALL) as pair:
         [first] = hand_over(pair, [request_for("whole", prompts[0])])
         while not (known := step(pair.decode)):
@@ -84,7 +94,9 @@ def test_without_them_the_request_ends_and_others_go_on(family: Family, prompts:
         pair.check_clean()
 
 
-def test_what_another_request_has_computed_is_not_lost(family: Family, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def test_what_another_request_has_computed_is_not_lost(
+    family: Family, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
     """The blocks of the image are here; only text is computed."""
     prompt = replace_fields(prompts[0], tokens=(*prompts[0].tokens, *text(9, 3)))
     with pair_of(family.folder, SMALL, SMALL) as pair:
@@ -97,7 +109,11 @@ def test_what_another_request_has_computed_is_not_lost(family: Family, prompts: 
 def test_a_preempted_decode_ends(family: Family, prompts: list[Prompt]) -> None:
     """Its blocks are gone, and nobody can compute them again here; the other, whichever that is, goes on."""
     small = {**SMALL, "kv_block_size": 2}
-    pressed = {**small, "enable_block_reuse": False, "num_blocks": sum(-(-len(prompt.tokens) // 2) for prompt in prompts[:2]) + 4}
+    pressed = {
+        **small,
+        "enable_block_reuse": False,
+        "num_blocks": sum(-(-len(prompt.tokens) // 2) for prompt in prompts[:2]) + 4,
+    }
     last: dict[str, Any] = {}
     with pair_of(family.folder, small, pressed) as pair:
         hand_over(pair, [request_for(str(index), prompts[index], max_tokens=36) for index in range(2)])
@@ -113,7 +129,9 @@ def test_a_preempted_decode_ends(family: Family, prompts: list[Prompt]) -> None:
 
 @pytest.fixture
 async def engine(family: Family) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(EmbeddedConfig(model=str(family.folder), dtype="float32", threads=1, kv_cache_memory_mb=16, **SMALL))
+    engine = EmbeddedEngine(
+        EmbeddedConfig(model=str(family.folder), dtype="float32", threads=1, kv_cache_memory_mb=16, **SMALL)
+    )
     await engine.start()
     yield engine
     await engine.close()
@@ -127,7 +145,9 @@ async def test_the_engine_takes_and_refuses_images(
     wrong = replace(request, images=(replace(request.images[0], data=b"0" * 16), request.images[1]))
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(wrong))
-    blind = EmbeddedEngine(EmbeddedConfig(model=str(tiny_model), dtype="float32", threads=1, kv_cache_memory_mb=16, **SMALL))
+    blind = EmbeddedEngine(
+        EmbeddedConfig(model=str(tiny_model), dtype="float32", threads=1, kv_cache_memory_mb=16, **SMALL)
+    )
     await blind.start()
     try:
         with pytest.raises(InvalidRequest, match="takes no images"):
@@ -198,7 +218,10 @@ def test_bad_images_are_refused(images: list[Image], reason: str) -> None:
         ([picture(1, grid=(1, 4, 8))], "does not make 4 rows"),
         ([picture(1, grid=(1, 1, 16))], "does not make 4 rows"),
         ([picture(1, 6, rows=5, grid=(1, 2, 10))], "tokens of image 0 must be together"),
-        ([picture(1, 2, grid=(1, 2, 4)), picture(3, 2, grid=(1, 2, 4))], "tokens of image 1 must be together, and apart"),
+        (
+            [picture(1, 2, grid=(1, 2, 4)), picture(3, 2, grid=(1, 2, 4))],
+            "tokens of image 1 must be together, and apart",
+        ),
     ],
 )
 def test_grids_must_fit_where_positions_depend_on_them(images: list[Image], reason: str) -> None:
@@ -238,6 +261,9 @@ def test_blocks_share_a_key_only_if_all_images_before_their_end_are_the_same(
         many.append(images)
     parents = [root_key("")] * 2
     for start in range(0, 112, 8):
-        parents = [block_key(parent, [9] * 8, overlaps_of(images, start, 8)) for parent, images in zip(parents, many, strict=True)]
+        parents = [
+            block_key(parent, [9] * 8, overlaps_of(images, start, 8))
+            for parent, images in zip(parents, many, strict=True)
+        ]
         seen = [[(image.start, image.key) for image in images if image.start < start + 8] for images in many]
         assert (parents[0] == parents[1]) == (seen[0] == seen[1])

@@ -19,10 +19,19 @@ SIZE = 4
 
 
 def make(
-    name: str, prompt: list[int], max_tokens: int, *, priority: int = 0, arrival: float = 0.0, prompt_logprobs: bool = False
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    priority: int = 0,
+    arrival: float = 0.0,
+    prompt_logprobs: bool = False,
 ) -> Sequence:
     request = GenerateRequest(
-        request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens), priority=priority
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        priority=priority,
     )
     return Sequence(
         request=request,
@@ -146,12 +155,22 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
 ) -> None:
     rng = random.Random(seed)
     chunked, reuse, overlap = flags
-    runner = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows, overlap=overlap)
+    runner = machine(
+        blocks=blocks,
+        seqs=seqs,
+        budget=max(budget, seqs),
+        chunked=chunked,
+        reuse=reuse,
+        windows=windows,
+        overlap=overlap,
+    )
     shared = [rng.randrange(9) for _ in range(16)]
     sequences = []
     for index in range(rng.randrange(1, 14)):
         prompt = shared[: rng.randrange(0, 17)] + [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
-        sequences.append(make(str(index), prompt, rng.randrange(1, 12), priority=rng.randrange(-1, 2), arrival=float(index)))
+        sequences.append(
+            make(str(index), prompt, rng.randrange(1, 12), priority=rng.randrange(-1, 2), arrival=float(index))
+        )
     pending = list(sequences)
     aborted = set()
     while pending or runner.scheduler.running or runner.scheduler.waiting:
@@ -167,7 +186,9 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
         assert runner.steps < 20_000, "starvation"
     for sequence in sequences:
         if sequence.request.request_id not in aborted:
-            assert sequence.tokens == expected(list(sequence.request.prompt_token_ids), sequence.request.sampling.max_tokens)
+            assert sequence.tokens == expected(
+                list(sequence.request.prompt_token_ids), sequence.request.sampling.max_tokens
+            )
     assert runner.scheduler.blocks.stats().used_num_blocks == 0
 
 
@@ -269,7 +290,9 @@ def test_a_prefix_is_taken_up_where_every_window_still_has_what_comes_before() -
     """Three blocks of the window are left behind it when the pool needs room; what the last block needs is still there."""
     runner = machine(blocks=12, seqs=1, budget=8, windows=(None, 6))
     prompt = list(range(32))
-    first, again, shorter = (make(name, prompt[:length], 1) for name, length in (("first", 32), ("again", 32), ("shorter", 13)))
+    first, again, shorter = (
+        make(name, prompt[:length], 1) for name, length in (("first", 32), ("again", 32), ("shorter", 13))
+    )
     for sequence in (first, again):
         runner.scheduler.add(sequence)
         runner.run()

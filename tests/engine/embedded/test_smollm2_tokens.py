@@ -28,7 +28,9 @@ def test_greedy_equals_generate(smollm2: Path) -> None:
     expected = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2)
+        output = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2
+        )
         expected.append(output[0, len(prompt) :].tolist())
     del reference
     assert "Paris" in tokenizer.decode(expected[0])

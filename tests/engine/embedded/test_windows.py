@@ -44,7 +44,9 @@ def test_the_window_matters(case: Case) -> None:
     folder, expected = case
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, sliding_window=512)
     ids = torch.tensor([PROMPTS[0]])
-    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0)
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
+    )
     assert len(PROMPTS[0]) > WINDOW and whole[0, len(PROMPTS[0]) :].tolist() != expected[0]
 
 
@@ -63,11 +65,17 @@ def test_greedy_equals_generate_at_every_batch_size(case: Case, batch: int) -> N
         pytest.param({"max_num_tokens": 50, "enable_chunked_prefill": False}, False, id="unchunked"),
         pytest.param({"enable_block_reuse": False}, False, id="no reuse"),
         pytest.param({"num_blocks": 75, "kv_block_size": 4, "max_num_tokens": 60}, True, id="preempted"),
-        pytest.param({"num_blocks": 75, "kv_block_size": 4, "enable_block_reuse": False}, True, id="preempted, no reuse"),
-        pytest.param({"num_blocks": 75, "kv_block_size": 4, "enable_chunked_prefill": False}, True, id="preempted, unchunked"),
+        pytest.param(
+            {"num_blocks": 75, "kv_block_size": 4, "enable_block_reuse": False}, True, id="preempted, no reuse"
+        ),
+        pytest.param(
+            {"num_blocks": 75, "kv_block_size": 4, "enable_chunked_prefill": False}, True, id="preempted, unchunked"
+        ),
     ],
 )
-def test_greedy_equals_generate_however_it_is_scheduled(gemma: Case, options: dict[str, Any], preempts: bool, overlap: str) -> None:
+def test_greedy_equals_generate_however_it_is_scheduled(
+    gemma: Case, options: dict[str, Any], preempts: bool, overlap: str
+) -> None:
     folder, expected = gemma
     core = make_core(folder, overlap_scheduler=overlap, **options)
     assert outputs(core) == expected
@@ -151,9 +159,17 @@ def test_too_little_memory_stops_the_start(memory: int, blocks: int, said: str) 
     ("kind", "options", "said"),
     [
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
-        ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 64, "intermediate_size_mlp": 96}, "chunked_attention"),
+        (
+            "llama4_text",
+            {"num_local_experts": 2, "attention_chunk_size": 64, "intermediate_size_mlp": 96},
+            "chunked_attention",
+        ),
         ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
-        ("gemma4_text", {"global_head_dim": 32, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 0}, "of one shape"),
+        (
+            "gemma4_text",
+            {"global_head_dim": 32, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 0},
+            "of one shape",
+        ),
     ],
 )
 def test_other_layers_are_refused_by_name(tmp_path: Path, kind: str, options: dict[str, Any], said: str) -> None:

@@ -25,7 +25,9 @@ MAX_PIXELS = 1_000_000
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
     folder = build_llava(tmp_path_factory.mktemp("llava"))
-    return BatchEncoder(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), vision_facts(folder))
+    return BatchEncoder(
+        EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), vision_facts(folder)
+    )
 
 
 def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
@@ -102,7 +104,9 @@ def test_bombs_are_refused_before_they_are_decoded(encoder: BatchEncoder, kind: 
 
 def test_an_image_all_too_long_is_refused(encoder: BatchEncoder) -> None:
     assert "more than 200 times" in refusal(encoder, image_bytes(2010, 10))
-    assert all(isinstance(outcome, EncodedImage) for outcome in outcomes(encoder, image_bytes(2000, 10), image_bytes(1, 200)))
+    assert all(
+        isinstance(outcome, EncodedImage) for outcome in outcomes(encoder, image_bytes(2000, 10), image_bytes(1, 200))
+    )
 
 
 PIXELS = [*(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")), *(("JPEG", mode) for mode in ("L", "RGB", "CMYK", "YCbCr")),
@@ -152,7 +156,9 @@ def test_images_are_turned_as_exif_says(orientation: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_exif_that_is_none_is_ignored() -> None:
-    file = saved(image(30, 20), "JPEG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff" + b"\x01\x12\x00\x03\xff" * 3)
+    file = saved(
+        image(30, 20), "JPEG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff" + b"\x01\x12\x00\x03\xff" * 3
+    )
     assert pixels(file).shape == (20, 30, 3)
 
 

@@ -29,11 +29,21 @@ def log_of(*events: KvEvent) -> KvEventLog:
 
 
 def chains(events: Sequence[KvEvent]) -> list[tuple[int | None, int]]:
-    return [(event.data.parent_hash, block.block_hash) for event in events if isinstance(event.data, Stored) for block in event.data.blocks]
+    return [
+        (event.data.parent_hash, block.block_hash)
+        for event in events
+        if isinstance(event.data, Stored)
+        for block in event.data.blocks
+    ]
 
 
 async def test_a_late_consumer_is_told_what_is_held_and_goes_on_without_a_gap() -> None:
-    events = [KvEvent(0, Created((9,)), WINDOW), stored(1, 1, 2, 3), stored(2, 4, parent=2), KvEvent(3, Removed((3,)), WINDOW)]
+    events = [
+        KvEvent(0, Created((9,)), WINDOW),
+        stored(1, 1, 2, 3),
+        stored(2, 4, parent=2),
+        KvEvent(3, Removed((3,)), WINDOW),
+    ]
     log = log_of(*events)
     batches = log.batches()
     first = await anext(batches)
@@ -95,7 +105,9 @@ async def test_nothing_piles_up_while_nobody_listens() -> None:
     await engine.start()
     draw, images = random.Random(0), list[Image]()
     for start in range(0, 400, 40):
-        await asyncio.gather(*(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40)))
+        await asyncio.gather(
+            *(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40))
+        )
     log = engine._blocks.events  # type: ignore[attr-defined]
     assert not log._waiting
     books, converter = Books(), Converter(BLOCK)

@@ -55,7 +55,10 @@ def state(*names: str, **params: Any) -> SamplerState:
 
 
 def step(*states: SamplerState) -> list[int]:
-    tokens = [sampled.token_id for sampled in Sampler(VOCAB, CPU).sample(torch.arange(VOCAB).float().repeat(len(states), 1), states)]
+    tokens = [
+        sampled.token_id
+        for sampled in Sampler(VOCAB, CPU).sample(torch.arange(VOCAB).float().repeat(len(states), 1), states)
+    ]
     for one, token in zip(states, tokens, strict=True):
         one.accept(token)
     return tokens

@@ -118,13 +118,17 @@ async def test_processors_of_the_configuration_work_where_the_engine_runs(kind: 
         assert tokens_of(forced) == [9, 7, 7, EOS]
         assert forced[-1].finish_reason == "stop"
         assert tokens_of(await generate(engine, request_for(prompt, processors=("forced",)))) == [9, 7, 7, *[EOS] * 5]
-        assert tokens_of(await generate(engine, request_for(prompt, processors=("beyond",)))) == plain, "one that fails changes nothing"
+        assert tokens_of(await generate(engine, request_for(prompt, processors=("beyond",)))) == plain, (
+            "one that fails changes nothing"
+        )
         hot = {"temperature": 1.0, "seed": 3}
         assert tokens_of(await generate(engine, request_for(prompt, **hot))) != plain
         assert tokens_of(await generate(engine, request_for(prompt, processors=("cold",), **hot))) == plain
 
 
-def test_the_setting_has_the_references_name_too_and_names_the_processor(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
+def test_the_setting_has_the_references_name_too_and_names_the_processor(
+    monkeypatch: pytest.MonkeyPatch, smollm2: Path
+) -> None:
     assert default_processors(Settings()) == ()
     monkeypatch.setenv("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "1")
     settings = Settings()
@@ -151,11 +155,24 @@ def test_any_tokenizer_can_spell_it(smollm2: Path) -> None:
 
 
 EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_mb": 128}
-ON_TENSORRT_LLM = {"PYTHONPATH": FAKE_TRTLLM, "FAKE_TRTLLM_ENGINE": "embedded", "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED)}
+ON_TENSORRT_LLM = {
+    "PYTHONPATH": FAKE_TRTLLM,
+    "FAKE_TRTLLM_ENGINE": "embedded",
+    "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED),
+}
 
 
 def hello_server(model: Path, engine: str, environment: dict[str, str]) -> AbstractContextManager[ServerProcess]:
-    flags = ("--engine", engine, "--model", str(model), "--served-model-name", "smol", "--enable-test-logits-processor", "true")
+    flags = (
+        "--engine",
+        engine,
+        "--model",
+        str(model),
+        "--served-model-name",
+        "smol",
+        "--enable-test-logits-processor",
+        "true",
+    )
     return serving(*flags, environment=environment)
 
 

@@ -27,4 +27,6 @@ def test_overlaps(images: tuple[Image, ...], start: int, size: int) -> None:
         if shared:
             expected.append((image.key, shared[0] - image.start, shared[0] - start))
     assert list(overlaps_of(images, start, size)) == expected
-    assert [(key["hash"], key["start_offset"]) for key in mm_keys_of(overlaps_of(images, start, size))] == [entry[:2] for entry in expected]
+    assert [(key["hash"], key["start_offset"]) for key in mm_keys_of(overlaps_of(images, start, size))] == [
+        entry[:2] for entry in expected
+    ]

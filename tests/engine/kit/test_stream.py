@@ -137,7 +137,9 @@ async def test_done_is_called_before_the_consumer_knows() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1), st.booleans())
 def test_merging_keeps_everything(parts: list[list[int]], logprobs: bool) -> None:
-    deltas = [Delta(tuple(part), tuple((Logprob(token, -1.0, 1),) for token in part) if logprobs else ()) for part in parts]
+    deltas = [
+        Delta(tuple(part), tuple((Logprob(token, -1.0, 1),) for token in part) if logprobs else ()) for part in parts
+    ]
     merged = merge([*deltas, LAST])
     tokens = [token for part in parts for token in part]
     assert merged.token_ids == (*tokens, 9)

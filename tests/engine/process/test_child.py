@@ -24,7 +24,9 @@ CONFIG = FakeConfig(token_delay=0.002)
 
 
 def request_for(max_tokens: int = 10) -> GenerateRequest:
-    return GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=max_tokens))
+    return GenerateRequest(
+        request_id=str(next(_ids)), prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=max_tokens)
+    )
 
 
 async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
@@ -170,7 +172,9 @@ async def test_a_host_that_cannot_come_back_is_tried_again_and_again(
     await process.close()
 
 
-async def test_a_child_of_the_host_that_outlives_it_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_of_the_host_that_outlives_it_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\nsleep 60 </dev/null >&2 &\necho $! >> {tmp_path}/pids\nexec {sys.executable} "$@"\n')
     script.chmod(0o700)

@@ -30,7 +30,9 @@ FOREVER = 30_000
 
 
 def request_for(max_tokens: int = 10, prompt: tuple[int, ...] = (5, 6, 7)) -> GenerateRequest:
-    return GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+    return GenerateRequest(
+        request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens)
+    )
 
 
 async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
@@ -79,7 +81,9 @@ async def client(address: str) -> AsyncIterator[EngineClient]:
     await client.close()
 
 
-@pytest.mark.parametrize("module", ["engine.process.host", "engine.process.client", "engine.process.child", "engine.fake.engine"])
+@pytest.mark.parametrize(
+    "module", ["engine.process.host", "engine.process.client", "engine.process.child", "engine.fake.engine"]
+)
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -175,7 +179,9 @@ async def test_a_client_that_stops_reading_is_dropped_and_comes_back(
         asyncio.run(main())
     """
     async with host_at(address, fake):
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent(code), address, stdout=asyncio.subprocess.PIPE)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", textwrap.dedent(code), address, stdout=asyncio.subprocess.PIPE
+        )
         assert child.stdout is not None
         try:
             assert await child.stdout.readline() == b"running\n"
@@ -212,7 +218,9 @@ async def test_a_host_that_goes_and_comes_back(fake: FakeEngine, address: str, c
     await other.close()
 
 
-async def test_statistics_and_events_go_on_at_the_next_host(fake: FakeEngine, address: str, client: EngineClient) -> None:
+async def test_statistics_and_events_go_on_at_the_next_host(
+    fake: FakeEngine, address: str, client: EngineClient
+) -> None:
     events, stats = client.kv_events(), client.stats()
     for completed in (1, 2):
         async with host_at(address, fake):
@@ -230,12 +238,19 @@ async def test_statistics_and_events_go_on_at_the_next_host(fake: FakeEngine, ad
                 await asyncio.sleep(0.01)
 
 
-async def test_garbage_harms_nobody(fake: FakeEngine, address: str, client: EngineClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_garbage_harms_nobody(
+    fake: FakeEngine, address: str, client: EngineClient, caplog: pytest.LogCaptureFixture
+) -> None:
     async with host_at(address, fake):
         await client.start()
         dealer = wire.context().socket(zmq.DEALER)
         dealer.connect(address)
-        for payload in (b"", b"\xc1", b"\x93\x01\x02\x03", wire.encode(wire.Commands(1, [wire.Generate(1, request_for())]))):
+        for payload in (
+            b"",
+            b"\xc1",
+            b"\x93\x01\x02\x03",
+            wire.encode(wire.Commands(1, [wire.Generate(1, request_for())])),
+        ):
             dealer.send(payload)
         assert (await collect(client.generate(request_for(100))))[-1].finish_reason == "length"
         assert (await active(fake, 0)).num_completed_requests == 1, "a request without a greeting is ignored"
@@ -243,7 +258,9 @@ async def test_garbage_harms_nobody(fake: FakeEngine, address: str, client: Engi
         dealer.close(linger=0)
 
 
-async def test_messages_too_large_fail_alone(fake: FakeEngine, address: str, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_too_large_fail_alone(
+    fake: FakeEngine, address: str, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20_000)
     huge = replace(request_for(1, (5,) * 3_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=20))
     wide = [request_for(1, (500,) * 3_000) for _ in range(5)]
@@ -254,7 +271,9 @@ async def test_messages_too_large_fail_alone(fake: FakeEngine, address: str, cli
     async with host_at(address, fake):
         await client.start()
         wanted = (huge, too_wide, too_seen, too_raw, *wide, request_for(100))
-        failed, *others = await asyncio.gather(*(collect(client.generate(request)) for request in wanted), return_exceptions=True)
+        failed, *others = await asyncio.gather(
+            *(collect(client.generate(request)) for request in wanted), return_exceptions=True
+        )
         assert isinstance(failed, EngineFailure)
         assert all(isinstance(refused, InvalidRequest) for refused in others[:3])
         assert all(isinstance(deltas, list) and deltas[-1].finish_reason == "length" for deltas in others[3:])
@@ -277,7 +296,9 @@ async def test_a_bug_in_the_engine_is_a_failure_of_the_request(
     await buggy.close()
 
 
-async def test_health_follows_the_engine_and_the_host_ends(fake: FakeEngine, address: str, client: EngineClient) -> None:
+async def test_health_follows_the_engine_and_the_host_ends(
+    fake: FakeEngine, address: str, client: EngineClient
+) -> None:
     host = EngineHost(fake, bind(address))
     serving = asyncio.create_task(host.serve())
     await client.start()

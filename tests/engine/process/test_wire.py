@@ -42,7 +42,9 @@ def with_images(count: int, files: int) -> GenerateRequest:
         for index in range(count)
     )
     media = Media(text="a", images=tuple(b"file %d" % index for index in range(files))) if files else None
-    return GenerateRequest(request_id="r", prompt_token_ids=(1,) * 9, sampling=SamplingParams(max_tokens=1), images=images, media=media)
+    return GenerateRequest(
+        request_id="r", prompt_token_ids=(1,) * 9, sampling=SamplingParams(max_tokens=1), images=images, media=media
+    )
 
 
 REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)]
@@ -50,7 +52,11 @@ REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)
 
 def test_requests_come_with_their_images() -> None:
     hello = wire.Hello(SharedBytes.of(b"1").reference)
-    commands: list[wire.Command] = [hello, *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)), wire.Abort(1)]
+    commands: list[wire.Command] = [
+        hello,
+        *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)),
+        wire.Abort(1),
+    ]
     frames = wire.pack(7, commands)
     assert wire.unpack(frames) == wire.Commands(7, commands)
     data = [image.data for request in REQUESTS for image in request.images]
@@ -58,7 +64,9 @@ def test_requests_come_with_their_images() -> None:
     assert all(any(part is frame for frame in frames) for part in data), "they are the same objects: nothing is copied"
 
 
-@pytest.mark.parametrize("change", [lambda frames: frames[:-1], lambda frames: [*frames, b"more"], lambda frames: frames[1:]])
+@pytest.mark.parametrize(
+    "change", [lambda frames: frames[:-1], lambda frames: [*frames, b"more"], lambda frames: frames[1:]]
+)
 def test_frames_that_do_not_belong_together_are_refused(change: Callable[[list[bytes]], list[bytes]]) -> None:
     with pytest.raises(ValueError):
         wire.unpack(change(wire.pack(1, [wire.Generate(1, REQUESTS[-1])])))
@@ -70,7 +78,9 @@ _heads = msgspec.msgpack.Decoder(PrefillRequest)
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_bodies_between_replicas_keep_the_images(request_: GenerateRequest) -> None:
     bare, parts = detach(request_)
-    body = b"".join(pieces(PrefillRequest(1, "m", msgspec.Raw(msgspec.msgpack.encode(bare)), [*map(len, parts)]), parts))
+    body = b"".join(
+        pieces(PrefillRequest(1, "m", msgspec.Raw(msgspec.msgpack.encode(bare)), [*map(len, parts)]), parts)
+    )
     head, rest = head_of(body, _heads)
     assert attach(msgspec.msgpack.decode(head.request, type=GenerateRequest), parts_of(rest, head.sizes)) == request_
     for wrong in (b"", body[:3], body[:40], body[4:], b"\xff" * 100):

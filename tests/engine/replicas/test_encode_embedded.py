@@ -27,7 +27,10 @@ async def test_a_replicas_tower_makes_what_one_here_makes_and_its_death_costs_no
     images = [ImageInput(image_bytes(40 + 8 * seed, 64, seed=seed)) for seed in range(10)]
     local = EmbeddedEncoder(EncoderConfig(model=str(folder), device="cpu", dtype="float32", threads=1))
     settings: dict[str, Any] = {**SMALL, "model": str(folder), "served_model_name": "llava", "encode_inline_kb": 0}
-    async with replica("encode", **settings) as (url, life), encoder_of([url], local=local, model=("llava", "embedded")) as (pool, _, seen):
+    async with (
+        replica("encode", **settings) as (url, life),
+        encoder_of([url], local=local, model=("llava", "embedded")) as (pool, _, seen),
+    ):
         assert pool.info == local.info
         assert await pool.encode(images) == await local.encode(images) and not seen.local
         with pytest.raises(InvalidRequest):

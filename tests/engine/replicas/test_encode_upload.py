@@ -37,7 +37,9 @@ async def slow_way(to: str, seconds: float) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_replica_is_not_taken_for_silent_while_large_images_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_is_not_taken_for_silent_while_large_images_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(client, "_SLOWEST_UPLOAD", 4 << 20)
     large = [image(0, 18 << 20)]  # more than the sockets' buffers

@@ -94,7 +94,11 @@ async def dying_peer(probe: bytes, after: float = 0.0) -> AsyncIterator[str]:
 
 
 async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> None:
-    async with replica("encode") as (good, _), dying_peer(await probed(good)) as bad, encoder_of([bad, good]) as (encoder, _, seen):
+    async with (
+        replica("encode") as (good, _),
+        dying_peer(await probed(good)) as bad,
+        encoder_of([bad, good]) as (encoder, _, seen),
+    ):
         for index in range(4):
             assert await encoder.encode([image(index)]) == await expected([image(index)])
         assert seen.retries == 1 and seen.outcomes == {"unreachable": 1, "ok": 4}
@@ -103,7 +107,11 @@ async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> Non
 
 async def test_a_replica_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
-    async with replica("encode") as (good, _), dying_peer(await probed(good), after=60.0) as hung, encoder_of([hung, good]) as parts:
+    async with (
+        replica("encode") as (good, _),
+        dying_peer(await probed(good), after=60.0) as hung,
+        encoder_of([hung, good]) as parts,
+    ):
         encoder, _, seen = parts
         for index in range(2):
             assert await encoder.encode([image(index)]) == await expected([image(index)])
@@ -151,11 +159,18 @@ async def test_replicas_that_encode_otherwise_are_not_asked_and_both_values_are_
         theirs = encoder_in(life).info.fingerprint
         (peer,) = peers._peers.values()
         assert encoder._mine is not None
-        assert peers._obstacle(peer, encoder._mine) == f"one has fingerprint {theirs}, this replica has {local.info.fingerprint}"
+        assert (
+            peers._obstacle(peer, encoder._mine)
+            == f"one has fingerprint {theirs}, this replica has {local.info.fingerprint}"
+        )
 
 
 async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None:
-    async with replica("encode") as (one, _), replica("encode") as (two, _), encoder_of([one, two]) as (encoder, _, seen):
+    async with (
+        replica("encode") as (one, _),
+        replica("encode") as (two, _),
+        encoder_of([one, two]) as (encoder, _, seen),
+    ):
         with pytest.raises(InvalidRequest, match="cannot be decoded") as caught:
             await encoder.encode([image(1), ImageInput(b"GIF? no")])
         assert caught.value.param == "image" and seen.outcomes == {"invalid": 1}
@@ -208,7 +223,11 @@ async def test_an_answer_with_too_few_images_is_not_taken(monkeypatch: pytest.Mo
 
 async def test_a_front_without_its_first_encode_replica_is_not_ready_and_says_so() -> None:
     async with unused_port() as port:
-        flags: dict[str, Any] = {"encode_urls": f"http://127.0.0.1:{port}", "encode_fallback": "refuse", "internal_secret": SECRET}
+        flags: dict[str, Any] = {
+            "encode_urls": f"http://127.0.0.1:{port}",
+            "encode_fallback": "refuse",
+            "internal_secret": SECRET,
+        }
         async with application(wait=False, **flags) as (client, state):
             await asyncio.sleep(0.3)
             refused = await client.get("/health/ready")

@@ -44,5 +44,9 @@ def test_a_connection_lost_at_once_is_an_error_of_the_connection() -> None:
         threading.Thread(target=resetting, args=(listener,), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         assert AttributeError in uvloop.run(errors(url, httpx.AsyncHTTPTransport())), "our transport is needed no more"
-        assert uvloop.run(errors(url, Transport())).keys() <= {httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError}
+        assert uvloop.run(errors(url, Transport())).keys() <= {
+            httpx.ConnectError,
+            httpx.ReadError,
+            httpx.RemoteProtocolError,
+        }
         listener.shutdown(socket.SHUT_RDWR)

@@ -87,7 +87,11 @@ def test_a_frame_is_bounded() -> None:
 
 
 async def test_a_prompt_goes_where_its_prefix_is_unless_that_peer_is_busier_than_it_saves() -> None:
-    async with prefill_replica() as (one, _, _), prefill_replica() as (two, _, _), decode_engine([one, two]) as (engine, seen):
+    async with (
+        prefill_replica() as (one, _, _),
+        prefill_replica() as (two, _, _),
+        decode_engine([one, two]) as (engine, seen),
+    ):
         shared = tuple(range(100, 420))
         for index in range(5):
             assert tokens_of(await all_of(engine, request(prompt=(*shared, 7 + index)))) == list(shared[:12])
@@ -101,7 +105,11 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_peer_is_busier_than
 
 
 async def test_prompt_logprobs_are_not_computed_from_cached_blocks_so_prefixes_do_not_count() -> None:
-    async with prefill_replica() as (one, _, _), prefill_replica() as (two, _, _), decode_engine([one, two]) as (engine, seen):
+    async with (
+        prefill_replica() as (one, _, _),
+        prefill_replica() as (two, _, _),
+        decode_engine([one, two]) as (engine, seen),
+    ):
         for _ in range(2):
             await all_of(engine, request(prompt_logprobs=0))
         assert sorted(seen.by_peer.values()) == [1, 1]
@@ -128,7 +136,10 @@ NO_TEXT = msgspec.msgpack.encode(INFO).replace(b"fake", b"\xff\xff\xff\xff", 1)
         (answer_of(NO_TEXT), "does not say what it prefills with"),
         (answer_of(b"\xc1"), "does not say what it prefills with"),
         (answer_of(b'{"error":{"message":"\xff"}}', b"503 No"), "answered 503 and no error that can be read"),
-        (answer_of(gzip.compress(bytes(10 << 20)), headers=b"content-encoding: gzip\r\n"), "does not say what it prefills with"),
+        (
+            answer_of(gzip.compress(bytes(10 << 20)), headers=b"content-encoding: gzip\r\n"),
+            "does not say what it prefills with",
+        ),
         (answer_of(bytes(1 << 20)), "has no end, or makes no sense"),
         (b"nonsense\r\n\r\n", "cannot be reached"),
     ],
@@ -143,7 +154,9 @@ async def test_whatever_a_probe_is_answered_the_next_one_comes(probe: bytes, rea
         assert seen.peers == {url: True}
 
 
-async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unthought(*_: Any) -> PrefillInfo:
         monkeypatch.undo()
         raise RuntimeError("a bug")
@@ -155,7 +168,9 @@ async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last
 
 
 @pytest.mark.parametrize("folder", [False, True])
-async def test_a_peer_that_is_gone_leaves_no_series(folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_is_gone_leaves_no_series(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if folder:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     registry = CollectorRegistry()
@@ -169,7 +184,10 @@ async def test_a_peer_that_is_gone_leaves_no_series(folder: bool, tmp_path: Path
             assert mine is not None
             await (await pool.prefill(request(), mine)).aclose()
             page = generate_latest(registry).decode()
-            assert f'outcome="ok",peer="{url}"}} 1.0' in page and f'available{{model_name="fake",peer="{url}"}} 1.0' in page
+            assert (
+                f'outcome="ok",peer="{url}"}} 1.0' in page
+                and f'available{{model_name="fake",peer="{url}"}} 1.0' in page
+            )
             (late,) = pool._peers.values()
             pool._keep(set())
             await asyncio.sleep(0.05)

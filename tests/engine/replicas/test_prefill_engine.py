@@ -50,10 +50,16 @@ async def test_the_deltas_are_those_of_one_engine(sampling: dict[str, Any]) -> N
     async with pair() as (peer, engine, seen):
         said, whole = await all_of(engine, wanted), await aggregated(wanted)
         assert tokens_of(said) == tokens_of(whole)
-        assert [entry for delta in said for entry in delta.logprobs] == [entry for delta in whole for entry in delta.logprobs]
+        assert [entry for delta in said for entry in delta.logprobs] == [
+            entry for delta in whole for entry in delta.logprobs
+        ]
         assert (said[-1].finish_reason, said[-1].stop_reason) == (whole[-1].finish_reason, whole[-1].stop_reason)
         assert [delta.prompt is not None for delta in said] == [True] + [False] * (len(said) - 1)
-        assert said[0].prompt is not None and whole[0].prompt is not None and said[0].prompt.logprobs == whole[0].prompt.logprobs
+        assert (
+            said[0].prompt is not None
+            and whole[0].prompt is not None
+            and said[0].prompt.logprobs == whole[0].prompt.logprobs
+        )
         assert all(delta.held is None for delta in said)
         await stats_with(peer, nothing)
         await stats_with(engine, nothing)
@@ -68,7 +74,11 @@ async def test_cached_tokens_are_those_of_prefill() -> None:
 
 
 async def test_many_at_once_do_not_mix_and_leave_nothing() -> None:
-    async with prefill_replica() as (one, first, _), prefill_replica() as (two, second, _), decode_engine([one, two]) as (engine, seen):
+    async with (
+        prefill_replica() as (one, first, _),
+        prefill_replica() as (two, second, _),
+        decode_engine([one, two]) as (engine, seen),
+    ):
         wanted = [request(str(index), tuple(range(10 + index, 60 + 2 * index)), max_tokens=20) for index in range(40)]
         said = await asyncio.gather(*(all_of(engine, each) for each in wanted))
         for each, deltas in zip(wanted, said, strict=True):
@@ -79,7 +89,11 @@ async def test_many_at_once_do_not_mix_and_leave_nothing() -> None:
 
 
 async def test_what_is_wrong_with_a_request_is_the_users_to_know_and_not_tried_again() -> None:
-    async with prefill_replica() as (one, _, _), prefill_replica() as (two, _, _), decode_engine([one, two]) as (engine, seen):
+    async with (
+        prefill_replica() as (one, _, _),
+        prefill_replica() as (two, _, _),
+        decode_engine([one, two]) as (engine, seen),
+    ):
         with pytest.raises(InvalidRequest, match="from 0 to 511") as caught:
             await all_of(engine, request(prompt=(5, 600)))
         assert caught.value.param == "prompt"
@@ -133,22 +147,36 @@ async def test_short_prompts_and_those_without_a_peer_are_computed_here() -> Non
 
 
 async def test_replicas_that_differ_refuse_to_pair_and_name_both_values() -> None:
-    async with bare_peer(info=replace(INFO, block_size=16, dtype="float32")) as url, decode_engine([url], min_tokens=None) as (engine, _):
+    async with (
+        bare_peer(info=replace(INFO, block_size=16, dtype="float32")) as url,
+        decode_engine([url], min_tokens=None) as (engine, _),
+    ):
         assert not engine.healthy
-        with pytest.raises(EngineUnavailable, match=r"has dtype float32, this replica has none; .* has block_size 16, this replica has 32"):
+        with pytest.raises(
+            EngineUnavailable,
+            match=r"has dtype float32, this replica has none; .* has block_size 16, this replica has 32",
+        ):
             await all_of(engine, request())
     info = replace(INFO, tensor_parallel_size=2, kv_layout="8 layers of float8")
     async with bare_peer(info=info) as url, decode_engine([url], min_tokens=None) as (engine, _):
-        expected = "has tensor_parallel_size 2, this replica has 1; .* has kv_layout 8 layers of float8, this replica has none"
+        expected = (
+            "has tensor_parallel_size 2, this replica has 1; .* has kv_layout 8 layers of float8, this replica has none"
+        )
         with pytest.raises(EngineUnavailable, match=expected):
             await all_of(engine, request())
-    async with prefill_replica(served_model_name="other") as (url, _, _), decode_engine([url], min_tokens=None) as (engine, _):
+    async with (
+        prefill_replica(served_model_name="other") as (url, _, _),
+        decode_engine([url], min_tokens=None) as (engine, _),
+    ):
         with pytest.raises(EngineUnavailable, match="has model other, this replica has fake"):
             await all_of(engine, request())
 
 
 async def test_without_the_secret_nothing_is_computed() -> None:
-    async with prefill_replica() as (url, peer, _), decode_engine([url], min_tokens=None, secret="wrong") as (engine, seen):
+    async with (
+        prefill_replica() as (url, peer, _),
+        decode_engine([url], min_tokens=None, secret="wrong") as (engine, seen),
+    ):
         with pytest.raises(EngineUnavailable, match="refuses: A valid API key is required"):
             await all_of(engine, request())
         assert (await stats_with(peer, nothing)).iteration == 0 and not seen.outcomes
@@ -165,7 +193,9 @@ async def test_without_the_secret_nothing_is_computed() -> None:
         (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops", "refused"),
     ],
 )
-async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch, after: bytes, outcome: str) -> None:
+async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, after: bytes, outcome: str
+) -> None:
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.3)
     async with bare_peer(after) as bad, prefill_replica() as (good, _, _), decode_engine([bad, good]) as (engine, seen):
         engine.pool._peers[good].last_asked = 1  # so that the other one is asked first
@@ -190,7 +220,9 @@ async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(monkeypatch: p
         (502, "bad_gateway", "refused", True),
     ],
 )
-async def test_only_what_is_wrong_with_a_peer_opens_its_breaker(status: int, code: str, outcome: str, blamed: bool) -> None:
+async def test_only_what_is_wrong_with_a_peer_opens_its_breaker(
+    status: int, code: str, outcome: str, blamed: bool
+) -> None:
     error = json.dumps({"error": {"message": "no", "type": "some_error", "code": code}}).encode()
     async with bare_peer(answer_of(error, b"%d No" % status)) as bad, decode_engine([bad]) as (engine, seen):
         assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
@@ -213,7 +245,9 @@ async def test_attempts_are_bounded_and_a_full_queue_is_no_illness() -> None:
     settings = {"max_batch_size": 1, "max_queue_size": 0}
     async with AsyncExitStack() as stack:
         peers = [await stack.enter_async_context(prefill_replica(**settings)) for _ in range(3)]
-        engine, seen = await stack.enter_async_context(decode_engine([url for url, _, _ in peers], min_tokens=None, attempts=2))
+        engine, seen = await stack.enter_async_context(
+            decode_engine([url for url, _, _ in peers], min_tokens=None, attempts=2)
+        )
         held = [peer.generate(replace(request(), prefill_only=True)) for _, peer, _ in peers]
         for stream in held:
             await anext(stream)

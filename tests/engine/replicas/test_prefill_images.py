@@ -69,7 +69,9 @@ def asked(peer: AdmissionEngine, engine: DisaggregatedEngine, monkeypatch: pytes
     return Asked(peer, monkeypatch), Asked(engine.local, monkeypatch)
 
 
-async def test_embeddings_go_to_prefill_and_stay_with_decode_which_may_have_to_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_embeddings_go_to_prefill_and_stay_with_decode_which_may_have_to_compute_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with pair() as (peer, engine, seen):
         there, here = asked(peer, engine, monkeypatch)
         answers = []
@@ -167,7 +169,9 @@ async def test_wrong_spans_are_refused_before_a_peer_is_asked() -> None:
 
 
 async def test_an_error_of_prefill_about_an_image_reaches_the_user() -> None:
-    error = msgspec.json.encode({"error": {"message": "this model takes no images", "type": "invalid_request_error", "param": "prompt"}})
+    error = msgspec.json.encode(
+        {"error": {"message": "this model takes no images", "type": "invalid_request_error", "param": "prompt"}}
+    )
     async with bare_peer(answer_of(error, b"400 Bad Request")) as url, decode_engine([url]) as (engine, seen):
         with pytest.raises(InvalidRequest, match="takes no images"):
             await all_of(engine, showing("a"))
@@ -189,6 +193,8 @@ async def test_cached_prefixes_are_those_of_equal_images() -> None:
 
 def test_what_a_peer_is_known_to_have_depends_on_the_images() -> None:
     plain = block_keys(PROMPT, 32, "")
-    one, other, moved = (block_keys(PROMPT, 32, "", images) for images in ((image("a", 40),), (image("b", 40),), (image("a", 41, 7),)))
+    one, other, moved = (
+        block_keys(PROMPT, 32, "", images) for images in ((image("a", 40),), (image("b", 40),), (image("a", 41, 7),))
+    )
     assert plain[0] == one[0] == other[0] == moved[0] and len({plain[1], one[1], other[1], moved[1]}) == 4
     assert block_keys(PROMPT, 32, "", (image("a", 40),)) == one and VERSION == 1

@@ -55,7 +55,10 @@ def test_what_is_read_is_equal_and_the_rest_untouched(method: str, theirs: int) 
 def test_reads_beyond_the_peers_region_touch_nothing(method: str, theirs: int) -> None:
     memory, region = on_gpu(SIZE)
     transfers = Transfers([region], method)
-    with owning(method, MIB, theirs, program=PROGRAM) as small, pytest.raises(TransferError, match="ends beyond the peer's region"):
+    with (
+        owning(method, MIB, theirs, program=PROGRAM) as small,
+        pytest.raises(TransferError, match="ends beyond the peer's region"),
+    ):
         ended(transfers.read(small.offers, [Read(0, 0, 0, 4096), Read(0, MIB - 1, 4096, 2)]))
     assert not memory.any()
     transfers.close()
@@ -70,7 +73,9 @@ def test_a_peer_that_lies_about_its_size_is_found_out(method: str, theirs: int) 
         process, [[handle, offset, _]] = msgspec.msgpack.decode(owner.offers[0].data)
         for wrong in ([handle, offset, 1 << 40], [handle, 1 << 40, SIZE]):
             with pytest.raises(TransferError, match="the peer offers"):
-                ended(transfers.read([Offer(method, msgspec.msgpack.encode([process, [wrong]]))], [Read(0, 0, 0, SIZE)]))
+                ended(
+                    transfers.read([Offer(method, msgspec.msgpack.encode([process, [wrong]]))], [Read(0, 0, 0, SIZE)])
+                )
         assert not memory.any()
         ended(transfers.read(owner.offers, [Read(0, 0, 0, SIZE)]))
     transfers.close()

@@ -57,6 +57,11 @@ def test_tcp_between_two_hosts(hosts: tuple[str, str]) -> None:
         assert owner.stdout
         offers = owner.stdout.readline().strip()
         read = subprocess.run(
-            [*inside[1], "-c", READER, offers, str(SIZE)], env=ENV, capture_output=True, text=True, timeout=30, check=False
+            [*inside[1], "-c", READER, offers, str(SIZE)],
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
     assert (read.stdout.strip(), read.stderr) == ("equal", "")

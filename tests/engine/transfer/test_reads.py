@@ -67,7 +67,9 @@ def test_wrong_reads_are_refused(reads: list[Read], complaint: str) -> None:
         check_local(reads, REGIONS)
 
 
-@pytest.mark.parametrize(("read", "complaint"), [(Read(1, 0, 0, 8), "no region 1"), (Read(0, 96, 0, 8), "ends beyond the peer's")])
+@pytest.mark.parametrize(
+    ("read", "complaint"), [(Read(1, 0, 0, 8), "no region 1"), (Read(0, 96, 0, 8), "ends beyond the peer's")]
+)
 def test_reads_beyond_the_peer_are_refused(read: Read, complaint: str) -> None:
     with pytest.raises(TransferError, match=complaint):
         check_remote([read], [100])

@@ -64,7 +64,9 @@ print(len(memory), flush=True)
 sys.stdin.readline()
 print(blake3.blake3(memory).hexdigest())
 """
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_another_process_reads_them_when_their_owner_has_let_go() -> None:
@@ -149,7 +151,9 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
         shown.append(Image(key=f"{index:064}", start=len(prompt), length=ROWS, rows=ROWS, dtype="float32", data=data))
         prompt += [TOKENS["<image>"]] * ROWS
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
-    return GenerateRequest(request_id=uuid.uuid4().hex, prompt_token_ids=(*prompt, *text(3, 9)), sampling=params, images=tuple(shown))
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex, prompt_token_ids=(*prompt, *text(3, 9)), sampling=params, images=tuple(shown)
+    )
 
 
 def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
@@ -176,7 +180,9 @@ async def test_from_one_replica_to_another(inline: bool) -> None:
         assert (place is None) == inline
         found = await fetch(decode_embeddings(answer), here, 5)
         assert [bytes(readable(image.data)) for image in found] == [CONTENT, b"few", CONTENT[::-1]]
-        assert isinstance(found[0].data, SharedBytes) != inline, "read from one arena to another, they can be shared again"
+        assert isinstance(found[0].data, SharedBytes) != inline, (
+            "read from one arena to another, they can be shared again"
+        )
         if place is not None:
             store.free(place)
 
@@ -241,7 +247,9 @@ async def test_from_the_encoder_to_the_engine(encoder: EmbeddedEncoder, engine: 
 
 
 @in_one_loop
-async def test_what_cannot_be_opened_fails_alone(encoder: EmbeddedEncoder, engine: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_opened_fails_alone(
+    encoder: EmbeddedEncoder, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded = await encoder.encode(FILES)
     expected = await said(engine, encoded)
     with monkeypatch.context() as patch:
@@ -280,7 +288,9 @@ async def test_a_server_with_few_descriptors_goes_on(encoder: EmbeddedEncoder, m
 
 
 @in_one_loop
-async def test_an_encoder_that_cannot_be_talked_to_is_restarted(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_encoder_that_cannot_be_talked_to_is_restarted(
+    encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = encoder.pid
     with monkeypatch.context() as patch:
         patch.setattr(EncoderProcess, "_message", AsyncMock(side_effect=OSError(errno.ENOMEM, "")))

@@ -63,7 +63,9 @@ def expected(reads: list[Read]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_read_is_equal_and_the_rest_untouched(owner: Owner, transfers: Transfers, memory: Memory, seed: int) -> None:
+def test_what_is_read_is_equal_and_the_rest_untouched(
+    owner: Owner, transfers: Transfers, memory: Memory, seed: int
+) -> None:
     reads = random_reads(seed)
     ended(transfers.read(owner.offers, reads))
     assert [memory.bytes(region) for region in range(len(SIZES))] == expected(reads)
@@ -129,7 +131,9 @@ def test_offers_that_are_none(method: str, transfers: Transfers, memory: Memory)
     assert not memory.touched()
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, ["x..y"]), (0, ["\0"]), (0, ["localhost"]), (1, 0), (1, 1 << 63), (3, [-1])])
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, ["x..y"]), (0, ["\0"]), (0, ["localhost"]), (1, 0), (1, 1 << 63), (3, [-1])]
+)
 def test_a_tcp_offer_of_nonsense_fails_its_transfer_alone(place: int, value: object) -> None:
     memory = Memory(MIB)
     transfers = Transfers(memory.regions, "tcp")

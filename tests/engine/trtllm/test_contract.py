@@ -72,7 +72,9 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
     for folder in ("server", "routers", "multimodal", "engine", "protocol"):
         for path in (ROOT / folder).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
-            assert not {"importlib.import_module", "__import__"} & {ast.unparse(node) for node in ast.walk(ast.parse(source))}, path
+            assert not {"importlib.import_module", "__import__"} & {
+                ast.unparse(node) for node in ast.walk(ast.parse(source))
+            }, path
             if path not in ADAPTER:
                 assert Walker(path.name, {}).walk(source).faults == [] and "import tensorrt_llm" not in source, path
                 assert "from tensorrt_llm" not in source, path
@@ -102,7 +104,10 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
         ),
         ("llm._executor.shutdown()", "LLM has no _executor"),
         ("llm.shutdown(timeout=1)", "timeout"),
-        ("a, b = llm.args, 1\na.kv_cache_config.use_kv_cache_manager_v2", "KvCacheConfig has no use_kv_cache_manager_v2"),
+        (
+            "a, b = llm.args, 1\na.kv_cache_config.use_kv_cache_manager_v2",
+            "KvCacheConfig has no use_kv_cache_manager_v2",
+        ),
         ("run.result.finished()", "RequestOutput.finished is no method"),
         ("encoder.generate_async(inputs={}, disaggregated_params=None)", "disaggregated_params"),
         ("[out.tokens for out in result.outputs]", "CompletionOutput has no tokens"),
@@ -118,4 +123,6 @@ def test_the_walker_notices(source: str, fault: str) -> None:
 
 
 def test_the_walker_notices_a_method_that_is_not_called() -> None:
-    assert walked("snippet.py", "if result.aborted: pass").passed_on == {"tensorrt_llm.executor.GenerationResult.aborted"}
+    assert walked("snippet.py", "if result.aborted: pass").passed_on == {
+        "tensorrt_llm.executor.GenerationResult.aborted"
+    }

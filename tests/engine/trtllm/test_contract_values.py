@@ -63,7 +63,9 @@ FIELDS = {
     "stop_token_ids": st.lists(numbers, max_size=2).map(tuple),
     "logprobs": st.none() | st.integers(0, 3),
     "prompt_logprobs": st.none() | st.integers(0, 3),
-    "guide": st.sampled_from([None, *itertools.starmap(Guide, [("json_schema", "{}"), ("json_object",), ("regex", "a"), ("grammar", "b")])])
+    "guide": st.sampled_from(
+        [None, *itertools.starmap(Guide, [("json_schema", "{}"), ("json_object",), ("regex", "a"), ("grammar", "b")])]
+    )
     | st.just(Guide("choice", '["a"]')),
     "processors": st.sampled_from([(), ("contract-test",)]),
 }
@@ -87,7 +89,9 @@ encodings = st.builds(
     mrope_position_ids_handle=st.none() | handles,
     mrope_position_deltas_handle=st.none() | handles,
 )
-thorough = testing(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+thorough = testing(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @functools.cache
@@ -95,7 +99,11 @@ def adapters(name: str) -> dict[str, TypeAdapter[Any]]:
     """What may be in the fields of a dataclass of the contract, less those whose types are classes of theirs or of torch."""
     parse = found("tensorrt_llm._contract").parse_type
     texts = {field: text.split(" (")[0] for field, text in ATTRIBUTES[name].items()}
-    plain = {field: text for field, text in texts.items() if kind_of(text) is None and "torch" not in text and "Processor" not in text}
+    plain = {
+        field: text
+        for field, text in texts.items()
+        if kind_of(text) is None and "torch" not in text and "Processor" not in text
+    }
     return {field: TypeAdapter(parse(text, {"BaseModel": dict, "AdditionalModelOutput": Any})) for field, text in plain.items() if field in
             constructor(name).parameters and "lookahead" not in field}  # fmt: skip
 
@@ -107,7 +115,9 @@ def assert_valid(value: Any, name: str) -> None:
 
 def test_every_field_of_a_request_is_tried() -> None:
     assert FIELDS.keys() == set(SamplingParams.__struct_fields__)
-    assert {*ContextState.__struct_fields__, *EncoderState.__struct_fields__} <= ATTRIBUTES["DisaggregatedParams"].keys()
+    assert {*ContextState.__struct_fields__, *EncoderState.__struct_fields__} <= ATTRIBUTES[
+        "DisaggregatedParams"
+    ].keys()
 
 
 @pytest.fixture
@@ -134,7 +144,12 @@ def test_sampling_params_of_any_request(processor: Any, sampling: SamplingParams
 def test_disaggregated_params_of_any_handoff(context: ContextState, encoder: EncoderState) -> None:
     handed = Handoff(version=handoff.VERSION, backend=BACKEND, first=Delta((1,)), state=msgspec.msgpack.encode(context))
     encoding = Encoding(version=handoff.VERSION, backend=BACKEND, prompt="", state=msgspec.msgpack.encode(encoder))
-    for keywords in (context_keywords(None), context_keywords(encoding), local_keywords(encoding), generation_keywords(handed)):
+    for keywords in (
+        context_keywords(None),
+        context_keywords(encoding),
+        local_keywords(encoding),
+        generation_keywords(handed),
+    ):
         constructor("DisaggregatedParams").bind(**keywords)
         made = found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
         assert made.request_type in API["enums"]["request_type"]["members"]
@@ -165,7 +180,9 @@ SETTINGS = [
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode", "encode"])
 @pytest.mark.parametrize("publishing", [False, True])
 @pytest.mark.parametrize("flags", [[], SETTINGS])
-def test_arguments_of_any_settings(role: str, publishing: bool, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_any_settings(
+    role: str, publishing: bool, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
     flags = [*flags, "--disaggregation-mode", role, "--publish-kv-events", str(publishing)]
     arguments = effective(read_settings(["--engine", "trtllm", *flags])).arguments
@@ -181,7 +198,9 @@ def test_arguments_of_any_settings(role: str, publishing: bool, flags: list[str]
 @pytest.mark.parametrize("context_only", [False, True])
 @pytest.mark.parametrize("source", ["prompt", "encoding", "media", "handoff", "expanded"])
 def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> None:
-    request = GenerateRequest(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt")
+    request = GenerateRequest(
+        request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt"
+    )
     state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}]))
     context = msgspec.msgpack.encode(ContextState(1, [5]))
     carried = {
@@ -189,7 +208,9 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
         "encoding": {"encoding": Encoding(version=1, backend=BACKEND, prompt="<image>", state=state)},
         "media": {"media": Media(text="<image>", images=(b"file",))},
         "handoff": {"handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context)},
-        "expanded": {"handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context, prompt_token_ids=(3, 3, 3))},
+        "expanded": {
+            "handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context, prompt_token_ids=(3, 3, 3))
+        },
     }[source]
     asked, images = msgspec.structs.replace(request, **carried), ["pixels"] if source == "media" else []
     keywords = library.submit(SimpleNamespace(generate_async=dict), asked, FACTS, images, context_only=context_only)
@@ -199,8 +220,12 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     expected = {"encoding": text, "media": {**text, "multi_modal_data": {"image": ["pixels"]}}, "expanded": [3, 3, 3]}
     assert inputs == expected.get(source, [5, 6])
     assert isinstance(inputs, list) or inputs.keys() <= API["typed_dicts"]["TextPrompt"].keys()
-    assert keywords["sampling_params"].add_special_tokens == isinstance(inputs, list), "a text has those of its template"
-    assert (keywords["cache_salt"] == "salt") == (source in ("prompt", "handoff")) and keywords["cache_salt"].startswith("salt")
+    assert keywords["sampling_params"].add_special_tokens == isinstance(inputs, list), (
+        "a text has those of its template"
+    )
+    assert (keywords["cache_salt"] == "salt") == (source in ("prompt", "handoff")) and keywords[
+        "cache_salt"
+    ].startswith("salt")
     assert keywords["streaming"] is not context_only
     assert (keywords["disaggregated_params"] is None) == (source in ("prompt", "media") and not context_only)
 
@@ -215,8 +240,14 @@ def test_media_are_submitted_under_the_keys_of_a_text_prompt() -> None:
 def test_statistics_are_read_under_keys_that_there_are() -> None:
     schema = API["json_schemas"]["iteration_stats"]
     tree = ast.parse((ROOT / "engine" / "trtllm" / "events.py").read_text(encoding="utf-8"))
-    reader = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "iteration_stats")
-    calls = [node for node in ast.walk(reader) if isinstance(node, ast.Call) and ast.unparse(node.func) in ("raw.get", "_int")]
+    reader = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "iteration_stats"
+    )
+    calls = [
+        node
+        for node in ast.walk(reader)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("raw.get", "_int")
+    ]
     keys = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
     assert len(keys) > 5 and keys <= schema.keys()
     for ours, key in ((KvCacheStats, "kvCacheStats"), (InflightBatchingStats, "inflightBatchingStats")):

@@ -39,7 +39,10 @@ def test_a_plain_request_says_what_the_engine_would_not_assume() -> None:
     ("fields", "expected"),
     [
         ({"temperature": 0.0, "top_p": 0.5, "top_k": 7}, {"top_k": 1}),
-        ({"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1}, {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1}),
+        (
+            {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1},
+            {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1},
+        ),
         ({"max_tokens": 0}, {"max_tokens": 1}),
         ({"min_tokens": 3, "seed": 0}, {"min_tokens": 3, "seed": 0}),
         ({"ignore_eos": True, "stop_token_ids": (9, 8)}, {"ignore_eos": True, "stop_token_ids": [8, 9]}),
@@ -127,7 +130,9 @@ class Run:
 def test_cumulative_outputs_become_deltas() -> None:
     run = Run()
     first = run.step(10)
-    assert first is not None and first.token_ids == (10,) and first.prompt is not None and first.prompt.cached_tokens == 3
+    assert (
+        first is not None and first.token_ids == (10,) and first.prompt is not None and first.prompt.cached_tokens == 3
+    )
     assert run.step() is None
     assert run.step(11, 12) == Delta((11, 12))
     assert run.step(finish_reason="length") == Delta((), finish_reason="length")
@@ -165,7 +170,9 @@ def test_logprobs_come_with_their_tokens_and_the_sampled_one_first() -> None:
     assert [position[0].token_id for position in second.logprobs] == [11, 12]
     assert second.logprobs[1][0].logprob == -0.25
     last = run.step(13, finish_reason="length")
-    assert last is not None and last.logprobs[0][0].logprob == FLOOR, "what the engine leaves out is said to be next to impossible"
+    assert last is not None and last.logprobs[0][0].logprob == FLOOR, (
+        "what the engine leaves out is said to be next to impossible"
+    )
 
 
 def test_the_sampled_token_alone() -> None:
@@ -214,7 +221,14 @@ def test_events() -> None:
     created = kv_event(raw({"type": "created", "num_blocks_per_cache_level": [8, 0]}, attention_dp_rank=1))
     assert created is not None and created.data == Created((8, 0)) and created.attention_dp_rank == 1
     token = {"type": "unique_token", "token_id": 5, "token_extra_id": 0}
-    block = {"type": "stored_block", "block_hash": -1, "tokens": [token], "cache_level": 0, "priority": 35, "mm_keys": []}
+    block = {
+        "type": "stored_block",
+        "block_hash": -1,
+        "tokens": [token],
+        "cache_level": 0,
+        "priority": 35,
+        "mm_keys": [],
+    }
     stored = kv_event(raw({"type": "stored", "parent_hash": None, "blocks": [block]}))
     assert stored is not None and isinstance(stored.data, Stored)
     assert stored.data.blocks[0].block_hash == (1 << 64) - 1, "hashes are unsigned"
@@ -226,9 +240,19 @@ def test_events() -> None:
 
 
 def test_events_keep_what_they_say_of_images() -> None:
-    keys = [{"type": "mm_key", "hash": "0f" * 32, "start_offset": 0}, {"type": "mm_key", "hash": "f0" * 32, "start_offset": 48}]
+    keys = [
+        {"type": "mm_key", "hash": "0f" * 32, "start_offset": 0},
+        {"type": "mm_key", "hash": "f0" * 32, "start_offset": 48},
+    ]
     token = {"type": "unique_token", "token_id": 5, "token_extra_id": 3}
-    block = {"type": "stored_block", "block_hash": 7, "tokens": [token], "cache_level": 0, "priority": 35, "mm_keys": keys}
+    block = {
+        "type": "stored_block",
+        "block_hash": 7,
+        "tokens": [token],
+        "cache_level": 0,
+        "priority": 35,
+        "mm_keys": keys,
+    }
     event = raw({"type": "stored", "parent_hash": 6, "blocks": [block]})
     assert json.loads(msgspec.json.encode(kv_event(event))) == event
 
@@ -256,7 +280,12 @@ def test_what_are_no_statistics_are_refused(broken: dict[str, Any]) -> None:
 
 def test_the_capacity_of_the_cache_is_the_engines_own_word_or_unknown() -> None:
     assert kv_capacity({"kvCacheStats": {"maxNumBlocks": 10, "tokensPerBlock": 64}}) == (10, 64)
-    for silent in ({}, {"kvCacheStats": None}, {"kvCacheStats": {"maxNumBlocks": 10}}, {"kvCacheStats": {"tokensPerBlock": 64}}):
+    for silent in (
+        {},
+        {"kvCacheStats": None},
+        {"kvCacheStats": {"maxNumBlocks": 10}},
+        {"kvCacheStats": {"tokensPerBlock": 64}},
+    ):
         assert kv_capacity(silent) is None
     for cache in (
         {"maxNumBlocks": 0, "tokensPerBlock": 64},
@@ -267,7 +296,9 @@ def test_the_capacity_of_the_cache_is_the_engines_own_word_or_unknown() -> None:
             kv_capacity({"kvCacheStats": cache})
 
 
-@pytest.mark.parametrize("fault", [{"outputs": []}, {"outputs": [Output(token_ids=[5], logprobs=[{5: None}])]}, {"outputs": None}])
+@pytest.mark.parametrize(
+    "fault", [{"outputs": []}, {"outputs": [Output(token_ids=[5], logprobs=[{5: None}])]}, {"outputs": None}]
+)
 def test_a_response_of_an_unknown_shape_is_that_requests_failure(fault: dict[str, Any]) -> None:
     run = Run(logprobs=1)
     with pytest.raises(EngineFailure, match="cannot be understood"):
@@ -281,7 +312,13 @@ def test_statistics_may_lack_every_key() -> None:
             "iter": 7,
             "iterLatencyMS": 1.5,
             "numActiveRequests": 2,
-            "kvCacheStats": {"maxNumBlocks": 10, "usedNumBlocks": 3, "freeNumBlocks": 7, "tokensPerBlock": 32, "cacheHitRate": None},
+            "kvCacheStats": {
+                "maxNumBlocks": 10,
+                "usedNumBlocks": 3,
+                "freeNumBlocks": 7,
+                "tokensPerBlock": 32,
+                "cacheHitRate": None,
+            },
             "inflightBatchingStats": {"numContextRequests": 1, "unheardOf": 1},
             "specDecodingStats": None,
         }

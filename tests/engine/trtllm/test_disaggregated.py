@@ -44,7 +44,11 @@ async def idle(engine: TrtllmEngine) -> None:
 
 @contextlib.asynccontextmanager
 async def engine(role: Any) -> AsyncIterator[TrtllmEngine]:
-    arguments = TRANSCEIVER | ({"disable_overlap_scheduler": True} if role == "prefill" else {}) | {"enable_iter_perf_stats": True}
+    arguments = (
+        TRANSCEIVER
+        | ({"disable_overlap_scheduler": True} if role == "prefill" else {})
+        | {"enable_iter_perf_stats": True}
+    )
     running = TrtllmEngine(TrtllmConfig(model=".", role=role, arguments=arguments))
     await running.start()
     try:
@@ -157,7 +161,9 @@ async def test_an_abort_on_decode_waits_for_the_transfer() -> None:
 
 
 async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.3}))  # it cannot be over before it is cancelled
+    monkeypatch.setenv(
+        "FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.3})
+    )  # it cannot be over before it is cancelled
     async with engine("prefill") as prefill:
         task = asyncio.create_task(handed_over(prefill, request()))
         await asyncio.sleep(0)
@@ -193,11 +199,16 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
         )
         result = _Result(params, (1, 2, 3))
         asked = msgspec.structs.replace(request(), encoding=encoding)
-        handed = handoff.handoff_of("trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked))
+        handed = handoff.handoff_of(
+            "trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked)
+        )
         assert handed.prompt_token_ids == (1, 2, 3)
         generation = disaggregation.generation_keywords(handed)
         assert "multimodal_embedding_handles" not in generation
-        assert generation["multimodal_hashes"] == keywords["multimodal_hashes"] and generation["opaque_state"] == b"\x00\xff"
+        assert (
+            generation["multimodal_hashes"] == keywords["multimodal_hashes"]
+            and generation["opaque_state"] == b"\x00\xff"
+        )
         assert disaggregation.local_keywords(encoding)["request_type"] == "context_and_generation"
     finally:
         await encoder.close()

@@ -55,7 +55,9 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(folder) as engine:
         other = engine.generate(request(request_id="other", max_tokens=4000))
         assert (await anext(other)).token_ids
@@ -76,7 +78,9 @@ async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_i
         assert not engine.healthy
 
 
-async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(logits._factories, "local", lambda: None)
     async with running(folder) as engine:
         with pytest.raises(EngineFailure, match="pickle"):
@@ -93,7 +97,9 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
         assert engine.healthy and await tokens(engine, request())
 
 
-async def test_an_encoders_refusals_are_one_requests_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_encoders_refusals_are_one_requests_while_it_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
     await encoder.start()
     kind = found("tensorrt_llm.llmapi.MultimodalEncoder")
@@ -104,7 +110,9 @@ async def test_an_encoders_refusals_are_one_requests_while_it_runs(folder: Path,
                 with pytest.raises(expected):
                     await encoder.encode("<image>", [picture()])
         with monkeypatch.context() as patch:  # a result that fails, though the executor runs
-            patch.setattr(found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ")))
+            patch.setattr(
+                found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ"))
+            )
             with pytest.raises(EngineFailure, match="lengths differ"):
                 await encoder.encode("<image>", [picture()])
         assert encoder.healthy and (await encoder.encode("<image>", [picture()])).state
@@ -118,7 +126,9 @@ async def test_an_encoders_refusals_are_one_requests_while_it_runs(folder: Path,
         await encoder.encode("<image>", [picture()])
 
 
-async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(folder) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
@@ -133,9 +143,18 @@ async def items(*raws: Any) -> AsyncIterator[Any]:
         yield raw
 
 
-async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     broken: list[Any] = [{"iter": "seven"}, {"kvCacheStats": {"maxNumBlocks": "x"}}, None]
-    polls = iter([items(*broken, {"iter": 7}), *[items({"iter": "x"}) for _ in range(10)], raising(KeyError("type")), items({"iter": 8})])
+    polls = iter(
+        [
+            items(*broken, {"iter": 7}),
+            *[items({"iter": "x"}) for _ in range(10)],
+            raising(KeyError("type")),
+            items({"iter": 8}),
+        ]
+    )
 
     class Llm:
         def get_stats_async(self, timeout: float) -> Any:
@@ -150,7 +169,13 @@ async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(c
     with contextlib.suppress(asyncio.CancelledError):
         await polling
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.split(": ")[1] for line in warned] == ["ValueError", "ValidationError", "AttributeError", "ValueError", "KeyError"]
+    assert [line.split(": ")[1] for line in warned] == [
+        "ValueError",
+        "ValidationError",
+        "AttributeError",
+        "ValueError",
+        "KeyError",
+    ]
     assert "10 so far" in warned[3] and "a poll of the engine's statistics" in warned[4]
 
 
@@ -169,7 +194,9 @@ async def test_a_poller_that_ends_is_the_engines_end(
         assert not engine.healthy and "a bug" in caplog.text
 
 
-async def test_an_executor_that_cannot_say_whether_it_runs_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_executor_that_cannot_say_whether_it_runs_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         assert engine.healthy
@@ -189,7 +216,9 @@ def reporting(monkeypatch: pytest.MonkeyPatch, **cache: Any) -> None:
 
 
 @pytest.mark.parametrize("cache", [{"maxNumBlocks": 0}, {"tokensPerBlock": -1}])
-async def test_a_cache_that_holds_nothing_stops_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, int]) -> None:
+async def test_a_cache_that_holds_nothing_stops_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, int]
+) -> None:
     reporting(monkeypatch, **cache)
     with pytest.raises(EngineFailure, match="no memory is left"):
         async with running(folder):
@@ -272,7 +301,10 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 
 
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
-    for made in (TrtllmEngine(TrtllmConfig(model=str(folder))), TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))):
+    for made in (
+        TrtllmEngine(TrtllmConfig(model=str(folder))),
+        TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode")),
+    ):
         with pytest.raises(ZeroDivisionError):
             async with made:
                 assert made.healthy

@@ -35,10 +35,14 @@ async def test_gotcha_01_generate_async_is_a_plain_def(folder: Path, calls: list
     assert calls[-1][1]["cache_salt"] == "salt"
 
 
-async def test_gotcha_02_abort_is_synchronous_and_there_is_no_aabort(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gotcha_02_abort_is_synchronous_and_there_is_no_aabort(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results: list[Any] = []
     submit = library.submit
-    monkeypatch.setattr(library, "submit", lambda *args, **kwargs: results.append(submit(*args, **kwargs)) or results[-1])
+    monkeypatch.setattr(
+        library, "submit", lambda *args, **kwargs: results.append(submit(*args, **kwargs)) or results[-1]
+    )
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
         await anext(stream)
@@ -46,7 +50,9 @@ async def test_gotcha_02_abort_is_synchronous_and_there_is_no_aabort(folder: Pat
         assert results[-1].aborted(), "the engine was told before the close returned"
         await until(lambda: results[-1].finished)
         assert results[-1].outputs[0].finish_reason == "cancelled", "it was followed to its end"
-    assert not [name for name, source in SOURCES.items() if re.search(r"aabort|\.a?result\(", source)], "no wait is left to a timeout"
+    assert not [name for name, source in SOURCES.items() if re.search(r"aabort|\.a?result\(", source)], (
+        "no wait is left to a timeout"
+    )
 
 
 async def test_gotcha_03_streaming_yields_one_object_with_all_tokens_so_far(folder: Path) -> None:
@@ -86,13 +92,17 @@ async def test_gotcha_05_an_explicit_end_id_leaves_the_tokenizer_out(
 ) -> None:
     """So the other ids that end a sequence are named, strings are never passed, and log-probabilities are asked for with 1, not 0."""
     model_folder(folder, eos_token_id=[2, 6])
-    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"eos_token_ids": [2]}))  # so that it stops at 6 if it is told to
+    monkeypatch.setenv(
+        "FAKE_TRTLLM_CONFIG", json.dumps({"eos_token_ids": [2]})
+    )  # so that it stops at 6 if it is told to
     async with running(folder) as engine:
         (delta,) = [delta async for delta in engine.generate(request(bad_words=((9,), (8, 9)), logprobs=0))][-1:]
         assert (delta.token_ids[-1], delta.finish_reason, delta.stop_reason) == (6, "stop", None)
     params = calls[-1][1]["sampling_params"]
     assert (params.end_id, params.stop_token_ids, params.stop, params.bad, params.logprobs) == (2, [6], None, None, 1)
-    assert params.bad_token_ids == [9] and params.logits_processor is not None, "longer bad words are masked by a processor"
+    assert params.bad_token_ids == [9] and params.logits_processor is not None, (
+        "longer bad words are masked by a processor"
+    )
 
 
 def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
@@ -114,11 +124,19 @@ def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
         assert not keywords.keys() & set(newer)
         params = found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
         assert (params.request_type, params.opaque_state, params.draft_tokens) == ("generation_only", b"\x00\xff", [6])
-        assert (params.multimodal_hashes, params.mrope_position_ids_handle, params.mrope_position_deltas_handle) == (hashes, handle, handle)
+        assert (params.multimodal_hashes, params.mrope_position_ids_handle, params.mrope_position_deltas_handle) == (
+            hashes,
+            handle,
+            handle,
+        )
 
 
-@pytest.mark.parametrize("said", [{}, {"cache_transceiver_config": {"backend": None}, "disable_overlap_scheduler": False}])
-async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overlap(folder: Path, said: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "said", [{}, {"cache_transceiver_config": {"backend": None}, "disable_overlap_scheduler": False}]
+)
+async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overlap(
+    folder: Path, said: dict[str, Any]
+) -> None:
     """The role has the last word; and an engine that was started otherwise says what it lacks."""
     for role in ("prefill", "decode"):
         arguments = arguments_of(role, said)
@@ -128,13 +146,17 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
         handed = await handed_over(prefill, request())
         assert await tokens(decode, request(handoff=handed)) == [6, 7, 5, 6, 7]
     chosen = arguments_of("prefill", {"cache_transceiver_config": {"backend": "UCX"}})["cache_transceiver_config"]
-    assert chosen == {"backend": "UCX", "kv_transfer_timeout_ms": 60_000}, "or blocks that nobody fetches are kept for ever"
+    assert chosen == {"backend": "UCX", "kv_transfer_timeout_ms": 60_000}, (
+        "or blocks that nobody fetches are kept for ever"
+    )
     async with running(folder) as aggregated:
         with pytest.raises(InvalidRequest, match=r"cache_transceiver_config\.backend"):
             await handed_over(aggregated, request())
 
 
-async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_further(folder: Path, calls: list[Any]) -> None:
+async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_further(
+    folder: Path, calls: list[Any]
+) -> None:
     """They are read from the result, unwrapped if they come in a tuple, passed with text so that they are not dropped, and not passed
     to generation, which gets the expanded prompt.
     """
@@ -152,7 +174,9 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         rest = await tokens(decode, msgspec.structs.replace(wanted, handoff=handed))
         assert len(rest) == 5 and handed.first.prompt is not None and handed.first.prompt.prompt_tokens == 18
         generation = calls[-1][1]
-    assert context["inputs"] == {"prompt": "w5 <image> w6"} and len(context["disaggregated_params"].multimodal_hashes) == 1
+    assert (
+        context["inputs"] == {"prompt": "w5 <image> w6"} and len(context["disaggregated_params"].multimodal_hashes) == 1
+    )
     assert generation["inputs"] == list(handed.prompt_token_ids)
     assert generation["disaggregated_params"].multimodal_embedding_handles is None
     with found("tensorrt_llm.LLM")(model=str(folder), mm_encoder_only=True) as wrapping:
@@ -160,5 +184,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         inputs = {"prompt": "w5 <image> w6", "multi_modal_data": {"image": [b"cat"]}}
         wrapped = await wrapping.generate_async(inputs, disaggregated_params=params)
         assert isinstance(wrapped.disaggregated_params.multimodal_embedding_handles, tuple)
-        handles = disaggregation.context_keywords(disaggregation.encoding_of(wrapped, ""))["multimodal_embedding_handles"]
+        handles = disaggregation.context_keywords(disaggregation.encoding_of(wrapped, ""))[
+            "multimodal_embedding_handles"
+        ]
         assert isinstance(handles, list) and handles[0]["method_key"] == 2

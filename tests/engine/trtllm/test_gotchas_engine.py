@@ -44,7 +44,9 @@ def test_gotcha_09_speculative_keys_are_those_of_1_2_1(folder: Path, speculative
     assert problems(config.arguments) == []
     with library.load(config) as llm:
         assert isinstance(llm.args.speculative_config, found("tensorrt_llm.llmapi.EagleDecodingConfig"))
-    assert config.arguments == {"speculative_config": {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}}
+    assert config.arguments == {
+        "speculative_config": {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}
+    }
 
 
 def test_gotcha_10_no_automatic_moe_three_required_fields_and_no_unknown_ones() -> None:
@@ -58,7 +60,9 @@ def test_gotcha_10_no_automatic_moe_three_required_fields_and_no_unknown_ones() 
         assert name in problem
     for field, text in ATTRIBUTES["TorchLlmArgs"].items():
         if text.endswith(("Config", "Config]")) and field not in ("speculative_config", "sparse_attention_config"):
-            assert f"{field}.no_such_field: TensorRT-LLM 1.2.1 has no such argument" in problems({field: {"no_such_field": 1}})
+            assert f"{field}.no_such_field: TensorRT-LLM 1.2.1 has no such argument" in problems(
+                {field: {"no_such_field": 1}}
+            )
 
 
 async def test_gotcha_11_a_lora_request_is_never_made(folder: Path, calls: list[Any]) -> None:
@@ -88,7 +92,12 @@ async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, cap
                 polling.cancel()
                 await asyncio.wait([polling], timeout=0.1)
     assert [event.event_id for event in events] == list(range(len(events)))
-    half = {"type": "updated", "block_hash": 1, "cache_level": None, "priority": {"type": "event_diff", "new_value": 1, "old_value": 2}}
+    half = {
+        "type": "updated",
+        "block_hash": 1,
+        "cache_level": None,
+        "priority": {"type": "event_diff", "new_value": 1, "old_value": 2},
+    }
     event = kv_event({"event_id": 0, "window_size": 1, "data": half})
     assert event is not None and event.data == Updated(1, None, EventDiff(1, 2))
     nulls = dict.fromkeys(API["json_schemas"]["iteration_stats"])
@@ -139,11 +148,15 @@ class Fails:
         raise ValueError("no")
 
 
-async def test_gotcha_14_processors_are_called_by_position_and_pickled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gotcha_14_processors_are_called_by_position_and_pickled(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch  # noqa: PLC0415 - the other tests here do without
 
     monkeypatch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
-    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64}))
+    monkeypatch.setenv(
+        "FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64})
+    )
     monkeypatch.setitem(logits._factories, "forces", Forces)
     monkeypatch.setitem(logits._factories, "fails", Fails)
     async with running(tiny_model) as engine:

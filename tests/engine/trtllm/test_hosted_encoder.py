@@ -87,7 +87,10 @@ async def test_several_api_processes_share_one(config: TrtllmConfig) -> None:
     process = EngineProcess(config)
     await process.start()
     try:
-        async with started(HostedEncoder(config, process.address)) as one, started(HostedEncoder(config, process.address)) as other:
+        async with (
+            started(HostedEncoder(config, process.address)) as one,
+            started(HostedEncoder(config, process.address)) as other,
+        ):
             assert hashes(await one.encode(TEXT, IMAGES)) == hashes(await other.encode(TEXT, IMAGES))
     finally:
         await process.close()
@@ -105,7 +108,11 @@ async def test_its_engine_takes_prompts_with_images_alone(config: TrtllmConfig) 
         _ = engine.info
     await engine.start()
     with pytest.raises(InvalidRequest, match="images alone"):
-        await anext(engine.generate(GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=1))))
+        await anext(
+            engine.generate(
+                GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=1))
+            )
+        )
     assert engine.info.backend == "trtllm" and engine.healthy
     await engine.close()
     assert [stats async for stats in engine.stats()] == [] and [batch async for batch in engine.kv_events()] == []

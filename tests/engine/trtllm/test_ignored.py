@@ -27,13 +27,25 @@ def test_autodeploy_knows_its_own_names_and_is_spared_what_it_refuses(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`config` shows what is left, and the start says of each of the others that it is ignored."""
-    flags = ["--engine", "trtllm", "--backend", "_autodeploy", "--tensor-parallel-size", "2", "--override-engine-args", '{"world_size": 2}']
+    flags = [
+        "--engine",
+        "trtllm",
+        "--backend",
+        "_autodeploy",
+        "--tensor-parallel-size",
+        "2",
+        "--override-engine-args",
+        '{"world_size": 2}',
+    ]
     with caplog.at_level(logging.WARNING):
         config = engine_config(read_settings(flags), Path("folder"))
     assert isinstance(config, TrtllmConfig) and config.backend == "_autodeploy"
     assert config.arguments["world_size"] == 2 and not config.arguments.keys() & set(AUTODEPLOY_REFUSES)
     reason = "AutoDeploy does not take it"
-    assert [record.args for record in caplog.records] == [("scheduler_config", reason), ("tensor_parallel_size", reason)]
+    assert [record.args for record in caplog.records] == [
+        ("scheduler_config", reason),
+        ("tensor_parallel_size", reason),
+    ]
     assert main(["config", *flags]) == 0
     shown = capsys.readouterr().out
     assert f"# tensor_parallel_size is ignored: {reason}\n" in shown and "scheduler_config.capacity" not in shown
@@ -44,7 +56,9 @@ def test_workers_that_would_make_the_text_are_left_out(caplog: pytest.LogCapture
     """Whether the file says a number or a quoted one: their results have text in the place of tokens."""
     override = '{"num_postprocess_workers": "2", "postprocess_tokenizer_dir": "/models/x"}'
     with caplog.at_level(logging.WARNING):
-        config = engine_config(read_settings(["--engine", "trtllm", "--override-engine-args", override]), Path("folder"))
+        config = engine_config(
+            read_settings(["--engine", "trtllm", "--override-engine-args", override]), Path("folder")
+        )
     assert isinstance(config, TrtllmConfig) and not [name for name in config.arguments if "postprocess" in name]
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
         "num_postprocess_workers", "postprocess_tokenizer_dir",
@@ -54,9 +68,27 @@ def test_workers_that_would_make_the_text_are_left_out(caplog: pytest.LogCapture
 def test_an_encoder_takes_few_arguments_and_one_request(
     extra: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    flags = ["--engine", "trtllm", "--disaggregation-mode", "encode", "--publish-kv-events", "true", "--dtype", "float16"]
+    flags = [
+        "--engine",
+        "trtllm",
+        "--disaggregation-mode",
+        "encode",
+        "--publish-kv-events",
+        "true",
+        "--dtype",
+        "float16",
+    ]
     assert effective(read_settings(flags)).arguments == {"max_batch_size": 1, "dtype": "float16"}
-    flags += ["--tensor-parallel-size", "2", "--max-num-tokens", "32768", "--trust-remote-code", "true", "--extra-engine-args", str(extra)]
+    flags += [
+        "--tensor-parallel-size",
+        "2",
+        "--max-num-tokens",
+        "32768",
+        "--trust-remote-code",
+        "true",
+        "--extra-engine-args",
+        str(extra),
+    ]
     assert main(["config", *flags]) == 0
     assert capsys.readouterr().out.splitlines()[-7:] == [
         "# arguments of tensorrt_llm.llmapi.MultimodalEncoder",
@@ -73,7 +105,9 @@ def test_an_encoder_takes_few_arguments_and_one_request(
     assert [record.args for record in caplog.records] == [("kv_cache_config", "an encoder does not take it")]
     signature = CONTRACT["callables"]["tensorrt_llm.llmapi.MultimodalEncoder.__init__"]["params"]
     named = {parameter["name"] for parameter in signature} - {"self", "model", "kwargs"}
-    assert named == set(ENCODER_TAKES) - {"max_batch_size", "max_num_tokens"}, "which are two of the keywords that 1.2.1 passes on"
+    assert named == set(ENCODER_TAKES) - {"max_batch_size", "max_num_tokens"}, (
+        "which are two of the keywords that 1.2.1 passes on"
+    )
 
 
 def test_an_encoder_refuses_other_types_of_numbers() -> None:

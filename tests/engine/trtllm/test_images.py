@@ -39,7 +39,9 @@ def bomb() -> bytes:
 
 def showing(*files: bytes, **fields: Any) -> GenerateRequest:
     """A request with raw images."""
-    return request(prompt_token_ids=IDS, media=Media(text=TEXT, images=files), **{"max_tokens": 20, "ignore_eos": True, **fields})
+    return request(
+        prompt_token_ids=IDS, media=Media(text=TEXT, images=files), **{"max_tokens": 20, "ignore_eos": True, **fields}
+    )
 
 
 async def encoded(folder: Path, *files: bytes) -> Encoding:
@@ -96,7 +98,10 @@ async def test_every_way_of_an_image_gives_the_same_answer(folder: Path, calls: 
             answers.append(whole)
             context, generation = calls[-2][1], calls[-1][1]
             assert context["inputs"] == {"prompt": TEXT} and len(context["disaggregated_params"].multimodal_hashes) == 2
-            assert generation["inputs"] == list(EXPANDED) and generation["disaggregated_params"].multimodal_embedding_handles is None
+            assert (
+                generation["inputs"] == list(EXPANDED)
+                and generation["disaggregated_params"].multimodal_embedding_handles is None
+            )
     assert answers[0] != answers[1]
 
 
@@ -113,7 +118,9 @@ async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, call
             await disaggregated(prefill, decode, wanted)
         params = calls[-1][1]["disaggregated_params"]
         assert params.request_type == "generation_only"
-        assert (params.mrope_position_ids_handle is not None) == (params.mrope_position_deltas_handle is not None) == mrope
+        assert (
+            (params.mrope_position_ids_handle is not None) == (params.mrope_position_deltas_handle is not None) == mrope
+        )
 
 
 async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
@@ -135,9 +142,16 @@ async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls:
             report = (await all_of(alone, request(prompt_token_ids=tuple(range(4, 60)) * 2)))[0].prompt
             assert report is not None and (report.cached_tokens > 0) == (expected > 0)
         salts = [call[1]["cache_salt"] for call in calls[-4:]]
-        assert salts[0].startswith("tenant/") and salts[1].startswith("tenant/") and salts[0] != salts[1] and salts[2:] == [None, None]
+        assert (
+            salts[0].startswith("tenant/")
+            and salts[1].startswith("tenant/")
+            and salts[0] != salts[1]
+            and salts[2:] == [None, None]
+        )
         await disaggregated(prefill, decode, showing(RED, BLUE))
-        assert len({call[1]["cache_salt"] for call in calls[-2:]} - {None}) == 2, "nor at decode, where the tokens of all images are alike"
+        assert len({call[1]["cache_salt"] for call in calls[-2:]} - {None}) == 2, (
+            "nor at decode, where the tokens of all images are alike"
+        )
 
 
 async def test_events_name_the_images_of_blocks(folder: Path) -> None:
@@ -152,7 +166,9 @@ async def test_events_name_the_images_of_blocks(folder: Path) -> None:
         await all_of(engine, showing(RED, BLUE))
         await until(lambda: any(isinstance(event.data, Stored) and event.data.blocks[0].mm_keys for event in events))
     await collecting
-    block = next(event.data.blocks[0] for event in events if isinstance(event.data, Stored) and event.data.blocks[0].mm_keys)
+    block = next(
+        event.data.blocks[0] for event in events if isinstance(event.data, Stored) and event.data.blocks[0].mm_keys
+    )
     assert [key["start_offset"] for key in block.mm_keys] == [0, 0]
     assert len({key["hash"] for key in block.mm_keys}) == 2 and all(key["type"] == "mm_key" for key in block.mm_keys)
 

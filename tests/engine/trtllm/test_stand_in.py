@@ -8,10 +8,24 @@ import pytest
 
 from tests.support.trtllm import API, PROMPT, disaggregated, found, llm, sampling, trt  # noqa: F401 - a fixture
 
-ABSENT = ("AsyncLLM", "get_context_phase_params", "get_request_type", ".inputs.", "MetricsCollector", "KVCacheEventSerializer", ".serve.")
-CALLABLES = [name for name in API["callables"] if not name.startswith("newer") and not any(part in name for part in ABSENT)]
+ABSENT = (
+    "AsyncLLM",
+    "get_context_phase_params",
+    "get_request_type",
+    ".inputs.",
+    "MetricsCollector",
+    "KVCacheEventSerializer",
+    ".serve.",
+)
+CALLABLES = [
+    name for name in API["callables"] if not name.startswith("newer") and not any(part in name for part in ABSENT)
+]
 CALLABLES = [name for name in CALLABLES if not name.endswith("_collective_rpc")]
-MODELS = [name for name in API["models"] if not name.startswith(("newer", "serve.")) and not name.endswith("GuidedDecodingConfig")]
+MODELS = [
+    name
+    for name in API["models"]
+    if not name.startswith(("newer", "serve.")) and not name.endswith("GuidedDecodingConfig")
+]
 DATACLASSES = [
     "SamplingParams",
     "GuidedDecodingParams",
@@ -39,7 +53,9 @@ def test_signatures(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_stated_fields_and_refuse_others(name: str) -> None:
-    module = "tensorrt_llm._torch.auto_deploy.llm_args" if name == "auto_deploy.LlmArgs" else "tensorrt_llm.llmapi.llm_args"
+    module = (
+        "tensorrt_llm._torch.auto_deploy.llm_args" if name == "auto_deploy.LlmArgs" else "tensorrt_llm.llmapi.llm_args"
+    )
     model = found(f"{module}.{name.rpartition('.')[2]}")
     for field_name, stated in API["models"][name]["fields"].items():
         field = model.model_fields[field_name]
@@ -100,7 +116,14 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_params_are_validated() -> None:
-    for wrong in ({"top_p": 2}, {"top_k": -1}, {"temperature": -1}, {"n": 2, "best_of": 1}, {"truncate_prompt_tokens": 0}, {"n": 2}):
+    for wrong in (
+        {"top_p": 2},
+        {"top_k": -1},
+        {"temperature": -1},
+        {"n": 2, "best_of": 1},
+        {"truncate_prompt_tokens": 0},
+        {"n": 2},
+    ):
         with pytest.raises(ValueError):
             sampling(**wrong)
     guide = found("tensorrt_llm.llmapi.GuidedDecodingParams")(regex="a", json_object=True)

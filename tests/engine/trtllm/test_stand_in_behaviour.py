@@ -17,10 +17,14 @@ from tests.support.trtllm import API, PROMPT, ROOT, disaggregated, disaggregatin
 async def test_streaming_yields_one_mutated_object_with_cumulative_tokens() -> None:
     with llm() as engine:
         result = engine.generate_async(PROMPT, sampling(max_tokens=4, logprobs=2, prompt_logprobs=1), streaming=True)
-        seen = [(step is result, list(step.outputs[0].token_ids), step.outputs[0].token_ids_diff) async for step in result]
+        seen = [
+            (step is result, list(step.outputs[0].token_ids), step.outputs[0].token_ids_diff) async for step in result
+        ]
         assert seen == [(True, [5], [5]), (True, [5, 6], [6]), (True, [5, 6, 7], [7]), (True, [5, 6, 7, 5], [5])]
         output = result.outputs[0]
-        assert result.finished and not result.aborted() and (output.finish_reason, output.stop_reason) == ("length", None)
+        assert (
+            result.finished and not result.aborted() and (output.finish_reason, output.stop_reason) == ("length", None)
+        )
         assert [set(entry) for entry in output.logprobs][:2] == [{5, 6}, {6, 7}] and output.logprobs[0][6].rank == 2
         assert [set(entry) for entry in output.prompt_logprobs] == [{6}, {7}]
         assert len([step async for step in engine.generate_async(PROMPT, sampling())]) == 1
@@ -32,7 +36,10 @@ def test_synchronous_use() -> None:
         one, two = engine.generate([PROMPT, [8, 9]], [sampling(), sampling(max_tokens=2)])
         assert (one.outputs[0].length, two.outputs[0].token_ids) == (8, [8, 9])
         assert engine.generate(PROMPT, sampling(n=2, temperature=1.0)).outputs[1].token_ids == one.outputs[0].token_ids
-        assert [step.finished for step in engine.generate_async(PROMPT, sampling(max_tokens=2), streaming=True)] == [False, True]
+        assert [step.finished for step in engine.generate_async(PROMPT, sampling(max_tokens=2), streaming=True)] == [
+            False,
+            True,
+        ]
 
 
 async def test_without_a_running_loop_there_is_nothing_to_await() -> None:
@@ -46,11 +53,15 @@ async def test_stop_tokens_are_trimmed_and_reported_and_the_end_id_is_neither() 
     with llm() as engine:
         output = (await engine.generate_async(PROMPT, sampling(stop_token_ids=[7]))).outputs[0]
         assert (output.token_ids, output.finish_reason, output.stop_reason) == ([5, 6], "stop", 7)
-        output = (await engine.generate_async(PROMPT, sampling(stop_token_ids=[7], include_stop_str_in_output=True))).outputs[0]
+        output = (
+            await engine.generate_async(PROMPT, sampling(stop_token_ids=[7], include_stop_str_in_output=True))
+        ).outputs[0]
         assert output.token_ids == [5, 6, 7]
         output = (await engine.generate_async(PROMPT, sampling(end_id=6))).outputs[0]
         assert (output.token_ids, output.finish_reason, output.stop_reason) == ([5, 6], "stop", None)
-        assert (await engine.generate_async(PROMPT, sampling(end_id=6, ignore_eos=True))).outputs[0].finish_reason == "length"
+        assert (await engine.generate_async(PROMPT, sampling(end_id=6, ignore_eos=True))).outputs[
+            0
+        ].finish_reason == "length"
 
 
 async def test_end_id_and_strings() -> None:
@@ -91,10 +102,16 @@ async def test_disaggregated_runs_continue_as_aggregated_ones() -> None:
         assert params.max_tokens == 1 and asked.opaque_state is None
         output = context.outputs[0]
         handed = output.disaggregated_params
-        assert output.finish_reason == "not_finished" and handed.first_gen_tokens == whole[:1] and handed.request_type == "context_only"
+        assert (
+            output.finish_reason == "not_finished"
+            and handed.first_gen_tokens == whole[:1]
+            and handed.request_type == "context_only"
+        )
         assert isinstance(handed.opaque_state, bytes) and isinstance(handed.ctx_request_id, int)
         handed.request_type = "generation_only"
-        assert (await engine.generate_async(PROMPT, sampling(), disaggregated_params=handed)).outputs[0].token_ids == whole
+        assert (await engine.generate_async(PROMPT, sampling(), disaggregated_params=handed)).outputs[
+            0
+        ].token_ids == whole
         result = engine.generate_async(PROMPT, sampling(max_tokens=5000), streaming=True, disaggregated_params=handed)
         result.abort()
         await result
@@ -103,14 +120,18 @@ async def test_disaggregated_runs_continue_as_aggregated_ones() -> None:
             await engine.generate_async(PROMPT, sampling(), disaggregated_params=disaggregated("generation_only"))
         with pytest.raises(ValueError, match="generation_only"):
             engine.generate_async(
-                PROMPT, sampling(), disaggregated_params=disaggregated("generation_only", multimodal_embedding_handles=[{}])
+                PROMPT,
+                sampling(),
+                disaggregated_params=disaggregated("generation_only", multimodal_embedding_handles=[{}]),
             )
     with llm() as engine, pytest.raises(RuntimeError, match="cache_transceiver_config"):
         await engine.generate_async(PROMPT, sampling(), disaggregated_params=disaggregated("context_only"))
 
 
 async def test_statistics_and_events_are_drained() -> None:
-    with llm(enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 100, "tokens_per_block": 4}) as engine:
+    with llm(
+        enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 100, "tokens_per_block": 4}
+    ) as engine:
         assert engine.get_stats(0.05) == []
         with pytest.raises(AssertionError, match="not properly instantiated"):
             engine.get_kv_cache_events_async()
@@ -119,7 +140,9 @@ async def test_statistics_and_events_are_drained() -> None:
         assert set(stats[-1]) == set(API["json_schemas"]["iteration_stats"]) - {"requestStats", "notes"}
         assert stats[-1]["kvCacheStats"].keys() == API["json_schemas"]["iteration_stats"]["kvCacheStats"].keys()
         events = [item async for item in engine.get_kv_cache_events_async(timeout=0.05)]
-        assert [item["event_id"] for item in events] == list(range(len(events))) and events[0]["data"]["type"] == "created"
+        assert [item["event_id"] for item in events] == list(range(len(events))) and events[0]["data"][
+            "type"
+        ] == "created"
         block = events[1]["data"]["blocks"][0]
         assert block.keys() == API["json_schemas"]["kv_cache_event"]["data"]["oneOf"][1]["blocks"][0].keys()
         assert [token["token_id"] for token in block["tokens"]] == [3, 4, 5, 6] and "attention_dp_rank" not in events[0]
@@ -148,7 +171,11 @@ async def test_a_background_exception_is_the_end() -> None:
         with pytest.raises(OSError, match="CUDA error"):
             await result
         assert not engine._check_health()
-        for call in (lambda: engine.generate_async(PROMPT, sampling()), engine.get_stats, engine.get_kv_cache_events_async):
+        for call in (
+            lambda: engine.generate_async(PROMPT, sampling()),
+            engine.get_stats,
+            engine.get_kv_cache_events_async,
+        ):
             with pytest.raises(RuntimeError, match="LLM is shutting down"):
                 call()
         result.abort()
@@ -183,7 +210,10 @@ async def test_the_encoder_gives_shared_tensors_that_are_equal_for_equal_media()
         assert tensors[0].shape == (16, 64) and tensors[0].equal(tensors[1])
         assert results[0].mm_embedding_handle.keys() == API["json_schemas"]["shared_tensor_cpu"].keys()
         params = results[0].disaggregated_params
-        assert params.multimodal_embedding_handles == [results[0].mm_embedding_handle] and len(params.multimodal_hashes[0]) == 8
+        assert (
+            params.multimodal_embedding_handles == [results[0].mm_embedding_handle]
+            and len(params.multimodal_hashes[0]) == 8
+        )
         json.dumps(results[0].mm_embedding_handle)
 
 
@@ -199,18 +229,26 @@ class Forces:
         logits[0, 0, :42], logits[0, 0, 43:] = -1e9, -1e9
 
 
-async def test_the_embedded_engine_generates_with_bias_and_processors(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_embedded_engine_generates_with_bias_and_processors(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch  # noqa: PLC0415 - most tests do without
 
     monkeypatch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
-    monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64}))
+    monkeypatch.setenv(
+        "FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64})
+    )
     with found("tensorrt_llm.LLM")(model=str(tiny_model)) as engine:
         processor, bias = Forces(), torch.zeros(384)
         bias[9] = 1e6
         output = (await engine.generate_async(PROMPT, sampling(logits_processor=processor))).outputs[0]
         assert output.token_ids == [42] * 8 and processor.calls == []
-        assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias, bad_token_ids=[9]))).outputs[0].token_ids[0] != 9
-        assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias.tolist()))).outputs[0].token_ids == [9] * 8
+        assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias, bad_token_ids=[9]))).outputs[
+            0
+        ].token_ids[0] != 9
+        assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias.tolist()))).outputs[0].token_ids == [
+            9
+        ] * 8
         with pytest.raises((pickle.PicklingError, AttributeError)):
             engine.generate_async(PROMPT, sampling(logits_processor=lambda a, b, c, d, e: None))
         guide = found("tensorrt_llm.llmapi.GuidedDecodingParams")(regex="a")
@@ -220,8 +258,16 @@ async def test_the_embedded_engine_generates_with_bias_and_processors(tiny_model
 
 def test_in_a_child_process_faults_come_from_the_environment() -> None:
     code = "from tensorrt_llm import LLM; LLM(model='fake')"
-    environment = {"PYTHONPATH": f"{ROOT.parent}:{ROOT / 'fake_trtllm'}", "FAKE_TRTLLM_FAULTS": '{"construction_error": "no GPU"}'}
+    environment = {
+        "PYTHONPATH": f"{ROOT.parent}:{ROOT / 'fake_trtllm'}",
+        "FAKE_TRTLLM_FAULTS": '{"construction_error": "no GPU"}',
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "RuntimeError: no GPU" in done.stderr
     code += ".generate([5, 6], __import__('tensorrt_llm').SamplingParams(end_id=2))"  # not shut down: atexit does
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": environment["PYTHONPATH"]}, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": environment["PYTHONPATH"]}, check=False
+        ).returncode
+        == 0
+    )

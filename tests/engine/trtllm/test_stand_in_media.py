@@ -54,10 +54,15 @@ async def test_embeddings_expand_the_prompt_of_the_context_worker_and_generation
     params = (await encoded()).disaggregated_params
     params.request_type = "context_only"
     with found("tensorrt_llm.LLM")(
-        model=str(model_folder(tmp_path)), cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True
+        model=str(model_folder(tmp_path)),
+        cache_transceiver_config={"backend": "DEFAULT"},
+        disable_overlap_scheduler=True,
     ) as engine:
         wasted = (await encoded()).disaggregated_params
-        for wrong in ({"prompt_token_ids": [5, IMAGE, 6, IMAGE]}, {"prompt": "w5 <image>"}):  # the second takes the embeddings
+        for wrong in (
+            {"prompt_token_ids": [5, IMAGE, 6, IMAGE]},
+            {"prompt": "w5 <image>"},
+        ):  # the second takes the embeddings
             with pytest.raises(ValueError, match="embedding"):
                 engine.generate_async(wrong, sampling(), disaggregated_params=wasted)
         context = await engine.generate_async({"prompt": INPUTS["prompt"]}, sampling(), disaggregated_params=params)
@@ -67,7 +72,9 @@ async def test_embeddings_expand_the_prompt_of_the_context_worker_and_generation
         handed.request_type = "generation_only"
         rest = await engine.generate_async(context.prompt_token_ids, sampling(), disaggregated_params=handed)
         raw = await engine.generate_async(INPUTS, sampling())
-        assert raw.prompt_token_ids == context.prompt_token_ids and raw.outputs[0].token_ids == rest.outputs[0].token_ids
+        assert (
+            raw.prompt_token_ids == context.prompt_token_ids and raw.outputs[0].token_ids == rest.outputs[0].token_ids
+        )
         handed.multimodal_embedding_handles = [{}]
         with pytest.raises(ValueError, match="generation_only"):
             engine.generate_async(context.prompt_token_ids, sampling(), disaggregated_params=handed)
@@ -99,7 +106,9 @@ async def test_a_model_with_mrope_has_positions_written_for_it(tmp_path: Path) -
     folder = str(model_folder(tmp_path, rope_scaling={"mrope_section": [2, 3, 3]}))
     with found("tensorrt_llm.llmapi.MultimodalEncoder")(model=folder) as encoder:
         encoded = (await encoder.generate_async(INPUTS)).disaggregated_params
-    with found("tensorrt_llm.LLM")(model=folder, cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True) as engine:
+    with found("tensorrt_llm.LLM")(
+        model=folder, cache_transceiver_config={"backend": "DEFAULT"}, disable_overlap_scheduler=True
+    ) as engine:
         context = await engine.generate_async(INPUTS, sampling(), disaggregated_params=disaggregated("context_only"))
     for params in (encoded, context.outputs[0].disaggregated_params):
         assert params.mrope_position_ids_handle["method_key"] == params.mrope_position_deltas_handle["method_key"] == 2
@@ -107,7 +116,9 @@ async def test_a_model_with_mrope_has_positions_written_for_it(tmp_path: Path) -
 
 def test_position_handles_come_in_pairs() -> None:
     with disaggregating() as engine, pytest.raises(RuntimeError, match="both"):
-        engine.generate_async(PROMPT, sampling(), disaggregated_params=disaggregated("context_only", mrope_position_ids_handle={}))
+        engine.generate_async(
+            PROMPT, sampling(), disaggregated_params=disaggregated("context_only", mrope_position_ids_handle={})
+        )
 
 
 @pytest.mark.parametrize("reason", ["not_finished", "length"])

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from annotated_types import Ge, Gt, Le
 
-API: dict[str, Any] = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
+API: dict[str, Any] = json.loads(
+    (Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text(encoding="utf-8")
+)
 __version__: str = API["version"]
 
 _CONSTRAINTS: dict[str, tuple[Any, ...]] = {">0": (Gt(0),), ">=0": (Ge(0),), "0<x<=1": (Gt(0), Le(1))}

@@ -11,10 +11,20 @@ def build_dataclass(name: str, *bases: type[Any], hidden: dict[str, Any] | None 
     fields that are no parameters, with their defaults.
     """
     entry = API["dataclasses"][name]
-    fields: list[tuple[str, Any, Any]] = [(key, _annotation(field["type"]), _field(field)) for key, field in entry["fields"].items()]
-    fields += [(key, Any, dataclasses.field(default=default, init=False, repr=False)) for key, default in (hidden or {}).items()]
+    fields: list[tuple[str, Any, Any]] = [
+        (key, _annotation(field["type"]), _field(field)) for key, field in entry["fields"].items()
+    ]
+    fields += [
+        (key, Any, dataclasses.field(default=default, init=False, repr=False))
+        for key, default in (hidden or {}).items()
+    ]
     made = dataclasses.make_dataclass(
-        name, fields, bases=bases, slots=entry.get("slots", False), kw_only=entry.get("kw_only", False), namespace={"__doc__": None}
+        name,
+        fields,
+        bases=bases,
+        slots=entry.get("slots", False),
+        kw_only=entry.get("kw_only", False),
+        namespace={"__doc__": None},
     )
     made.__module__ = entry["module"].split()[0]
     return made

@@ -22,7 +22,11 @@ def engine_config(args: Any) -> EngineConfig:
 
 def _fake_fields(args: Any) -> dict[str, Any]:
     folder, cache = Path(args.model), args.kv_cache_config
-    fields: dict[str, Any] = {"model": str(args.model), "block_size": cache.tokens_per_block, "max_num_seqs": args.max_batch_size}
+    fields: dict[str, Any] = {
+        "model": str(args.model),
+        "block_size": cache.tokens_per_block,
+        "max_num_seqs": args.max_batch_size,
+    }
     model = {**read_json(folder / "config.json"), **read_json(folder / "generation_config.json")}
     model |= model.get("text_config", {})
     if isinstance(eos := model.get("eos_token_id"), int):

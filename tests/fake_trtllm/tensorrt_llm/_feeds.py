@@ -110,7 +110,9 @@ def event_item(event: KvEvent) -> dict[str, Any]:
 def stats_item(stats: IterationStats, args: Any) -> dict[str, Any]:
     """The statistics of an iteration under the keys of 1.2.1, without those that are our own."""
     known: dict[str, Any] = msgspec.to_builtins(stats)
-    item = {key: known.get(key, None if key in _OBJECTS else 0) for key in _STATS if key not in {"requestStats", "notes"}}
+    item = {
+        key: known.get(key, None if key in _OBJECTS else 0) for key in _STATS if key not in {"requestStats", "notes"}
+    }
     item["timestamp"] = datetime.fromtimestamp(stats.timestamp or time.time(), UTC).strftime("%m-%d-%Y %H:%M:%S.%f")
     item |= {key: args.max_batch_size for key in item if key.startswith("maxBatchSize")}
     item |= {key: args.max_num_tokens for key in item if key.startswith("maxNumTokens")}

@@ -92,10 +92,16 @@ class Job:
 
     async def _follow(self, engine: Engine, index: int, processors: tuple[str, ...]) -> None:
         seed = self.fields["seed"]
-        sampling = sampling_of(self.fields, max_tokens=self.max_tokens, processors=processors, seed=None if seed is None else seed + index)
+        sampling = sampling_of(
+            self.fields, max_tokens=self.max_tokens, processors=processors, seed=None if seed is None else seed + index
+        )
         prompt = tuple(self.result.prompt_token_ids)
         request = GenerateRequest(
-            request_id=f"{self.id}-{index}", prompt_token_ids=prompt, sampling=sampling, cache_salt=self.cache_salt, images=self.images
+            request_id=f"{self.id}-{index}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            cache_salt=self.cache_salt,
+            images=self.images,
         )
         stream = engine.generate(request)
         self.streams.append(stream)
@@ -125,7 +131,9 @@ class Job:
     def _check_first(self, delta: Delta, index: int) -> None:
         first = self.disaggregated.first_gen_tokens if self.kind == "generation_only" else None
         if first and delta.token_ids[:1] != (first[index],):
-            raise RequestError(f"first_gen_tokens[{index}] is {first[index]}, but these parameters lead to {delta.token_ids[:1]}")
+            raise RequestError(
+                f"first_gen_tokens[{index}] is {first[index]}, but these parameters lead to {delta.token_ids[:1]}"
+            )
 
     def _response(self, index: int, delta: Delta, finish: str | None = None) -> Response:
         params = self.result.sampling_params
@@ -139,9 +147,13 @@ class Job:
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
             # Entry i is of the logits at position i, which are about token i + 1.
-            response.prompt_logprobs = [_entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None]
+            response.prompt_logprobs = [
+                _entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None
+            ]
         if self.kind == "context_only":
-            response.finish_reason = faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
+            response.finish_reason = (
+                faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
+            )
             response.disaggregated_params = self._context_params(delta.token_ids)
         return response
 

@@ -121,7 +121,10 @@ class LLM(BaseLLM):
         values.pop("use_tqdm")
         if not isinstance(inputs, list) or all(isinstance(item, int) for item in inputs):
             return self.generate_async(inputs, **values).result()
-        each = [{key: value[i] if isinstance(value, list) else value for key, value in values.items()} for i in range(len(inputs))]
+        each = [
+            {key: value[i] if isinstance(value, list) else value for key, value in values.items()}
+            for i in range(len(inputs))
+        ]
         results = [self.generate_async(item, **own) for item, own in zip(inputs, each, strict=True)]
         return [result.result() for result in results]
 
@@ -169,10 +172,16 @@ class LLM(BaseLLM):
             return [item for items in inputs["multi_modal_embeddings"].values() for item in items]
         return None if media is None else embed(media)
 
-    def _submit(self, call: SimpleNamespace, prompt: str | None, token_ids: list[int], images: tuple[Image, ...]) -> RequestOutput:
+    def _submit(
+        self, call: SimpleNamespace, prompt: str | None, token_ids: list[int], images: tuple[Image, ...]
+    ) -> RequestOutput:
         executor, params = self._executor, call.sampling_params
         result = RequestOutput(executor, executor.new_id(), prompt, token_ids, params)
-        result.trace_headers, result.postproc_params, result._tokenizer = call.trace_headers, call._postproc_params, self._tokenizer
+        result.trace_headers, result.postproc_params, result._tokenizer = (
+            call.trace_headers,
+            call._postproc_params,
+            self._tokenizer,
+        )
         if self._stats_result is None:
             self._stats_result, self._events_result = executor.stats.reader(False), executor.events.reader(True)
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
@@ -187,7 +196,10 @@ class LLM(BaseLLM):
         except RequestError as error:  # the worker's refusal, which surfaces on iteration
             result._push(error)
             return result
-        typed = call.disaggregated_params is not None and call.disaggregated_params.request_type in {"context_only", "generation_only"}
+        typed = call.disaggregated_params is not None and call.disaggregated_params.request_type in {
+            "context_only",
+            "generation_only",
+        }
         if typed and call.disaggregated_params.request_type == "context_only" and fields["seed"] is None:
             fields["seed"] = random.getrandbits(31)
         executor.submit(
@@ -209,8 +221,12 @@ class LLM(BaseLLM):
         """Text, if there is any, and token ids."""
         if isinstance(inputs, dict):
             assert "prompt" in inputs or "prompt_token_ids" in inputs, "inputs need prompt or prompt_token_ids"
-            if "prompt_token_ids" in inputs and (inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings")):
-                text = self._tokenizer.decode(inputs["prompt_token_ids"], skip_special_tokens=False)  # and the embeddings are dropped
+            if "prompt_token_ids" in inputs and (
+                inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings")
+            ):
+                text = self._tokenizer.decode(
+                    inputs["prompt_token_ids"], skip_special_tokens=False
+                )  # and the embeddings are dropped
                 return text, self._tokenizer.encode(text, add_special_tokens=False)
             inputs = inputs["prompt_token_ids"] if "prompt_token_ids" in inputs else inputs["prompt"]
         if isinstance(inputs, list) and inputs and all(isinstance(token, int) for token in inputs):
@@ -235,7 +251,9 @@ class LLM(BaseLLM):
         if not isinstance(disaggregated, DisaggregatedParams | None) or disaggregated is None:
             return
         transceiver = self.args.cache_transceiver_config
-        if disaggregated.request_type in {"context_only", "generation_only"} and (transceiver is None or transceiver.backend is None):
+        if disaggregated.request_type in {"context_only", "generation_only"} and (
+            transceiver is None or transceiver.backend is None
+        ):
             raise RequestError("disaggregated requests need cache_transceiver_config.backend")
         if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
             raise RequestError("context_only requests need disable_overlap_scheduler")

@@ -34,9 +34,17 @@ def perf_metrics(times: dict[str, float], iterations: int, cached_tokens: int) -
         kv_cache_size=0,
     )
     cache = SimpleNamespace(
-        num_total_allocated_blocks=0, num_new_allocated_blocks=0, num_reused_blocks=int(cached_tokens > 0), num_missed_blocks=0
+        num_total_allocated_blocks=0,
+        num_new_allocated_blocks=0,
+        num_reused_blocks=int(cached_tokens > 0),
+        num_missed_blocks=0,
     )
     drafts = SimpleNamespace(acceptance_rate=0.0, total_accepted_draft_tokens=0, total_draft_tokens=0)
     return SimpleNamespace(
-        first_iter=0, last_iter=iterations, iter=iterations, timing_metrics=timing, kv_cache_metrics=cache, speculative_decoding=drafts
+        first_iter=0,
+        last_iter=iterations,
+        iter=iterations,
+        timing_metrics=timing,
+        kv_cache_metrics=cache,
+        speculative_decoding=drafts,
     )

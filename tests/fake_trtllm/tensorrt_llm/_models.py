@@ -25,7 +25,9 @@ def gpu_count() -> int:
 class Config(BaseModel):
     """What all models share: unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), validate_assignment=False)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), validate_assignment=False
+    )
 
 
 class _LlmArgs(Config):
@@ -57,7 +59,9 @@ class _Decoding(Config):
         kind = data.pop("decoding_type", None)
         if kind not in _DECODING:
             raise ValueError(f"Invalid decoding type: {kind}")
-        return next(MODELS[name] for name, entry in API["models"].items() if entry.get("decoding_type_dict_key") == kind)(**data)
+        return next(
+            MODELS[name] for name, entry in API["models"].items() if entry.get("decoding_type_dict_key") == kind
+        )(**data)
 
 
 class _Sparse(Config):
@@ -125,7 +129,9 @@ def _build(name: str, bases: tuple[type[Any], ...], module: str = MODULE) -> Any
 NAMES: dict[str, Any] = {
     name.rpartition(".")[2]: build_enum(name, MODULE)
     for name in API["enums"]
-    if name.startswith(("tensorrt_llm.llmapi.C", "tensorrt_llm.llmapi.B", "tensorrt_llm.llmapi.llm_args.", "GuidedDecodingConfig."))
+    if name.startswith(
+        ("tensorrt_llm.llmapi.C", "tensorrt_llm.llmapi.B", "tensorrt_llm.llmapi.llm_args.", "GuidedDecodingConfig.")
+    )
 }
 NAMES["LoraConfig"] = build_dataclass("LoraConfig")
 MODELS: dict[str, Any] = {}

@@ -6,7 +6,13 @@ from tensorrt_llm._dataclasses import build_dataclass
 
 __all__ = ["CompletionOutput", "Logprob"]
 
-_LAST = {"_last_text_len": 0, "_last_token_ids_len": 0, "_last_logprobs_len": 0, "_incremental_states": None, "_postprocess_result": None}
+_LAST = {
+    "_last_text_len": 0,
+    "_last_token_ids_len": 0,
+    "_last_logprobs_len": 0,
+    "_incremental_states": None,
+    "_postprocess_result": None,
+}
 
 
 class _Diffs:

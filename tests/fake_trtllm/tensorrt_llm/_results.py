@@ -173,7 +173,9 @@ GenerationResult.__module__ = "tensorrt_llm.executor.result"
 class RequestOutput(GenerationResult):
     """What `LLM.generate_async` returns."""
 
-    def __init__(self, executor: Any, request_id: int, prompt: str | None, prompt_token_ids: list[int], sampling_params: Any) -> None:
+    def __init__(
+        self, executor: Any, request_id: int, prompt: str | None, prompt_token_ids: list[int], sampling_params: Any
+    ) -> None:
         super().__init__(executor, request_id, prompt_token_ids, sampling_params)
         self.prompt = prompt
 

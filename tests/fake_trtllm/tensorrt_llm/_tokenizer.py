@@ -46,7 +46,9 @@ def set_up(params: Any, tokenizer: Any) -> None:
                 )
         return
     if tokenizer is None:
-        raise ValueError("tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id for SamplingParams")
+        raise ValueError(
+            "tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id for SamplingParams"
+        )
     params.end_id = tokenizer.eos_token_id
     params.pad_id = tokenizer.pad_token_id if params.pad_id is None else params.pad_id
     if more := [token for token in tokenizer.eos_token_ids if token != params.end_id and not params.ignore_eos]:

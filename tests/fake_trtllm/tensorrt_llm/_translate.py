@@ -8,7 +8,14 @@ from typing import Any
 from engine.types import EngineInfo, Guide, SamplingParams
 from tensorrt_llm._errors import RequestError
 
-_UNSUPPORTED = ("use_beam_search", "no_repeat_ngram_size", "top_p_min", "top_p_reset_ids", "top_p_decay", "lookahead_config")
+_UNSUPPORTED = (
+    "use_beam_search",
+    "no_repeat_ngram_size",
+    "top_p_min",
+    "top_p_reset_ids",
+    "top_p_decay",
+    "lookahead_config",
+)
 
 
 def stop_ids(params: Any) -> tuple[int, ...]:
@@ -25,7 +32,11 @@ def engine_sampling(params: Any, info: EngineInfo, guided: bool) -> dict[str, An
     ends = {params.end_id, *stop_ids(params)}
     # Our engines end at the model's ids, or at none of them; the contract names the ids that count.
     native = not params.ignore_eos and params.end_id in info.eos_token_ids and ends >= set(info.eos_token_ids)
-    stops = stop_ids(params) if native or params.ignore_eos or params.end_id in {None, -1} else (*stop_ids(params), params.end_id)
+    stops = (
+        stop_ids(params)
+        if native or params.ignore_eos or params.end_id in {None, -1}
+        else (*stop_ids(params), params.end_id)
+    )
     if native:
         stops = tuple(token for token in stops if token not in info.eos_token_ids or token == params.end_id)
     bad = [(token,) for token in params.bad_token_ids or ()] + [tuple(word) for word in params._bad_word_ids or ()]

@@ -21,7 +21,9 @@ def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any, mrope: b
     """
     if not isinstance(inputs, dict) or not inputs.get("multi_modal_data"):
         raise ValueError("the encoder takes dicts with multi_modal_data")
-    result = RequestOutput(executor, executor.new_id(), inputs.get("prompt"), list(inputs.get("prompt_token_ids", ())), params)
+    result = RequestOutput(
+        executor, executor.new_id(), inputs.get("prompt"), list(inputs.get("prompt_token_ids", ())), params
+    )
     digests = [_digest(item) for item in _items(inputs["multi_modal_data"])]
     handles: Any = [_shared(_embedding(digest)) for digest in digests]
     hashes = [[int.from_bytes(digest[at : at + 4]) for at in range(0, 32, 4)] for digest in digests]
@@ -75,7 +77,9 @@ def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple
     """The prompt with each image's placeholder repeated for every token of its embedding, and where the images are."""
     image_token = image_token_of(model)
     if image_token is None or token_ids.count(image_token) != len(embeddings):
-        raise ValueError(f"the prompt has {token_ids.count(image_token or -1)} placeholders for {len(embeddings)} embeddings")
+        raise ValueError(
+            f"the prompt has {token_ids.count(image_token or -1)} placeholders for {len(embeddings)} embeddings"
+        )
     left = iter(embeddings)
     expanded: list[int] = []
     images = []

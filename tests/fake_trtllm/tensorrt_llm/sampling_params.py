@@ -12,13 +12,20 @@ __all__ = ["BatchedLogitsProcessor", "GuidedDecodingParams", "LogitsProcessor", 
 
 class LogitsProcessor(ABC):
     @abstractmethod
-    def __call__(self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None) -> None: ...
+    def __call__(
+        self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
+    ) -> None: ...
 
 
 class BatchedLogitsProcessor(ABC):
     @abstractmethod
     def __call__(
-        self, req_ids: list[int], logits: list[Any], token_ids: list[list[list[int]]], stream_ptr: int, client_ids: list[int | None]
+        self,
+        req_ids: list[int],
+        logits: list[Any],
+        token_ids: list[list[list[int]]],
+        stream_ptr: int,
+        client_ids: list[int | None],
     ) -> None: ...
 
 

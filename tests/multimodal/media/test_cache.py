@@ -95,7 +95,9 @@ def test_without_capacity_it_always_misses() -> None:
     assert cache.stats == (0, 1, 0, 0, 0, 0.0)
 
 
-@pytest.mark.parametrize("image", [encoded(2, data=bytes(23)), encoded(2, dtype="float16", data=bytes(24)), encoded(2, data=b"")])
+@pytest.mark.parametrize(
+    "image", [encoded(2, data=bytes(23)), encoded(2, dtype="float16", data=bytes(24)), encoded(2, data=b"")]
+)
 def test_only_contiguous_embeddings_are_kept(image: EncodedImage) -> None:
     cache = EmbeddingCache(1000, HIDDEN)
     with pytest.raises(ValueError, match="2 rows of 3"):
@@ -165,4 +167,11 @@ def test_metrics_add_up_over_processes(tmp_path: Path) -> None:
         assert [each.stdout.readline() for each in (one, other) if each.stdout is not None] == ["ready\n"] * 2
         page = json.loads(one.communicate("\n", timeout=30)[0])
         other.communicate("\n", timeout=30)
-    assert page == {"hits_total": 2, "misses_total": 2, "evictions_total": 0, "bytes": 60, "entries": 5, "utilization": 0.75}
+    assert page == {
+        "hits_total": 2,
+        "misses_total": 2,
+        "evictions_total": 0,
+        "bytes": 60,
+        "entries": 5,
+        "utilization": 0.75,
+    }

@@ -50,10 +50,21 @@ def test_bfloat16() -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 def test_others_are_auxiliary_to_mm_embeddings(dtype: str) -> None:
-    file = save({"a": VALUES[:1], "mm_embeddings": VALUES, "image_grid_thw": GRID.astype(dtype), "z": np.zeros(3, dtype="uint8")})
+    file = save(
+        {
+            "a": VALUES[:1],
+            "mm_embeddings": VALUES,
+            "image_grid_thw": GRID.astype(dtype),
+            "z": np.zeros(3, dtype="uint8"),
+        }
+    )
     found = read_embeddings(file, HIDDEN)
     assert (found.rows, found.data, found.grid) == (5, VALUES.tobytes(), (1, 2, 10))
-    assert {name: tensor.shape for name, tensor in found.auxiliary.items()} == {"a": (1, HIDDEN), "image_grid_thw": (1, 3), "z": (3,)}
+    assert {name: tensor.shape for name, tensor in found.auxiliary.items()} == {
+        "a": (1, HIDDEN),
+        "image_grid_thw": (1, 3),
+        "z": (3,),
+    }
     assert found.auxiliary["a"].data == VALUES[:1].tobytes()
 
 
@@ -163,7 +174,9 @@ class Bomb:
         return Path.touch, (self._mark,)
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.PTH", "x.bin", "x.pkl", "x.pickle", "x.ckpt", "x.npy", "x.npz", "x.safetensors", "x.png", "x"])
+@pytest.mark.parametrize(
+    "name", ["x.pt", "x.PTH", "x.bin", "x.pkl", "x.pickle", "x.ckpt", "x.npy", "x.npz", "x.safetensors", "x.png", "x"]
+)
 async def test_pickles_are_refused_under_every_name(tmp_path: Path, name: str) -> None:
     mark, file = tmp_path / "mark", pickle.dumps(Bomb(tmp_path / "mark"))
     (tmp_path / name).write_bytes(file)

@@ -87,7 +87,9 @@ async def test_redirects_are_checked_as_what_they_lead_to(host: str) -> None:
         assert w.transport.dialled == [PUBLIC] and w.server.requests["/secret"] == 0
 
 
-@pytest.mark.parametrize("scheme", ["file:///etc/passwd", "ftp://images.test/", "data:image/png;base64,AAAA", "http://a@images.test/", ""])
+@pytest.mark.parametrize(
+    "scheme", ["file:///etc/passwd", "ftp://images.test/", "data:image/png;base64,AAAA", "http://a@images.test/", ""]
+)
 async def test_redirects_lead_to_plain_urls_only(scheme: str) -> None:
     async with world() as w:
         w.server.answers["/"] = moved(scheme)
@@ -99,7 +101,9 @@ async def test_redirects_lead_to_plain_urls_only(scheme: str) -> None:
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 async def test_redirects_are_followed_three_times(code: int) -> None:
     async with world() as w:
-        w.server.answers |= {f"/{n}": moved(f"{'http://other.test' if n == 2 else ''}/{n - 1}", code) for n in range(1, 5)}
+        w.server.answers |= {
+            f"/{n}": moved(f"{'http://other.test' if n == 2 else ''}/{n - 1}", code) for n in range(1, 5)
+        }
         w.server.answers["/0"] = ok(PNG)
         assert (await w.loader.load("http://images.test/3")).data == PNG
         assert w.asked == ["images.test", "images.test", "other.test", "other.test"]
@@ -143,8 +147,28 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
     folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj"]
-    command += ["/CN=images.test", "-addext", "subjectAltName=DNS:images.test", "-keyout", "key.pem", "-out", "cert.pem"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+    ]
+    command += [
+        "/CN=images.test",
+        "-addext",
+        "subjectAltName=DNS:images.test",
+        "-keyout",
+        "key.pem",
+        "-out",
+        "cert.pem",
+    ]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder
 
@@ -156,7 +180,11 @@ async def test_certificates_are_checked_by_name(certificate: Path) -> None:
     context.sni_callback = lambda _, name, __: names.append(name)
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     async with world(options={"verify": trusting}) as w:
-        w.server.answers |= {"/": ok(PNG), "/down": moved("http://images.test/"), "/other": moved("https://other.test/")}
+        w.server.answers |= {
+            "/": ok(PNG),
+            "/down": moved("http://images.test/"),
+            "/other": moved("https://other.test/"),
+        }
         secure = await asyncio.start_server(w.server._serve, "127.0.0.1", 0, ssl=context)
         async with secure:
             w.transport._port = secure.sockets[0].getsockname()[1]
@@ -177,7 +205,9 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
         assert (await w.loader.load("http://images.test/")).data == PNG
 
 
-@pytest.mark.parametrize(("host", "family"), [("localhost", socket.AF_INET), ("127.0.0.1", socket.AF_INET), ("[::1]", socket.AF_INET6)])
+@pytest.mark.parametrize(
+    ("host", "family"), [("localhost", socket.AF_INET), ("127.0.0.1", socket.AF_INET), ("[::1]", socket.AF_INET6)]
+)
 async def test_real_names_and_addresses(host: str, family: socket.AddressFamily) -> None:
     """Nothing invented: the system's resolver, and no detour."""
     odd = OddServer()

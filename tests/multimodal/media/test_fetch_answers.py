@@ -16,7 +16,9 @@ PNG = image_file()
 @pytest.mark.parametrize("code", [201, 204, 206, 304, 400, 401, 403, 404, 429, 500, 503])
 async def test_other_answers_than_200_name_the_status_alone(code: int) -> None:
     async with world() as w:
-        w.server.answers["/"] = status(code, "X-Secret: internal", body=b"" if code in (204, 304) else b"the body is a secret")
+        w.server.answers["/"] = status(
+            code, "X-Secret: internal", body=b"" if code in (204, 304) else b"the body is a secret"
+        )
         with pytest.raises(MediaError) as caught:
             await w.loader.load("http://images.test/")
         assert str(caught.value) == f"The server of an image answered with status {code}."
@@ -57,7 +59,11 @@ BROKEN: list[tuple[str, bytes, type[MediaError]]] = [
     ("a length that is none", b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", MediaError),
     ("two lengths", ok(PNG, "Content-Length: 3"), MediaError),
     ("a body that is cut off", ok(PNG, length=len(PNG) + 9), MediaError),
-    ("chunks without an end", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffff\r\n" + bytes(9000), InvalidMedia),
+    (
+        "chunks without an end",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffff\r\n" + bytes(9000),
+        InvalidMedia,
+    ),
     ("broken chunks", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", MediaError),
     ("a gzip bomb", ok(gzip.compress(png(64, 64, 1 << 22))[:4000], "Content-Encoding: gzip"), MediaError),
     ("a small gzip", ok(gzip.compress(PNG), "Content-Encoding: GZIP"), MediaError),

@@ -42,7 +42,10 @@ async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[
     async with world() as w:
         images = Vision(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, 32)
         prompts = Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens), images)
-        yield Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")), w.server
+        yield (
+            Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")),
+            w.server,
+        )
     await engine.close()
 
 
@@ -77,7 +80,9 @@ async def test_the_deadline_counts_while_images_are_encoded() -> None:
         with pytest.raises(DeadlineExceeded, match=r"longer than the 0\.1 seconds"):
             await prepared.chat(body, "id")
         with pytest.raises(DeadlineExceeded):
-            await prepared.tokenize(TokenizeRequest.model_validate({"messages": body.model_dump(exclude_none=True)["messages"]}))
+            await prepared.tokenize(
+                TokenizeRequest.model_validate({"messages": body.model_dump(exclude_none=True)["messages"]})
+            )
         assert not encoder._running
 
 
@@ -96,7 +101,10 @@ async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: 
 
 async def test_a_client_that_goes_leaves_no_images_behind() -> None:
     messages = chat(data_url(PNG)).model_dump(exclude_none=True)["messages"]
-    async with replica("aggregated", fake_token_delay_ms=5000) as (url, life), httpx.AsyncClient(base_url=url, timeout=0.5) as client:
+    async with (
+        replica("aggregated", fake_token_delay_ms=5000) as (url, life),
+        httpx.AsyncClient(base_url=url, timeout=0.5) as client,
+    ):
         for path in ("/v1/chat/completions", "/tokenize"):
             with pytest.raises(httpx.ReadTimeout):
                 await client.post(path, json={"messages": messages})

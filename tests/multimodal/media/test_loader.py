@@ -101,7 +101,11 @@ async def test_failures_reach_all_who_wait_each_by_its_own_name_and_are_not_kept
         await gate.asked.wait()
         gate.open.set()
         errors = await asyncio.gather(*loads, return_exceptions=True)
-        assert [error.param for error in errors if isinstance(error, MediaError)] == ["messages.0", "messages.1", "messages.2"]
+        assert [error.param for error in errors if isinstance(error, MediaError)] == [
+            "messages.0",
+            "messages.1",
+            "messages.2",
+        ]
         w.server.answers["/a.png"] = ok(PNG)
         assert (await w.loader.load(URL)).data == PNG
         assert w.server.requests["/a.png"] == 2
@@ -183,7 +187,8 @@ async def test_the_event_loop_goes_on_while_many_large_images_are_loaded(file_se
         timer = asyncio.create_task(_lags(done, _clock()))
         await asyncio.sleep(0.02)
         loaded, refused = await asyncio.gather(
-            asyncio.gather(*map(loader.load, urls)), asyncio.gather(*map(loader.load, [bomb] * 4), return_exceptions=True)
+            asyncio.gather(*map(loader.load, urls)),
+            asyncio.gather(*map(loader.load, [bomb] * 4), return_exceptions=True),
         )
         done.set()
         lags = await timer

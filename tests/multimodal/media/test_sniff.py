@@ -37,7 +37,9 @@ def _animated(form: str) -> bytes:
 ANIMATED = {form: _animated(form) for form in ("GIF", "WEBP", "PNG")}
 
 
-@pytest.mark.parametrize("data", [*FILES.values(), *ANIMATED.values()], ids=[*FILES, *(f"animated {form}" for form in ANIMATED)])
+@pytest.mark.parametrize(
+    "data", [*FILES.values(), *ANIMATED.values()], ids=[*FILES, *(f"animated {form}" for form in ANIMATED)]
+)
 def test_sizes_are_those_that_pillow_decodes(data: bytes) -> None:
     with Image.open(io.BytesIO(data)) as image:
         assert check_image(data, PIXELS) == image.size
@@ -52,7 +54,8 @@ def test_sizes_at_the_edge(form: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [(1, 1), (3, 100), (100, 1), (0, 100), (100, 0), (MAX_SIDE + 1, 4), (4, 1 << 31), ((1 << 32) - 1, (1 << 32) - 1)]
+    "size",
+    [(1, 1), (3, 100), (100, 1), (0, 100), (100, 0), (MAX_SIDE + 1, 4), (4, 1 << 31), ((1 << 32) - 1, (1 << 32) - 1)],
 )
 def test_sides_beyond_the_limits_are_refused(size: tuple[int, int]) -> None:
     with pytest.raises(InvalidMedia, match=str(max(size))):
@@ -85,8 +88,12 @@ def _webp(kind: bytes, body: bytes) -> bytes:
 
 BOMBS = {
     "png": png(40000, 40000),
-    "png with two headers": png(64, 64).replace(b"IDAT", b"tEXt").replace(png_chunk(b"IEND", b""), IHDR + png_chunk(b"IDAT", b"")),
-    "png of zeros": png(40000, 40000)[:33] + png_chunk(b"IDAT", zlib.compress(bytes(1 << 22))) + png_chunk(b"IEND", b""),
+    "png with two headers": png(64, 64)
+    .replace(b"IDAT", b"tEXt")
+    .replace(png_chunk(b"IEND", b""), IHDR + png_chunk(b"IDAT", b"")),
+    "png of zeros": png(40000, 40000)[:33]
+    + png_chunk(b"IDAT", zlib.compress(bytes(1 << 22)))
+    + png_chunk(b"IEND", b""),
     "jpeg": _jpeg(_frame(65500, 65500), SCAN),
     "jpeg with two frames": _jpeg(_frame(64, 64), _frame(65500, 65500), SCAN),
     "jpeg with a thousand scans": _jpeg(_frame(7000, 7000, 0xC2), SCAN * 1000),

@@ -69,7 +69,9 @@ def test_bad_data_urls_are_refused_and_never_repeated(url: str, error: type[Medi
 @pytest.mark.parametrize("limit", [1000, 1001, 1002])
 def test_a_data_url_beyond_the_limit_is_refused_before_it_is_decoded(limit: int) -> None:
     with pytest.raises(InvalidMedia, match=f"more than {limit} bytes"):
-        decode_data_url("data:image/png;base64," + "!" * 1340, limit)  # the letters would be refused as they are decoded
+        decode_data_url(
+            "data:image/png;base64," + "!" * 1340, limit
+        )  # the letters would be refused as they are decoded
     assert len(decode_data_url(data_url(bytes(limit)), limit)) == limit
 
 
@@ -100,7 +102,9 @@ async def test_files_in_the_folder_are_read(folder: Path, name: str) -> None:
     await loader.aclose()
 
 
-@pytest.mark.parametrize("url", ["file://{folder}/a.png", "FILE://localhost{folder}/a.png?x#y", "file://{folder}/deep/%C3%BC%20b%25.png"])
+@pytest.mark.parametrize(
+    "url", ["file://{folder}/a.png", "FILE://localhost{folder}/a.png?x#y", "file://{folder}/deep/%C3%BC%20b%25.png"]
+)
 async def test_file_urls_are_read(folder: Path, url: str) -> None:
     loader = MediaLoader(MediaLimits(local_folder=folder))
     assert (await loader.load(url.format(folder=folder))).data == PNG
@@ -127,7 +131,9 @@ async def test_there_is_no_way_out_of_the_folder(folder: Path, url: str) -> None
     await loader.aclose()
 
 
-@pytest.mark.parametrize("url", ["a.png", "file://{folder}/a.png", "{folder}/a.png", "ftp://x/", "blob:x", "chrome://x", "about:blank"])
+@pytest.mark.parametrize(
+    "url", ["a.png", "file://{folder}/a.png", "{folder}/a.png", "ftp://x/", "blob:x", "chrome://x", "about:blank"]
+)
 async def test_without_a_folder_there_are_no_files(folder: Path, url: str) -> None:
     loader = MediaLoader(MediaLimits())
     with pytest.raises(MediaError, match="must be an http, https or data URL"):
@@ -146,7 +152,9 @@ def test_files_have_a_limit_and_leave_nothing_open(folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_folder_that_becomes_a_link_after_it_was_resolved_is_not_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_becomes_a_link_after_it_was_resolved_is_not_followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever may write below the folder swaps a step of the path between the look and the opening."""
     resolve = os.path.realpath
 

@@ -47,7 +47,10 @@ def test_odd_urls_are_refused(url: str) -> None:
         ("http://my_bucket.images.test/é ü".replace(" ", "/"), "http://my_bucket.images.test/%C3%A9/%C3%BC"),
         ("http://1.2.3.4:081/../a//b/./", "http://1.2.3.4:81/../a//b/./"),
         ("http://[2001:DB8:0:0::1]:80/", "http://[2001:db8::1]/"),
-        ("http://xn--mnchen-3ya.test/a'b\"<>|^`{}[]@:!$&()*+,;=~%", "http://xn--mnchen-3ya.test/a'b\"<>|^`{}[]@:!$&()*+,;=~%"),
+        (
+            "http://xn--mnchen-3ya.test/a'b\"<>|^`{}[]@:!$&()*+,;=~%",
+            "http://xn--mnchen-3ya.test/a'b\"<>|^`{}[]@:!$&()*+,;=~%",
+        ),
     ],
 )
 def test_plain_urls_have_one_spelling(text: str, canonical: str) -> None:
@@ -109,7 +112,15 @@ NEVER = [
     "64:ff9b::a9fe:a9fe", "64:ff9b::a00:1", "64:ff9b:1::a00:1", "2002:7f00:1::", "2002:808:808::1", "2001::1", "2001:0:808:808::1",
     "2001:db8::1", "3fff::1", "100::1", "5f00::1", "fe80::1", "fe80::1%eth0", "fec0::1", "ff02::1", "fd00:ec2::254", "fd20:ce::254",
 ]  # fmt: skip
-GLOBAL = ["8.8.8.8", "93.184.215.14", "172.32.0.1", "100.128.0.1", "2606:4700::1111", "2a00:1450::1", "64:ff9b::808:808"]
+GLOBAL = [
+    "8.8.8.8",
+    "93.184.215.14",
+    "172.32.0.1",
+    "100.128.0.1",
+    "2606:4700::1111",
+    "2a00:1450::1",
+    "64:ff9b::808:808",
+]
 
 
 @pytest.mark.parametrize("text", [*PRIVATE, *NEVER])

@@ -95,7 +95,9 @@ def test_other_media_are_refused_by_name(part: dict[str, Any], vision: bool) -> 
         assert caught.value.code == "unsupported_content"
 
 
-@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "input_image", "image_url": "u"}, {"type": "x" * 9000}, {"type": ""}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "input_image", "image_url": "u"}, {"type": "x" * 9000}, {"type": ""}]
+)
 def test_unknown_parts_are_refused_without_repeating_them(part: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="unknown type") as caught:
         to_template(message(part), vision=True)
@@ -108,7 +110,9 @@ def test_an_image_needs_a_url(image: Any) -> None:
         to_template(message({"type": "image_url", "image_url": image}), vision=True)
 
 
-@pytest.mark.parametrize("image", [{"url": "u", "detail": "ultra"}, {"url": 5}, {}, 5, ["u"], {"url": "u", "detail": 1}])
+@pytest.mark.parametrize(
+    "image", [{"url": "u", "detail": "ultra"}, {"url": 5}, {}, 5, ["u"], {"url": "u", "detail": 1}]
+)
 def test_malformed_images_are_refused(image: Any) -> None:
     with pytest.raises(ValidationError):
         message({"type": "image_url", "image_url": image})
@@ -131,7 +135,9 @@ def _parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_vision_templates_render_as_transformers_renders_them(name: str, prompts: bool) -> None:
     """With every content as parts, which is how models with such templates were trained; texts alone come out the same."""
     reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
-    expected = reference.apply_chat_template(_parts(MESSAGES), chat_template=VISION[name], tokenize=False, add_generation_prompt=prompts)
+    expected = reference.apply_chat_template(
+        _parts(MESSAGES), chat_template=VISION[name], tokenize=False, add_generation_prompt=prompts
+    )
     rendered = ChatTemplate(VISION[name], {}).render(MESSAGES, add_generation_prompt=prompts)
     assert rendered == expected
     assert all(words in rendered for words in ("Be brief.", "What is ", "Two cats", "Sure?"))
@@ -141,15 +147,21 @@ def test_vision_templates_render_as_transformers_renders_them(name: str, prompts
 @pytest.mark.parametrize("name", VISION)
 def test_the_final_message_can_be_continued_with_images_before(name: str) -> None:
     reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
-    expected = reference.apply_chat_template(_parts(MESSAGES[:3]), chat_template=VISION[name], tokenize=False, continue_final_message=True)
-    rendered = ChatTemplate(VISION[name], {}).render(MESSAGES[:3], continue_final_message=True, add_generation_prompt=False)
+    expected = reference.apply_chat_template(
+        _parts(MESSAGES[:3]), chat_template=VISION[name], tokenize=False, continue_final_message=True
+    )
+    rendered = ChatTemplate(VISION[name], {}).render(
+        MESSAGES[:3], continue_final_message=True, add_generation_prompt=False
+    )
     assert rendered == expected and rendered.endswith("Two cats")
 
 
 @pytest.mark.parametrize("name", VISION)
 def test_a_message_that_ends_with_text_after_an_image_can_be_continued(name: str) -> None:
     content = [{"type": "image"}, text("It shows")]
-    rendered = ChatTemplate(VISION[name], {}).render([{"role": "assistant", "content": content}], continue_final_message=True)
+    rendered = ChatTemplate(VISION[name], {}).render(
+        [{"role": "assistant", "content": content}], continue_final_message=True
+    )
     assert rendered.endswith("It shows")
     assert content == [{"type": "image"}, text("It shows")], "the message itself is left as it was"
     with pytest.raises(RequestError, match="cannot be continued"):
@@ -157,7 +169,8 @@ def test_a_message_that_ends_with_text_after_an_image_can_be_continued(name: str
 
 
 @pytest.mark.parametrize(
-    ("source", "wants"), [(TEXT_ONLY, False), (CHATML, False), (QWEN2_VL, False), (SMOLVLM, True), (LLAVA, True), ("constant", False)]
+    ("source", "wants"),
+    [(TEXT_ONLY, False), (CHATML, False), (QWEN2_VL, False), (SMOLVLM, True), (LLAVA, True), ("constant", False)],
 )
 def test_only_templates_that_read_lists_alone_get_texts_as_lists(source: str, wants: bool) -> None:
     assert ChatTemplate(source, {})._wants_parts is wants

@@ -16,7 +16,9 @@ from tests.support.http import application
 
 TOKENIZER = byte_tokenizer()
 assert TOKENIZER.chat_template is not None
-PROMPTS = RoutedPrompts("fake", TOKENIZER, ChatTemplate(TOKENIZER.chat_template, TOKENIZER.special_tokens), ("enable_thinking",))
+PROMPTS = RoutedPrompts(
+    "fake", TOKENIZER, ChatTemplate(TOKENIZER.chat_template, TOKENIZER.special_tokens), ("enable_thinking",)
+)
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello ä"}]
 
 
@@ -28,13 +30,20 @@ async def chat(**fields: Any) -> Prompt:
 async def test_chats_have_the_tokens_that_a_replica_gives_them(fields: dict[str, Any]) -> None:
     body = {"messages": MESSAGES, **fields}
     async with application() as (client, _):
-        answer = (await client.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})).json()
+        answer = (
+            await client.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
+        ).json()
     assert list((await chat(**fields)).tokens) == answer["prompt_token_ids"]
 
 
 @pytest.mark.parametrize(
     ("fields", "namespace"),
-    [({}, ("", "")), ({"model": "fake"}, ("", "")), ({"cache_salt": "s"}, ("s", "")), ({"model": "adapter"}, ("", "adapter"))],
+    [
+        ({}, ("", "")),
+        ({"model": "fake"}, ("", "")),
+        ({"cache_salt": "s"}, ("s", "")),
+        ({"model": "adapter"}, ("", "adapter")),
+    ],
 )
 async def test_who_shares_blocks(fields: dict[str, Any], namespace: tuple[str, str]) -> None:
     assert (await chat(**fields)).namespace == namespace
@@ -64,7 +73,8 @@ async def test_what_cannot_be_known_is_left_to_replicas(fields: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens"), [("ab", [68 + 32, 69 + 32]), ([5, 6], [5, 6]), ([[5, 6], [7]], [5, 6]), (["ab", "c"], [100, 101]), ([], [])]
+    ("prompt", "tokens"),
+    [("ab", [68 + 32, 69 + 32]), ([5, 6], [5, 6]), ([[5, 6], [7]], [5, 6]), (["ab", "c"], [100, 101]), ([], [])],
 )
 async def test_completions(prompt: Any, tokens: list[int]) -> None:
     assert list((await PROMPTS.of_completion(CompletionRequest.model_validate({"prompt": prompt}))).tokens) == tokens

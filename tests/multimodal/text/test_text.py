@@ -25,7 +25,8 @@ def _merged() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        [TEXT] * 9, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False)
+        [TEXT] * 9,
+        trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False),
     )
     return Tokenizer(backend, {})
 
@@ -33,7 +34,9 @@ def _merged() -> Tokenizer:
 def _fallback() -> Tokenizer:
     """A sentencepiece-like vocabulary: `▁` for spaces, bytes for what it does not know."""
     pieces = ["<eos>", "▁the", "▁", "a", "é", "▁日", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], byte_fallback=True)
+    )
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken("<eos>", special=True)])
     return Tokenizer(backend, {})
@@ -129,7 +132,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("prompts", [True, False])
 def test_templates_render_as_transformers_renders_them(name: str, prompts: bool) -> None:
     tokenizer = byte_tokenizer()
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
     expected = reference.apply_chat_template(
         MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompts, enable_thinking=False
     )
@@ -162,7 +167,10 @@ def test_a_template_cannot_misbehave(source: str) -> None:
 
 def test_a_folder_gives_tokenizer_template_and_special_tokens(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer()._backend, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
+        tokenizer_object=byte_tokenizer()._backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
     ).save_pretrained(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.chat_template == CHATML

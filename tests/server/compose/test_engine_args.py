@@ -75,13 +75,22 @@ def test_the_defaults_are_valid_and_unknown_names_are_not() -> None:
         ({"moe_config": {"backend": "AUTO"}}, "moe_config.backend"),
         ({"speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3}}, "speculative_config"),
         ({"speculative_config": {"decoding_type": "Eagle"}}, "speculative_config.max_draft_len"),
-        ({"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}, "speculative_config.max_matching_ngram_size"),
-        ({"scheduler_config": {"dynamic_batch_config": {"enable_batch_size_tuning": True}}}, "scheduler_config.dynamic_batch_config"),
+        (
+            {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
+            "speculative_config.max_matching_ngram_size",
+        ),
+        (
+            {"scheduler_config": {"dynamic_batch_config": {"enable_batch_size_tuning": True}}},
+            "scheduler_config.dynamic_batch_config",
+        ),
         ({"scheduler_config": {"waiting_queue_policy": "FCFS"}}, "scheduler_config.waiting_queue_policy"),
         ({"kv_cache_config": {"use_kv_cache_manager_v2": True}}, "kv_cache_config.use_kv_cache_manager_v2"),
         ({"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}}, "cuda_graph_config.max_batch_size"),
         ({"gpus_per_node": 0}, "gpus_per_node"),
-        ({"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}}, "kv_cache_config.event_buffer_max_size"),
+        (
+            {"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}},
+            "kv_cache_config.event_buffer_max_size",
+        ),
         ({"tensor_parallel_size": "many"}, "tensor_parallel_size"),
         ({"cache_transceiver_config": {"backend": "TCP"}}, "cache_transceiver_config.backend"),
         ({"model_kwargs": {}}, "model_kwargs"),
@@ -93,7 +102,8 @@ def test_what_1_2_1_would_refuse_is_named(arguments: dict[str, Any], named: str)
 
 
 trees = st.recursive(
-    st.none() | st.integers() | st.text(max_size=3), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
 )
 mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 
@@ -135,8 +145,13 @@ def leaves(tree: dict[str, Any], path: str = "") -> list[str]:
 def test_roles_and_publishing_have_the_last_word() -> None:
     assert [layer.values for layer in forced({}, "aggregated", publish_kv_events=False)] == []
     publishing = merge(list(forced({"backend": "_autodeploy"}, "aggregated", publish_kv_events=True))).arguments
-    assert publishing["kv_cache_config"] == {"event_buffer_max_size": EVENT_BUFFER_SIZE} and publishing["backend"] == "pytorch"
-    kept = merge(list(forced({"kv_cache_config": {"event_buffer_max_size": 7}}, "aggregated", publish_kv_events=True))).arguments
+    assert (
+        publishing["kv_cache_config"] == {"event_buffer_max_size": EVENT_BUFFER_SIZE}
+        and publishing["backend"] == "pytorch"
+    )
+    kept = merge(
+        list(forced({"kv_cache_config": {"event_buffer_max_size": 7}}, "aggregated", publish_kv_events=True))
+    ).arguments
     assert "kv_cache_config" not in kept
     prefill = merge(list(forced({}, "prefill", publish_kv_events=False))).arguments
     transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}
@@ -152,13 +167,22 @@ def test_roles_and_publishing_have_the_last_word() -> None:
         ({"kv_transfer_timeout_ms": 5}, {"backend": "DEFAULT"}),
     ],
 )
-def test_what_a_layer_says_of_the_transceiver_wins_over_the_roles_defaults(said: dict[str, Any], added: dict[str, Any] | None) -> None:
+def test_what_a_layer_says_of_the_transceiver_wins_over_the_roles_defaults(
+    said: dict[str, Any], added: dict[str, Any] | None
+) -> None:
     decode = merge(list(forced({"cache_transceiver_config": said}, "decode", publish_kv_events=False))).arguments
     assert decode == ({} if added is None else {"cache_transceiver_config": added})
 
 
 def test_a_transceiver_that_is_no_mapping_is_named() -> None:
-    flags = ["--engine", "trtllm", "--disaggregation-mode", "decode", "--override-engine-args", '{"cache_transceiver_config": "UCX"}']
+    flags = [
+        "--engine",
+        "trtllm",
+        "--disaggregation-mode",
+        "decode",
+        "--override-engine-args",
+        '{"cache_transceiver_config": "UCX"}',
+    ]
     with pytest.raises(EngineArgsError, match="OVERRIDE_ENGINE_ARGS: cache_transceiver_config"):
         effective(read_settings(flags))
 
@@ -201,14 +225,19 @@ def test_config_shows_what_a_role_forces(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["config", "--engine", "trtllm", "--disaggregation-mode", "prefill"]) == 0
     shown = capsys.readouterr().out
     assert "DISAGGREGATION_MODE=prefill  # set\n" in shown and "# arguments of tensorrt_llm.LLM\n" in shown
-    assert "disable_overlap_scheduler: true  # role\n" in shown and 'cache_transceiver_config.backend: "DEFAULT"  # role\n' in shown
+    assert (
+        "disable_overlap_scheduler: true  # role\n" in shown
+        and 'cache_transceiver_config.backend: "DEFAULT"  # role\n' in shown
+    )
     assert f"cache_transceiver_config.kv_transfer_timeout_ms: {KV_TRANSFER_TIMEOUT_MS}  # role\n" in shown
 
 
 def test_settings_of_all_engines_reach_this_one_too() -> None:
     found = effective(read_settings(["--engine", "trtllm", "--load-format", "dummy", "--enable-cuda-graphs", "false"]))
     assert found.arguments["load_format"] == "dummy" and found.arguments["cuda_graph_config"] is None
-    assert {"load_format", "cuda_graph_config"} & effective(read_settings(["--engine", "trtllm"])).arguments.keys() == set()
+    assert {"load_format", "cuda_graph_config"} & effective(
+        read_settings(["--engine", "trtllm"])
+    ).arguments.keys() == set()
 
 
 @pytest.mark.parametrize(
@@ -217,11 +246,16 @@ def test_settings_of_all_engines_reach_this_one_too() -> None:
         (["--override-engine-args", "{"], "OVERRIDE_ENGINE_ARGS: not valid JSON"),
         (["--override-engine-args", "[1]"], "OVERRIDE_ENGINE_ARGS: must be a mapping"),
         (["--override-engine-args", '{"model": "x"}'], "OVERRIDE_ENGINE_ARGS: model is a setting of its own, MODEL"),
-        (["--override-engine-args", '{"frob": 1}'], "OVERRIDE_ENGINE_ARGS: frob: TensorRT-LLM 1.2.1 has no such argument"),
+        (
+            ["--override-engine-args", '{"frob": 1}'],
+            "OVERRIDE_ENGINE_ARGS: frob: TensorRT-LLM 1.2.1 has no such argument",
+        ),
         (["--extra-engine-args", "/no/such.yaml"], "EXTRA_ENGINE_ARGS: /no/such.yaml"),
     ],
 )
-def test_wrong_arguments_stop_the_start_by_name(flags: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_stop_the_start_by_name(
+    flags: list[str], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(EngineArgsError):
         effective(read_settings(["--engine", "trtllm", *flags]))
     for command in ([], ["config"]):
@@ -238,8 +272,19 @@ def test_an_empty_file_says_nothing_and_a_broken_one_is_named(tmp_path: Path) ->
         effective(read_settings(["--engine", "trtllm", "--extra-engine-args", str(path)]))
 
 
-def test_config_shows_settings_arguments_and_layers_but_no_secret(extra: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--engine", "trtllm", "--extra-engine-args", str(extra), "--api-keys", "swordfish", "--publish-kv-events", "true"]
+def test_config_shows_settings_arguments_and_layers_but_no_secret(
+    extra: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--engine",
+        "trtllm",
+        "--extra-engine-args",
+        str(extra),
+        "--api-keys",
+        "swordfish",
+        "--publish-kv-events",
+        "true",
+    ]
     assert main(["config", *flags]) == 0
     shown = capsys.readouterr().out
     assert "swordfish" not in shown

@@ -13,7 +13,9 @@ SECRET = "s3cr3t"
 
 
 async def test_runtime_is_what_the_engine_has() -> None:
-    async with application(max_batch_size=7, max_seq_len=512, publish_kv_events=True, kv_events_endpoint="tcp://127.0.0.1:50571") as (
+    async with application(
+        max_batch_size=7, max_seq_len=512, publish_kv_events=True, kv_events_endpoint="tcp://127.0.0.1:50571"
+    ) as (
         client,
         state,
     ):
@@ -30,8 +32,16 @@ async def test_runtime_is_what_the_engine_has() -> None:
         "backend": "fake",
     }
     assert (runtime["kv_block_size"], runtime["total_kv_blocks"]) == (info.block_size, info.num_blocks)
-    assert (runtime["max_num_batched_tokens"], runtime["data_parallel_size"]) == (info.max_num_tokens, info.data_parallel_size)
-    assert (runtime["kv_events_port"], runtime["kv_events_replay_port"], runtime["parsers"], runtime["peers"]) == (50571, None, [], {})
+    assert (runtime["max_num_batched_tokens"], runtime["data_parallel_size"]) == (
+        info.max_num_tokens,
+        info.data_parallel_size,
+    )
+    assert (runtime["kv_events_port"], runtime["kv_events_replay_port"], runtime["parsers"], runtime["peers"]) == (
+        50571,
+        None,
+        [],
+        {},
+    )
     assert {"trellis", "python"} <= runtime["versions"].keys()
 
 
@@ -47,7 +57,12 @@ SECRETIVE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("role", SECRETIVE)
 async def test_server_info_of_every_role_behind_the_key_and_without_secrets(role: str) -> None:
-    settings = {"internal_secret": SECRET, "api_keys": f"{SECRET},k", "override_engine_args": f'{{"x": "{SECRET}"}}', **SECRETIVE[role]}
+    settings = {
+        "internal_secret": SECRET,
+        "api_keys": f"{SECRET},k",
+        "override_engine_args": f'{{"x": "{SECRET}"}}',
+        **SECRETIVE[role],
+    }
     async with application(False, disaggregation_mode=role, **settings) as (client, _):
         assert (await client.get("/server_info")).status_code == 401
         for _ in range(2):
@@ -56,13 +71,24 @@ async def test_server_info_of_every_role_behind_the_key_and_without_secrets(role
     assert SECRET not in answer.text
     found = answer.json()
     assert found["runtime"]["role"] == role
-    assert found["settings"]["api_keys"] == found["settings"]["internal_secret"] == found["settings"]["override_engine_args"] == "***"
+    assert (
+        found["settings"]["api_keys"]
+        == found["settings"]["internal_secret"]
+        == found["settings"]["override_engine_args"]
+        == "***"
+    )
 
 
 async def test_peers_are_counted() -> None:
-    here = {"disaggregation_mode": "decode", "internal_secret": "s", "prefill_urls": "http://127.0.0.1:9,http://127.0.0.1:19"}
+    here = {
+        "disaggregation_mode": "decode",
+        "internal_secret": "s",
+        "prefill_urls": "http://127.0.0.1:9,http://127.0.0.1:19",
+    }
     async with application(**here) as (client, _):
-        assert (await client.get("/server_info")).json()["runtime"]["peers"] == {"prefill": {"known": 2, "available": 0}}
+        assert (await client.get("/server_info")).json()["runtime"]["peers"] == {
+            "prefill": {"known": 2, "available": 0}
+        }
 
 
 def test_no_setting_shows_a_secret() -> None:
@@ -87,7 +113,10 @@ def test_no_setting_shows_a_secret() -> None:
 
 
 async def test_openais_client_gets_it_too() -> None:
-    async with application() as (http, _), openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client:
+    async with (
+        application() as (http, _),
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client,
+    ):
         (model,) = (await client.models.list()).data
     assert model.model_extra is not None
     assert model.model_extra["runtime"]["total_kv_blocks"] > 0

@@ -27,7 +27,12 @@ async def missing(client: httpx.AsyncClient) -> dict[str, str]:
         assert answer.json() == {"status": "ready"}
         return {}
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"], error["param"]) == (503, "not_ready", "server_error", None)
+    assert (answer.status_code, error["code"], error["type"], error["param"]) == (
+        503,
+        "not_ready",
+        "server_error",
+        None,
+    )
     parts = {part["name"]: part["reason"] for part in error["missing"]}
     assert all(reason in error["message"] for reason in parts.values())
     return parts
@@ -36,7 +41,9 @@ async def missing(client: httpx.AsyncClient) -> dict[str, str]:
 async def metric(client: httpx.AsyncClient, name: str) -> float:
     """The sum of a metric's samples; with labels, those of one sample."""
     page = (await client.get("/metrics")).text
-    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))
+    )
 
 
 async def until(condition: Any, seconds: float = 5) -> None:

@@ -52,8 +52,16 @@ async def test_wrong_method(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 async def test_wrong_content_type(client: httpx.AsyncClient, path: str) -> None:
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
-        check(await client.post(path, content=b"{}", headers={"content-type": content_type}), 415, "unsupported_media_type")
-    check(await client.post(path, content=b"{}", headers={**JSON, "content-encoding": "gzip"}), 415, "unsupported_media_type")
+        check(
+            await client.post(path, content=b"{}", headers={"content-type": content_type}),
+            415,
+            "unsupported_media_type",
+        )
+    check(
+        await client.post(path, content=b"{}", headers={**JSON, "content-encoding": "gzip"}),
+        415,
+        "unsupported_media_type",
+    )
 
 
 async def test_content_type_with_parameters(client: httpx.AsyncClient) -> None:
@@ -81,7 +89,10 @@ async def test_validation_names_the_field_and_not_the_branch(client: httpx.Async
         ({**CHAT, "messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "messages.0.content"),
         ({**CHAT, "messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
         ({**CHAT, "logit_bias": {"5": "x"}}, "logit_bias.5"),
-        ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]}, "messages.0.content"),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
+            "messages.0.content",
+        ),
         ({"max_tokens": 5}, "messages"),
         ({**CHAT, "messages": []}, "messages"),
     ]
@@ -91,7 +102,16 @@ async def test_validation_names_the_field_and_not_the_branch(client: httpx.Async
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"\xff", b'{"messages":' + b"[" * 400 + b"]" * 400 + b"}", b'{"n":' * 150 + b"1" + b"}" * 150]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"messages":' + b"[" * 400 + b"]" * 400 + b"}",
+        b'{"n":' * 150 + b"1" + b"}" * 150,
+    ],
 )
 async def test_not_json_or_too_deep(client: httpx.AsyncClient, content: bytes) -> None:
     response = await client.post("/v1/chat/completions", content=content, headers=JSON)
@@ -159,7 +179,10 @@ def test_table_covers_every_error() -> None:
 
 @pytest.mark.parametrize("cls", STATUS)
 def test_status_and_retry(cls: type[Exception]) -> None:
-    arguments = {multimodal.errors.ContextLengthExceeded: (10, 20, 25, "messages"), multimodal.errors.DeadlineExceeded: (1.5,)}
+    arguments = {
+        multimodal.errors.ContextLengthExceeded: (10, 20, 25, "messages"),
+        multimodal.errors.DeadlineExceeded: (1.5,),
+    }
     error = cls(*arguments.get(cls, ("why",)))
     answer = render(error)
     status, again = STATUS[cls]

@@ -54,7 +54,9 @@ def test_sdk(server: ServerProcess) -> None:
         assert chat.usage is not None
         assert chat.usage.completion_tokens == 9
         assert client.completions.create(model="fake", prompt="abc", max_tokens=3).choices[0].text == "abc"
-        raw = client.chat.completions.with_raw_response.create(model="fake", messages=MESSAGES, extra_headers={"x-request-id": "mine"})
+        raw = client.chat.completions.with_raw_response.create(
+            model="fake", messages=MESSAGES, extra_headers={"x-request-id": "mine"}
+        )
         assert raw.request_id == "mine"
 
 
@@ -62,16 +64,25 @@ def test_sdk_stream(server: ServerProcess) -> None:
     with client_of(server) as client:
         whole = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=50)
         options: openai.types.chat.ChatCompletionStreamOptionsParam = {"include_usage": True}
-        stream = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=50, stream=True, stream_options=options)
+        stream = client.chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=50, stream=True, stream_options=options
+        )
         chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason] == ["length"]
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == whole.choices[0].message.content
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason] == [
+        "length"
+    ]
     assert chunks[-1].usage == whole.usage
 
 
 async def test_sdk_async(server: ServerProcess) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        answers = await asyncio.gather(*(client.completions.create(model="fake", prompt=f"{n}", max_tokens=1) for n in range(10)))
+        answers = await asyncio.gather(
+            *(client.completions.create(model="fake", prompt=f"{n}", max_tokens=1) for n in range(10))
+        )
         assert [answer.choices[0].text for answer in answers] == [str(n) for n in range(10)]
         stream = await client.completions.create(model="fake", prompt="abc", max_tokens=6, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "abcabc"
@@ -145,7 +156,9 @@ def test_client_gone_frees_the_engine(slow: ServerProcess, stream: bool) -> None
 
 def test_client_gone_before_the_first_token() -> None:
     """Its sequence waits in the queue, since another has the engine's only place."""
-    with serving("--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "0.5") as server:
+    with serving(
+        "--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "0.5"
+    ) as server:
         with contextlib.ExitStack() as running:
             for _ in range(8):
                 running.enter_context(request(server, {**LONG, "max_tokens": 500, "stream": True, "n": 128}))
@@ -169,7 +182,9 @@ def test_keep_alive_comments(slow: ServerProcess) -> None:
 def test_slow_body(slow: ServerProcess) -> None:
     port = int(slow.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+        )
         answer = until(connection, b"never")
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in answer
@@ -177,7 +192,11 @@ def test_slow_body(slow: ServerProcess) -> None:
 
 def test_headers_too_large(slow: ServerProcess) -> None:
     port = int(slow.url.rpartition(":")[2])
-    for head in (b"GET /" + b"x" * (1 << 20), b"GET / HTTP/1.1\r\na: " + b"x" * (1 << 20), b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (1 << 17)):
+    for head in (
+        b"GET /" + b"x" * (1 << 20),
+        b"GET / HTTP/1.1\r\na: " + b"x" * (1 << 20),
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (1 << 17),
+    ):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             sender = threading.Thread(target=_send_ignoring_reset, args=(connection, head))
             sender.start()

@@ -81,9 +81,21 @@ async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
         before = (await client.get("/metrics")).text
         for number in range(30):
             evil = f"evil{number}"
-            headers = {"x-request-id": evil, "user-agent": evil, "host": evil, "x-forwarded-for": evil, "traceparent": evil}
+            headers = {
+                "x-request-id": evil,
+                "user-agent": evil,
+                "host": evil,
+                "x-forwarded-for": evil,
+                "traceparent": evil,
+            }
             for method in ("GET", "POST", evil.upper()):
-                for path in (f"/v1/models/{evil}", f"/{evil}", f"/v1/chat/completions?{evil}", "/metrics/..%2f" + evil, "/%0aevil 1"):
+                for path in (
+                    f"/v1/models/{evil}",
+                    f"/{evil}",
+                    f"/v1/chat/completions?{evil}",
+                    "/metrics/..%2f" + evil,
+                    "/%0aevil 1",
+                ):
                     await client.request(method, path, json={**CHAT, "model": evil, "user": evil}, headers=headers)
         await asyncio.sleep(0.3)
         after = (await client.get("/metrics")).text
@@ -107,7 +119,10 @@ async def test_both_paths_show_the_page() -> None:
 
 async def test_kinds_of_requests_and_their_lengths_are_counted() -> None:
     url = f"data:image/png;base64,{b64encode(tiny_image()).decode()}"
-    seen = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "max_tokens": 2}
+    seen = {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}],
+        "max_tokens": 2,
+    }
     async with application() as (client, _):
         for body in (CHAT, seen, {**seen, "n": 2}):
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
@@ -124,14 +139,24 @@ def test_requests_with_a_grammar_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = GenerationMetrics(registry, "m")
     for guide in (None, Guide("json_object")):
-        metrics.requested(GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, guide=guide)))
+        metrics.requested(
+            GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, guide=guide))
+        )
     assert registry.get_sample_value("trtllm_request_type_structured_output_total", {"model_name": "m"}) == 1
 
 
 async def test_steps_and_the_speed_of_transfers() -> None:
     """Each step that is seen counts once, and none before the first; the speed is that of what was read since the statistics before."""
     metrics = ServerMetrics("m", None)
-    engine = _Reported([_stats(0, 0, 0), _stats(1, 0, 0), _stats(1, 0, 0), _stats(2, 3_000_000_000, 1.5), _stats(3, 3_000_000_000, 1.5)])
+    engine = _Reported(
+        [
+            _stats(0, 0, 0),
+            _stats(1, 0, 0),
+            _stats(1, 0, 0),
+            _stats(2, 3_000_000_000, 1.5),
+            _stats(3, 3_000_000_000, 1.5),
+        ]
+    )
     await engine.start()
     try:
         await metrics.watch_engine(AdmissionEngine(engine, 1, 1))
@@ -173,11 +198,15 @@ def _stats(iteration: int, size: int, seconds: float) -> IterationStats:
 
 
 def test_any_of_several_processes_shows_the_same() -> None:
-    with serving("--api-processes", "2", "--canary-seconds", "0.2", "--publish-kv-events", "1", "--kv-events-endpoint", EVENTS) as server:
+    with serving(
+        "--api-processes", "2", "--canary-seconds", "0.2", "--publish-kv-events", "1", "--kv-events-endpoint", EVENTS
+    ) as server:
         while server.log.count("ready: ") < 2:
             time.sleep(0.05)
         server.wait_metric("trellis_ready", 1)
-        with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:  # each time another connection: any of the processes
+        with httpx.Client(
+            limits=httpx.Limits(max_keepalive_connections=0)
+        ) as client:  # each time another connection: any of the processes
             for _ in range(20):
                 assert client.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
             server.wait_metric("trtllm_request_success_total", 20)
@@ -213,7 +242,12 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
 
 
 def _queries(text: str) -> list[str]:
-    return [line for block in re.findall(r"```promql\n(.*?)```", text, re.DOTALL) for line in block.splitlines() if line.strip()]
+    return [
+        line
+        for block in re.findall(r"```promql\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+        if line.strip()
+    ]
 
 
 def _selected(expression: Any, parser: Any) -> Iterator[str]:
@@ -252,7 +286,9 @@ def test_compose_mounts_what_there_is() -> None:
         assert files and all((ROOT / file).is_file() for file in files)
     (scrape,) = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())["scrape_configs"]
     (names,) = (found["names"] for found in scrape["dns_sd_configs"])
-    replicas = {name for name, service in services.items() if "8000" in service.get("expose", []) or name == "tensorrt-llm"}
+    replicas = {
+        name for name, service in services.items() if "8000" in service.get("expose", []) or name == "tensorrt-llm"
+    }
     assert replicas <= set(names), "every replica is scraped"
     source = yaml.safe_load((OBSERVABILITY / "grafana/datasources.yml").read_text())["datasources"][0]
     assert source["url"] == "http://prometheus:9090"

@@ -32,7 +32,11 @@ def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_answer_of_nvidia_smi() -> None:
-    lines = ["NVIDIA H200, 580.95.05, 9.0, 143360, GPU-a1", "NVIDIA GB10, 580.95.05, 12.1, [N/A], GPU-b2", "Unable to determine, Error"]
+    lines = [
+        "NVIDIA H200, 580.95.05, 9.0, 143360, GPU-a1",
+        "NVIDIA GB10, 580.95.05, 12.1, [N/A], GPU-b2",
+        "Unable to determine, Error",
+    ]
     assert gpus.parse_gpus("\n".join(lines)) == (H200, SPARK)
     assert gpus.parse_gpus(None) == ()
     assert gpus.parse_gpus("No devices were found\n") == ()
@@ -54,7 +58,9 @@ def test_parts_of_gpus_count_as_gpus_of_unknown_memory() -> None:
     assert [gpu.memory for gpu in visible((H200,), "MIG-1,MIG-2")] == [0, 0]
 
 
-@pytest.mark.parametrize(("script", "answer"), [("echo found", "found\n"), ("exit 9", None), ("exec sleep 60", None), (None, None)])
+@pytest.mark.parametrize(
+    ("script", "answer"), [("echo found", "found\n"), ("exit 9", None), ("exec sleep 60", None), (None, None)]
+)
 def test_nvidia_smi_may_fail_hang_or_be_missing(
     script: str | None, answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,16 +76,32 @@ def test_nvidia_smi_may_fail_hang_or_be_missing(
 @pytest.mark.parametrize(
     ("flags", "devices", "said"),
     [
-        (["--tensor-parallel-size", "4"], None, "tensor_parallel_size 4 (setting) needs 4 GPU(s), 2 are visible; ask for 2 in all"),
-        (["--override-engine-args", '{"context_parallel_size": 4}'], None, "context_parallel_size 4 (OVERRIDE_ENGINE_ARGS) needs 4"),
+        (
+            ["--tensor-parallel-size", "4"],
+            None,
+            "tensor_parallel_size 4 (setting) needs 4 GPU(s), 2 are visible; ask for 2 in all",
+        ),
+        (
+            ["--override-engine-args", '{"context_parallel_size": 4}'],
+            None,
+            "context_parallel_size 4 (OVERRIDE_ENGINE_ARGS) needs 4",
+        ),
         (["--tensor-parallel-size", "2"], "1", "tensor_parallel_size 2 (setting) needs 2 GPU(s), 1 are visible"),
         (["--gpus-per-node", "3"], None, "gpus_per_node is 3, 2 GPU(s) are visible; set GPUS_PER_NODE to 2"),
         ([], "", "tensor_parallel_size 1 (default) needs 1 GPU(s), 0 are visible"),
-        (["--backend", "_autodeploy", "--override-engine-args", '{"world_size": 3}'], None, "world_size 3 (OVERRIDE_ENGINE_ARGS) needs 3"),
+        (
+            ["--backend", "_autodeploy", "--override-engine-args", '{"world_size": 3}'],
+            None,
+            "world_size 3 (OVERRIDE_ENGINE_ARGS) needs 3",
+        ),
     ],
 )
 def test_too_few_gpus_stop_the_start(
-    flags: list[str], devices: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    devices: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(gpus, "_QUERY", ("echo", TWO_H200))
     if devices is not None:
@@ -98,7 +120,9 @@ def test_too_few_gpus_stop_the_start(
         ["--tensor-parallel-size", "8", "--engine-address", "ipc:///elsewhere"],
     ],
 )
-def test_enough_gpus_and_several_nodes_go_on(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_enough_gpus_and_several_nodes_go_on(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As far as opening the port, which is no address of this machine."""
     monkeypatch.setattr(gpus, "_QUERY", ("echo", TWO_H200))
     assert main(["--engine", "trtllm", "--host", "192.0.2.1", *flags]) == 1

@@ -33,7 +33,11 @@ def handled(server: ServerProcess) -> set[int]:
             client.get(f"{server.url}/health/live")
             port = int(server.url.rpartition(":")[2])
             for process in api_processes(server):
-                if [c for c in process.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED]:
+                if [
+                    c
+                    for c in process.net_connections("tcp")
+                    if c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED
+                ]:
                     pids.add(process.pid)
         if len(pids) == 2:
             break
@@ -78,7 +82,9 @@ def test_drain_and_no_child_left(server: ServerProcess, everyone: bool) -> None:
     children = server.children()
     assert len(children) == 3
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        json={**CHAT, "max_tokens": 200, "stream": True, "ignore_eos": True},
     ) as answer:
         lines = answer.iter_lines()
         next(lines)

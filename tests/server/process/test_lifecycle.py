@@ -120,7 +120,11 @@ def test_an_image_that_does_not_come_cannot_stop_the_end() -> None:
     with serving(*flags) as server, socket.create_server(("127.0.0.1", 0)) as images:
         image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/"}}
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": [image]}]})
+            asked = pool.submit(
+                httpx.post,
+                f"{server.url}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": [image]}]},
+            )
             with images.accept()[0]:
                 began = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)
@@ -204,7 +208,9 @@ def test_api_processes_that_cannot_serve_end_the_launcher(tmp_path: Path) -> Non
 @pytest.mark.parametrize("flags", [(), ("--engine-process", "false"), ("--api-processes", "2")])
 def test_failed_start_is_one_line_and_not_zero(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "model").mkdir()
-    server = ServerProcess("--engine", "embedded", "--model", str(tmp_path / "model"), "--cache-dir", str(tmp_path), *flags)
+    server = ServerProcess(
+        "--engine", "embedded", "--model", str(tmp_path / "model"), "--cache-dir", str(tmp_path), *flags
+    )
     assert server.wait(30) == 1
     assert len([line for line in server.lines if "the server ends: " in line]) == 1
     assert "Traceback" not in server.log

@@ -42,13 +42,17 @@ class _Prompts:
 class CudaAttention:
     """The tables of running sequences, and attention over them."""
 
-    def __init__(self, cache: KvCache, heads: int, scale: float, dtype: torch.dtype, max_num_seqs: int, context_length: int) -> None:
+    def __init__(
+        self, cache: KvCache, heads: int, scale: float, dtype: torch.dtype, max_num_seqs: int, context_length: int
+    ) -> None:
         self._cache, self._heads, self._scale = cache, heads, scale
         self._dtype = dtype
         """Of queries; keys and values that are not in the cache have it too."""
         self._device = cache.data.device
         self.width = -(-context_length // cache.block_size)
-        self.tables = torch.full((max_num_seqs + 1, self.width), len(cache.data) - 1, dtype=torch.int32, device=self._device)
+        self.tables = torch.full(
+            (max_num_seqs + 1, self.width), len(cache.data) - 1, dtype=torch.int32, device=self._device
+        )
         """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names the spare block."""
         self._tabled: list[tuple[list[int] | None, int]] = [(None, 0)] * (max_num_seqs + 1)
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
@@ -71,7 +75,9 @@ class CudaAttention:
                 blocks += held[known:]
                 self._tabled[slot] = (held, len(held))
         if cells:
-            update = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+            update = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=True).to(
+                self._device, non_blocking=True
+            )
             self.tables.view(-1)[update[0]] = update[1].int()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +95,9 @@ class CudaAttention:
         prompts = self._plan(chunks[decodes:]) if decodes < len(chunks) else None
         return Step(self._rows(slots, positions), decodes, pages, positions[:decodes], prompts)
 
-    def __call__(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and `value` are the
         step's own, [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
         """

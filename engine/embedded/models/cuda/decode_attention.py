@@ -30,7 +30,9 @@ def _attend(
     share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     q = tl.load(query + heads, inside, 0.0)
     if FP8:
-        q = q.to(tl.float16)  # eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost
+        q = q.to(
+            tl.float16
+        )  # eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
@@ -88,7 +90,13 @@ class DecodeAttention:
         self._counters = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `pages`
         int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values are there already.

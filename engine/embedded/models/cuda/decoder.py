@@ -85,7 +85,12 @@ class LlamaDecoder:
         return functional.embedding(tokens, self._embedding)
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step, rows: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: CudaAttention | _Stub,
+        step: Step,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden size], which are
         changed in place; `positions`: int [tokens]."""
@@ -103,7 +108,9 @@ class LlamaDecoder:
             return kernels.gemv(x, self._head, norm=self._norm, tile=_HEAD_TILE)
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
 
-    def _attend(self, qkv: torch.Tensor, index: int, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step) -> torch.Tensor:
+    def _attend(
+        self, qkv: torch.Tensor, index: int, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step
+    ) -> torch.Tensor:
         heads, kv_heads, dim = self.heads
         keys, values = attention.layer(index)
         query = kernels.rotate_and_store(qkv, self.heads, self._rotations, positions, step.rows, keys, values)
@@ -122,7 +129,9 @@ def is_llama_kind(model: Any) -> bool:
     for layer in inner.layers:
         if not has_parts(layer) or any(name.endswith("bias") for name, _ in layer.named_parameters()):
             return False
-        if not all(kernels.fits_gemv(linear.weight) for linear in layer.modules() if isinstance(linear, torch.nn.Linear)):
+        if not all(
+            kernels.fits_gemv(linear.weight) for linear in layer.modules() if isinstance(linear, torch.nn.Linear)
+        ):
             return False
     return True
 
@@ -132,12 +141,17 @@ class _Stub:
 
     def __init__(self, decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> None:
         _, kv_heads, dim = decoder.heads
-        self._cache, self._scale = KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device)), decoder.scale
+        self._cache, self._scale = (
+            KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device)),
+            decoder.scale,
+        )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
 
-    def __call__(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         return values_of_first_head(layer, query, key, value, self._scale)
 
 
@@ -145,7 +159,9 @@ def trial_by_transformers(model: Any) -> torch.Tensor:
     """The model's own logits of some tokens, with a stub in the place of attention: float32 [tokens, vocab]."""
     device = model.get_output_embeddings().weight.device
     tokens = torch.arange(1, 1 + _TRIAL, device=device).unsqueeze(0)
-    logits: torch.Tensor = model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=values_of_first_head).logits
+    logits: torch.Tensor = model(
+        input_ids=tokens, position_ids=tokens, use_cache=False, paged=values_of_first_head
+    ).logits
     return logits[0].float()
 
 
@@ -156,7 +172,9 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
     parts = []
     for part in (tokens[:1], tokens[1:]):
         rows = torch.arange(len(part), device=device)
-        parts.append(decoder(decoder.embed(part.long()), part, stub, Step(rows, len(part), part, part, None), None).float())
+        parts.append(
+            decoder(decoder.embed(part.long()), part, stub, Step(rows, len(part), part, part, None), None).float()
+        )
     return torch.cat(parts)
 
 

@@ -13,7 +13,12 @@ class Fp8Products(Products):
     """Half the bytes of a weight for one row, which keeps its own type; more rows are quantised and multiplied on fp8 tensor cores."""
 
     # Measured on an H200 (benchmarks/kernels.py).
-    tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (16, 512, 8), "out": (16, 1024, 8), "gate_up": (2, 4096, 4), "down": (8, 2048, 8)}
+    tiles: ClassVar[Mapping[str, Tile]] = {
+        "qkv": (16, 512, 8),
+        "out": (16, 1024, 8),
+        "gate_up": (2, 4096, 4),
+        "down": (8, 2048, 8),
+    }
 
     def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
         quantised = [fp8_kernels.quantise(part) for part in parts]
@@ -42,7 +47,9 @@ class Fp8Products(Products):
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         return self._added(x, _quantised(*fp8_kernels.quantise(value)), weight, norm)
 
-    def _add_gated_rows(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
+    def _add_gated_rows(
+        self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
+    ) -> Normed:
         return self._added(x, _quantised(*fp8_kernels.silu_mul(self._product_rows(normed, gate_up))), down, norm)
 
     def _added(self, x: torch.Tensor, value: Normed, weight: Weight, norm: Norm | None) -> Normed:

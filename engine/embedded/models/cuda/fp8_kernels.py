@@ -75,7 +75,9 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scales
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, quantised as by `quantise`: [rows, size]. `added` is first added to x, in place."""
     out, scales = _empty(len(x), x.shape[1], x.device)
     block, warps = _whole(x.shape[1])

@@ -23,7 +23,11 @@ def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
     value = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
     gdc_launch_dependents()
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
-    tl.store(out + row * size + columns, (value.to(out.dtype.element_ty).to(tl.float32) * scale).to(out.dtype.element_ty), inside)
+    tl.store(
+        out + row * size + columns,
+        (value.to(out.dtype.element_ty).to(tl.float32) * scale).to(out.dtype.element_ty),
+        inside,
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -117,7 +121,21 @@ def rotate_and_store(
     query = qkv.new_empty((len(qkv), count, dim))
     group, fp8 = 8, keys.dtype == torch.float8_e4m3fn
     _rotate_and_store[(len(qkv), triton.cdiv(count + 2 * kv_count, group))](
-        qkv, query, rotations, positions, slots, keys, values, count, kv_count, dim, dim // 2, group, fp8, num_warps=4, launch_pdl=True
+        qkv,
+        query,
+        rotations,
+        positions,
+        slots,
+        keys,
+        values,
+        count,
+        kv_count,
+        dim,
+        dim // 2,
+        group,
+        fp8,
+        num_warps=4,
+        launch_pdl=True,
     )
     return query
 
@@ -141,7 +159,9 @@ def _gemv(
     if FETCH:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         lines = weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // LINE)[None, :] * LINE
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
     gdc_launch_dependents()
     gdc_wait()
     scale = 1.0

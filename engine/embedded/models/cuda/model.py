@@ -47,7 +47,9 @@ class CudaModel(Model):
         _check(config)
         super().__init__(config)
         heads, scale = self._decoder.heads[0], self._decoder.scale
-        self._attention = CudaAttention(self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length)
+        self._attention = CudaAttention(
+            self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
+        )
         self._sampled = torch.zeros(config.max_batch_size + 1, dtype=torch.int64, device=self.device)
         """The last token of each slot."""
         self._spare_slot = config.max_batch_size
@@ -76,7 +78,9 @@ class CudaModel(Model):
             return self._replay(self._graphs[size], self._inputs(chunks, size, shown), rows)
         tokens, positions, slots, _ = self._inputs(chunks, count, shown)
         step = self._attention.mixed(chunks, slots, positions)
-        return self._decoder(self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, self._to_device(rows))
+        return self._decoder(
+            self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, self._to_device(rows)
+        )
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
@@ -93,13 +97,17 @@ class CudaModel(Model):
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
             expected = trial_by_transformers(self._module)
-            self._decoder = LlamaDecoder(self._module, self.context_length, config.max_num_tokens if self.takes_images else 0)
+            self._decoder = LlamaDecoder(
+                self._module, self.context_length, config.max_num_tokens if self.takes_images else 0
+            )
             if not self._agrees(expected, _TOLERANCE):
                 raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
             if config.quantization == "fp8":
                 self._decoder.quantise()
                 if not self._agrees(expected, _FP8_TOLERANCE):
-                    raise UnsupportedModelError(f"{self.hf_config.model_type} does not bear products of fp8, or this machine has none")
+                    raise UnsupportedModelError(
+                        f"{self.hf_config.model_type} does not bear products of fp8, or this machine has none"
+                    )
         self._module = None
         torch.cuda.empty_cache()
 
@@ -111,7 +119,10 @@ class CudaModel(Model):
     def _graph_size(self, chunks: Sequence_[Chunk], count: int) -> int:
         """The graph to run a step of `count` tokens, 0 for none. A token of a prompt is as good as a decode there, if it has not too many
         before it: each of them reads all keys up to its own."""
-        if count > len(chunks) and sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks if _is_prompt(chunk)) > _MOST_READ:
+        if (
+            count > len(chunks)
+            and sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks if _is_prompt(chunk)) > _MOST_READ
+        ):
             return 0
         return next((size for size in self._graphs if size >= count), 0)
 
@@ -171,11 +182,19 @@ class CudaModel(Model):
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""
         started, size = time.monotonic(), self.cache.block_size
         blocks = [len(self.cache.data) - 1] * 2
-        request = GenerateRequest(request_id="", prompt_token_ids=(0,) * 2 * size, sampling=SamplingParams(max_tokens=1))
+        request = GenerateRequest(
+            request_id="", prompt_token_ids=(0,) * 2 * size, sampling=SamplingParams(max_tokens=1)
+        )
         # Without a sampler: nothing is sampled.
-        first, second = (Sequence(request, None, 0.0, 0.0, [0] * 2 * size, tables=[blocks], slot=self._spare_slot) for _ in range(2))  # type: ignore[arg-type]
+        first, second = (
+            Sequence(request, None, 0.0, 0.0, [0] * 2 * size, tables=[blocks], slot=self._spare_slot)  # type: ignore[arg-type]
+            for _ in range(2)
+        )
         for starts in ((0, 0), (size, 2 * size - 1)):
-            chunks = [Chunk(sequence, start, 2 * size - start, True, 0) for sequence, start in zip((first, second), starts, strict=True)]
+            chunks = [
+                Chunk(sequence, start, 2 * size - start, True, 0)
+                for sequence, start in zip((first, second), starts, strict=True)
+            ]
             self.forward(self.ordered(chunks), [0, 1])
         torch.cuda.synchronize()
         log.info("kernels of prompts are ready after %.1f s", time.monotonic() - started)
@@ -204,7 +223,9 @@ class CudaModel(Model):
 def _check(config: EmbeddedConfig) -> None:
     """What can be known before anything is loaded."""
     if torch.cuda.get_device_capability() < (9, 0):
-        raise UnsupportedModelError(f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}")
+        raise UnsupportedModelError(
+            f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}"
+        )
     if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
@@ -218,7 +239,9 @@ def _check(config: EmbeddedConfig) -> None:
 class _Graph:
     """A step of so many tokens: what it reads and what it writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
         self.graph, self.inputs, self.logits, self.tokens = graph, inputs, logits, tokens
 
 

@@ -98,14 +98,21 @@ class Products(ABC):
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed: ...
 
     @abstractmethod
-    def _add_gated_rows(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed: ...
+    def _add_gated_rows(
+        self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
+    ) -> Normed: ...
 
 
 class PlainProducts(Products):
     """Weights of the model's type: cuBLAS, and our own products where those of few rows are faster."""
 
     # Measured on an H200 (benchmarks/kernels.py, docs/log.md).
-    tiles: ClassVar[Mapping[str, Tile]] = {"qkv": (4, 2048, 8), "out": (16, 512, 4), "gate_up": (2, 2048, 4), "down": (8, 1024, 4)}
+    tiles: ClassVar[Mapping[str, Tile]] = {
+        "qkv": (4, 2048, 8),
+        "out": (16, 512, 4),
+        "gate_up": (2, 2048, 4),
+        "down": (8, 1024, 4),
+    }
 
     def __init__(self, fetch: bool, device: torch.device) -> None:
         super().__init__(fetch)
@@ -130,7 +137,9 @@ class PlainProducts(Products):
             torch.addmm(x, value, weight.values.t(), out=x)
         return Normed(x) if norm is None else self._norm_rows(x, norm)
 
-    def _add_gated_rows(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
+    def _add_gated_rows(
+        self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
+    ) -> Normed:
         if len(x) in _FEW_ROWS and fits_product(gate_up.values):
             value = self._few(normed.values, gate_up.values, _FEW_TILES[gate_up.name], gated=True)
         else:

@@ -48,7 +48,11 @@ def _compile(path: Path) -> None:
         made = Path(part) / path.name
         try:
             done = subprocess.run(
-                [compiler, *_FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False, timeout=_SECONDS
+                [compiler, *_FLAGS, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SECONDS,
             )
         except subprocess.TimeoutExpired as error:
             raise NoCompilerError(f"{compiler} took more than {_SECONDS:.0f} s") from error

@@ -111,7 +111,9 @@ def _check(facts: dict[str, Any]) -> None:
     sliding = facts["model_type"] == "mistral" and facts.get("sliding_window", 4096) is not None
     refusals = {
         f"the kind {facts['model_type']}": facts["model_type"] not in _KINDS,
-        "sliding windows": sliding or facts.get("use_sliding_window") or set(facts.get("layer_types") or ()) - {"full_attention"},
+        "sliding windows": sliding
+        or facts.get("use_sliding_window")
+        or set(facts.get("layer_types") or ()) - {"full_attention"},
         f"the activation {facts.get('hidden_act')}": facts.get("hidden_act") != "silu",
         "scaled rotary positions": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partly rotated heads": rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)) != 1.0,
@@ -149,7 +151,9 @@ class Checkpoint:
         optional = {layer + part + ".bias" for layer in layers for part in _QKV} | {"lm_head.weight"}
         if wrong := sorted((names ^ required) - optional):
             self._files.close()
-            raise UnsupportedModelError(f"the compiled path does not know models with, or without, the tensor {wrong[0]}")
+            raise UnsupportedModelError(
+                f"the compiled path does not know models with, or without, the tensor {wrong[0]}"
+            )
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -37,7 +37,9 @@ class NativeModel(PendingTokens):
     def __init__(self, config: EmbeddedConfig) -> None:
         super().__init__()
         if config.dtype not in ("auto", "float32") or config.load_format == "dummy":
-            raise UnsupportedModelError(f"dtype {config.dtype} and load format {config.load_format} are not for compiled code")
+            raise UnsupportedModelError(
+                f"dtype {config.dtype} and load format {config.load_format} are not for compiled code"
+            )
         folder = Path(config.model)
         shape = read_config(folder)
         try:
@@ -100,7 +102,12 @@ def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dty
 
 
 def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
-    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "head_dim": shape.head_dim, "kv_block_size": block_size}
+    sizes = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "head_dim": shape.head_dim,
+        "kv_block_size": block_size,
+    }
     for name, size in sizes.items():
         if size % panel:
             raise UnsupportedModelError(f"the compiled path wants multiples of {panel}, and {name} is {size}")
@@ -110,7 +117,9 @@ def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
 
 def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
     layer_block_bytes = _block_bytes(config, shape) // shape.layers
-    return share(_attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks)
+    return share(
+        _attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks
+    )
 
 
 def _attends(shape: LlamaConfig) -> Attends:

@@ -41,7 +41,9 @@ class Weights:
             + self._words(config.hidden, config.intermediate)
         )
         self._arena, self._used = zeros((matrices,), torch.int32), 0
-        self.layers = (Layer * config.layers)(*(self._layer(f"model.layers.{index}.") for index in range(config.layers)))
+        self.layers = (Layer * config.layers)(
+            *(self._layer(f"model.layers.{index}.") for index in range(config.layers))
+        )
         self.embedding = self._matrix(["model.embed_tokens"])
         self.head = self.embedding if tied else self._matrix(["lm_head"])
         self.norm = self._vector("model.norm.weight")
@@ -86,7 +88,9 @@ class Weights:
         self._used += self._words(outputs, inputs)
         first = 0
         for index, weight in enumerate(weights):
-            self._work.append(self._packing(weight, start, index if interleaved else first, len(weights) if interleaved else 1))
+            self._work.append(
+                self._packing(weight, start, index if interleaved else first, len(weights) if interleaved else 1)
+            )
             first += -(-len(weight) // self._panel)
         return Matrix(start, self._bias(names), outputs, inputs)
 
@@ -95,7 +99,11 @@ class Weights:
 
     def _bias(self, names: list[str]) -> int | None:
         present = [f"{name}.bias" for name in names if f"{name}.bias" in self._checkpoint]
-        return self._keep(torch.cat([self._checkpoint.floats(name) for name in present])) if len(present) == len(names) else None
+        return (
+            self._keep(torch.cat([self._checkpoint.floats(name) for name in present]))
+            if len(present) == len(names)
+            else None
+        )
 
     def _vector(self, name: str) -> int:
         return self._keep(self._checkpoint.floats(name))

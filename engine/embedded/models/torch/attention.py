@@ -151,7 +151,9 @@ class SdpaAttention:
             self._prefills.append(self._prefill(row, chunk, table))
             row += chunk.length
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores
+    ) -> torch.Tensor:
         """As `AttentionBackend`, with the layer's number in the group."""
         self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
         outputs = [self._attend_decodes(batch, layer, query[batch.rows], scores) for batch in self._decodes]
@@ -221,8 +223,14 @@ class SdpaAttention:
             hidden = index >= ends
             if self._window is not None:
                 hidden |= index < ends - self._window
-            mask = torch.zeros(hidden.shape, dtype=self._cache.data.dtype).masked_fill_(hidden, -math.inf)[:, None, None].to(device)
-        return _Decodes(slice(row, row + len(batch)), self._of_layers(torch.tensor(rows, device=device), 1), longest, mask)
+            mask = (
+                torch.zeros(hidden.shape, dtype=self._cache.data.dtype)
+                .masked_fill_(hidden, -math.inf)[:, None, None]
+                .to(device)
+            )
+        return _Decodes(
+            slice(row, row + len(batch)), self._of_layers(torch.tensor(rows, device=device), 1), longest, mask
+        )
 
     def _prefill(self, row: int, chunk: Chunk, table: Table) -> _Prefill:
         size, device = self._cache.block_size, self._cache.data.device
@@ -233,7 +241,10 @@ class SdpaAttention:
             blocks = table[first : -(-end // size)]
             gathered = self._of_layers(torch.tensor(self._key_rows(blocks, len(blocks)), device=device), 1)
         if chunk.start or (self._window is not None and end > self._window):
-            queries, keys = torch.arange(chunk.start, end, device=device).unsqueeze(1), torch.arange(first * size, end, device=device)
+            queries, keys = (
+                torch.arange(chunk.start, end, device=device).unsqueeze(1),
+                torch.arange(first * size, end, device=device),
+            )
             mask = keys <= queries
             if self._window is not None:
                 mask &= keys > queries - self._window
@@ -241,12 +252,23 @@ class SdpaAttention:
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: _Scores, causal: bool = False
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: _Scores,
+    causal: bool = False,
 ) -> torch.Tensor:
     """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the shape of `query`."""
     if scores.softcap is None:
         return functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=query.shape[1] != keys.shape[1]
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scores.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
         )
     keys, values = (part.repeat_interleave(query.shape[1] // keys.shape[1], 1) for part in (keys, values))
     weights = torch.tanh(query @ keys.transpose(2, 3) * (scores.scale / scores.softcap)) * scores.softcap

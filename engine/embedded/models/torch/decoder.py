@@ -48,7 +48,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index, self._scale, self._head_dim = attention.layer_idx, attention.scaling, attention.head_dim
-        self._heads, self._kv_heads = (linear.out_features // self._head_dim for linear in (attention.q_proj, attention.k_proj))
+        self._heads, self._kv_heads = (
+            linear.out_features // self._head_dim for linear in (attention.q_proj, attention.k_proj)
+        )
         self._qkv = pack_joined([attention.q_proj, attention.k_proj, attention.v_proj]).forward
         self._out = pack_joined([attention.o_proj]).forward
         self._gate_up = pack_joined([mlp.gate_proj, mlp.up_proj]).forward
@@ -56,7 +58,9 @@ class DecoderLayer(nn.Module):
         self._attention_norm, self._mlp_norm = layer.input_layernorm.forward, layer.post_attention_layernorm.forward
         self._rotation = rotation
 
-    def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Rotation, paged: AttentionBackend, **_: Any) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, *, position_embeddings: Rotation, paged: AttentionBackend, **_: Any
+    ) -> torch.Tensor:
         """`hidden_states` [1, tokens, hidden]; further arguments are those that transformers passes and this does without."""
         x = hidden_states[0]
         cos, sin = self._rotation.of(position_embeddings)
@@ -84,7 +88,9 @@ def _replace(layers: nn.ModuleList, index: int, rotation: _SignedRotation) -> No
 
 def has_parts(layer: nn.Module) -> bool:
     """Whether the layer's modules have the names that Llama's have."""
-    return all({name for name, _ in layer.get_submodule(path).named_children()} == names for path, names in _PARTS.items())
+    return all(
+        {name for name, _ in layer.get_submodule(path).named_children()} == names for path, names in _PARTS.items()
+    )
 
 
 def _is_replaceable(layer: nn.Module) -> bool:
@@ -105,11 +111,15 @@ def _computes_the_same(layer: Any) -> bool:
             angles = torch.linspace(0, 1, 3 * mine._head_dim // 2).view(1, 3, -1).repeat(1, 1, 2)
             arguments = {"position_embeddings": (angles.cos(), angles.sin()), "paged": values_of_first_head}
             expected = layer(hidden, attention_mask=None, **arguments)
-            return torch.allclose(mine(hidden, **arguments), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+            return torch.allclose(
+                mine(hidden, **arguments), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+            )
         except (AttributeError, RuntimeError, TypeError):
             return False
 
 
-def values_of_first_head(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **__: Any) -> torch.Tensor:
+def values_of_first_head(
+    _: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **__: Any
+) -> torch.Tensor:
     """In the place of attention: something that depends on queries, keys, values and the scale."""
     return query * scale + key[:, :1] + value[:, :1]

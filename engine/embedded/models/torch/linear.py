@@ -14,7 +14,9 @@ from torch import nn
 FEW_ROWS = 16
 LAYOUT_ROWS = 512
 """The number of rows that oneDNN chooses the layout for."""
-_multiply_half = torch.ops.quantized.linear_dynamic_fp16.default  # the overload itself: looking it up takes as long as a small product
+_multiply_half = (
+    torch.ops.quantized.linear_dynamic_fp16.default
+)  # the overload itself: looking it up takes as long as a small product
 _TINIEST_STEP = 6e-8
 """Spacing of float16 below its smallest normal number; so little is lost in float32's sums."""
 

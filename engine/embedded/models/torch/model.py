@@ -41,7 +41,9 @@ class Model(PendingTokens):
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
         self.takes_images = image_tokens(self.hf_config)
-        self.context_length: int = min(config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings)
+        self.context_length: int = min(
+            config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings
+        )
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
         attends = ask(self._module, self.hf_config, self.context_length)
         self._adapt(config, attends)
@@ -49,12 +51,20 @@ class Model(PendingTokens):
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
         self.groups = self._share(config, attends)
         shapes = [
-            (group.num_blocks + self.spare_blocks, len(group.layers), 2, config.kv_block_size, attends.kv_heads, attends.head_dim)
+            (
+                group.num_blocks + self.spare_blocks,
+                len(group.layers),
+                2,
+                config.kv_block_size,
+                attends.kv_heads,
+                attends.head_dim,
+            )
             for group in self.groups
         ]
         shared = bool(config.kv_transfer) and self.device.type == "cpu"
         self.caches = [
-            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device)) for shape in shapes
+            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device))
+            for shape in shapes
         ]
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
@@ -94,7 +104,9 @@ class Model(PendingTokens):
         """[1, tokens], or [3, 1, tokens] for mRoPE."""
         if self.takes_images and self.takes_images.merge and any(chunk.sequence.images for chunk in chunks):
             return torch.cat([self._rope_positions(chunk) for chunk in chunks], 1).unsqueeze(1)
-        return torch.tensor([[position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]])
+        return torch.tensor(
+            [[position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]]
+        )
 
     def _rope_positions(self, chunk: Chunk) -> torch.Tensor:
         """In time, height and width: [3, tokens]."""
@@ -143,7 +155,9 @@ def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: tor
 
 def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    return drop_tower(auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval())
+    return drop_tower(
+        auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+    )
 
 
 def _replace_for_cpu(model: Any) -> None:

@@ -23,7 +23,12 @@ def replace_norms(module: nn.Module) -> None:
     """Replace every float32 module below `module` that turns out to compute RMSNorm: models have their own, and variants of it."""
     for name, child in module.named_children():
         weight, epsilon = getattr(child, "weight", None), getattr(child, "variance_epsilon", None)
-        if isinstance(weight, nn.Parameter) and isinstance(epsilon, float) and weight.dtype == torch.float32 and weight.ndim == 1:
+        if (
+            isinstance(weight, nn.Parameter)
+            and isinstance(epsilon, float)
+            and weight.dtype == torch.float32
+            and weight.ndim == 1
+        ):
             norm = RmsNorm(weight, epsilon)
             with torch.inference_mode():
                 x = torch.linspace(-2, 3, weight.numel())

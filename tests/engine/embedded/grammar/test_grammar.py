@@ -35,8 +35,12 @@ KINDS: list[tuple[GuideKind, Any, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "spec", "good", "bad"), KINDS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_kinds(compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GuideKind, spec: Any, good: list[str], bad: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "spec", "good", "bad"), KINDS, ids=lambda value: value if isinstance(value, str) else ""
+)
+async def test_kinds(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GuideKind, spec: Any, good: list[str], bad: list[str]
+) -> None:
     await check(compiler, tokenizer, kind, spec, good, bad)
 
 
@@ -54,7 +58,9 @@ REFUSED: list[tuple[GuideKind, Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "spec", "reason"), REFUSED, ids=lambda value: json.dumps(value)[:50])
-async def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, kind: GuideKind, spec: Any, reason: str) -> None:
+async def test_what_cannot_be_enforced_is_refused(
+    compiler: GrammarCompiler, kind: GuideKind, spec: Any, reason: str
+) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         await compiler.compile(Guide(kind, spec if isinstance(spec, str) else json.dumps(spec)))
     assert caught.value.param == "guide"
@@ -90,7 +96,9 @@ async def test_the_sampler_follows_the_grammar_beside_free_rows(
     cpu, sampler = torch.device("cpu"), Sampler(VOCAB, torch.device("cpu"))
     torch.manual_seed(0)
     for seed in range(10):
-        sampling = SamplingParams(max_tokens=50, temperature=temperature, top_p=0.9, logit_bias={SPECIAL: 100.0, EOS: -100.0}, min_tokens=2)
+        sampling = SamplingParams(
+            max_tokens=50, temperature=temperature, top_p=0.9, logit_bias={SPECIAL: 100.0, EOS: -100.0}, min_tokens=2
+        )
         guided = SamplerState(sampling, [1], (EOS,), seed, guide.matcher(), VOCAB, cpu)
         free = SamplerState(SamplingParams(max_tokens=50, temperature=0), [1], (EOS,), seed, None, VOCAB, cpu)
         output = list[int]()

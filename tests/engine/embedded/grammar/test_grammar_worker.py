@@ -28,12 +28,24 @@ CATASTROPHES: list[tuple[GuideKind, str]] = [
     ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
     ("json_schema", '{"type":"array","items":' * 5000 + "{}" + "}" * 5000),
     ("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})),
-    ("json_schema", json.dumps({"type": "array", "items": {"type": "string", "maxLength": 2_000_000_000}, "minItems": 2_000_000_000})),
-    ("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}, "minProperties": 200})),
+    (
+        "json_schema",
+        json.dumps(
+            {"type": "array", "items": {"type": "string", "maxLength": 2_000_000_000}, "minItems": 2_000_000_000}
+        ),
+    ),
+    (
+        "json_schema",
+        json.dumps(
+            {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}, "minProperties": 200}
+        ),
+    ),
 ]
 
 
-async def test_catastrophes_end_in_time_and_the_next_guide_compiles(tokenizer_folder: Path, tokenizer: Tokenizer) -> None:
+async def test_catastrophes_end_in_time_and_the_next_guide_compiles(
+    tokenizer_folder: Path, tokenizer: Tokenizer
+) -> None:
     compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=2.0)
     try:
         await compiler.compile(Guide("json_object"))
@@ -43,7 +55,9 @@ async def test_catastrophes_end_in_time_and_the_next_guide_compiles(tokenizer_fo
                 await compiler.compile(Guide(kind, spec))
             except InvalidRequest as error:
                 assert len(str(error)) < 450
-            assert time.monotonic() - started < 30, spec[:60]  # the limit, a new start of the worker, and a slow machine
+            assert time.monotonic() - started < 30, spec[
+                :60
+            ]  # the limit, a new start of the worker, and a slow machine
         assert accepts(await compiler.compile(Guide("regex", "ab")), tokenizer, "ab")
     finally:
         await compiler.close()
@@ -82,7 +96,11 @@ async def test_a_lost_worker_is_replaced_and_close_leaves_none(tokenizer_folder:
 
 async def test_the_worker_ends_with_its_stdin(tokenizer_folder: Path) -> None:
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "engine.embedded.grammar.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "engine.embedded.grammar.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert worker.stdin is not None
     worker.stdin.close()

@@ -211,7 +211,10 @@ def test_what_is_held_makes_others_wait_without_turning_in_circles(tiny_model: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kv_block_size": 16}, r"block size 16 here, 8 on the prefill replica; bytes of a block \(12288,\) here, \(6144,\) on"),
+        (
+            {"kv_block_size": 16},
+            r"block size 16 here, 8 on the prefill replica; bytes of a block \(12288,\) here, \(6144,\) on",
+        ),
         ({"dtype": "bfloat16"}, "KV cache type bfloat16 here, float32 on the prefill replica"),
     ],
 )
@@ -262,8 +265,12 @@ def test_a_handoff_that_lies_is_refused(tiny_model: Path, said: str) -> None:
         pair.finish()
 
 
-@pytest.mark.parametrize("beyond", [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": Lease(1 << 40, 1)}])
-def test_what_is_beyond_the_peers_memory_is_not_read(tiny_model: Path, expected: list[int], beyond: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "beyond", [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": Lease(1 << 40, 1)}]
+)
+def test_what_is_beyond_the_peers_memory_is_not_read(
+    tiny_model: Path, expected: list[int], beyond: dict[str, Any]
+) -> None:
     with pair_of(tiny_model, SMALL) as pair:
         handed = _state(pair.hand_over(REQUEST), **beyond)
         pair.decode.add(sequence_of(pair.decode, replace(REQUEST, handoff=handed)))

@@ -14,7 +14,9 @@ from tests.engine.embedded.test_scheduler import SIZE, UNDER_PRESSURE, Machine, 
 
 
 def make_prefill(name: str, prompt: list[int], arrival: float) -> Sequence:
-    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=9), prefill_only=True)
+    request = GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=9), prefill_only=True
+    )
     return Sequence(request=request, sampler=None, rank=arrival, arrival=arrival, tokens=list(prompt))  # type: ignore[arg-type]
 
 
@@ -81,7 +83,9 @@ class Replica(Machine):
         for group, (pool, table) in enumerate(zip(self.scheduler.blocks.pools, sequence.tables, strict=True)):
             assert len(table) == -(-sequence.num_prompt // SIZE)
             seen = range(pool.first(sequence.num_prompt) * SIZE, sequence.num_prompt)
-            assert [self.memory[group, table[i // SIZE], i % SIZE] for i in seen] == sequence.tokens[seen.start : seen.stop]
+            assert [self.memory[group, table[i // SIZE], i % SIZE] for i in seen] == sequence.tokens[
+                seen.start : seen.stop
+            ]
 
     def finish(self, step: Step) -> None:
         prefills = [(chunk, tables) for chunk, tables in step if chunk.sequence.request.prefill_only]
@@ -102,8 +106,12 @@ class Replica(Machine):
                 self.prefilled.add(sequence.request.request_id)
 
 
-@example(seed=3033, blocks=10, seqs=2, budget=20, flags=(False, False, True), windows=(4, 12))  # preempted while its token is pending
-@example(seed=2, blocks=10, seqs=1, budget=1, flags=(True, False, True), windows=(None,))  # blocks that a step under way still writes to
+@example(
+    seed=3033, blocks=10, seqs=2, budget=20, flags=(False, False, True), windows=(4, 12)
+)  # preempted while its token is pending
+@example(
+    seed=2, blocks=10, seqs=1, budget=1, flags=(True, False, True), windows=(None,)
+)  # blocks that a step under way still writes to
 @settings(max_examples=600, deadline=None)
 @given(**UNDER_PRESSURE)
 def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
@@ -111,7 +119,9 @@ def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
 ) -> None:
     rng = random.Random(seed)
     chunked, reuse, overlap = flags
-    scheduler = machine(blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows).scheduler
+    scheduler = machine(
+        blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows
+    ).scheduler
     replica = Replica(scheduler, max(budget, seqs), seqs, chunked, overlap, rng)
     shared = [rng.randrange(9) for _ in range(16)]
     sequences: list[Sequence] = []
@@ -124,7 +134,9 @@ def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
         ]
         sequences.append(rng.choice(kinds))
     pending, aborted = list(sequences), set()
-    while pending or scheduler.running or scheduler.waiting or scheduler.fetching or scheduler.held or scheduler.orphans:
+    while (
+        pending or scheduler.running or scheduler.waiting or scheduler.fetching or scheduler.held or scheduler.orphans
+    ):
         for _ in range(min(len(pending), rng.randrange(0, 3))):
             scheduler.add(pending.pop(0))
         alive = [*scheduler.running, *scheduler.waiting]

@@ -25,13 +25,17 @@ def prompt_of(length: int) -> list[int]:
 
 
 SHARED = prompt_of(70)
-PROMPTS = [(SHARED if index % 3 == 0 else []) + prompt_of(_rng.choice([1, 7, 8, 31, 32, 33, 64, 150])) for index in range(24)]
+PROMPTS = [
+    (SHARED if index % 3 == 0 else []) + prompt_of(_rng.choice([1, 7, 8, 31, 32, 33, 64, 150])) for index in range(24)
+]
 LONGEST = max(len(prompt) for prompt in PROMPTS)
 
 
 def alone(folder: Path, requests: list[GenerateRequest], **options: Any) -> Deltas:
     """What one core generates."""
-    core = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, "kv_transfer": "", **SMALL, **options}), lambda _: None)
+    core = EngineCore(
+        EmbeddedConfig(model=str(folder), **{**OPTIONS, "kv_transfer": "", **SMALL, **options}), lambda _: None
+    )
     deltas: Deltas = {}
     for request in requests:
         core.add(sequence_of(core, request))
@@ -43,7 +47,11 @@ def alone(folder: Path, requests: list[GenerateRequest], **options: Any) -> Delt
 
 def spoken(deltas: list[Delta]) -> tuple[Any, ...]:
     """All but how a prompt came to be computed, and how deltas are cut; log-probabilities to four digits."""
-    entries = [[(item.token_id, item.rank, round(item.logprob, 4)) for item in entry] for delta in deltas for entry in delta.logprobs]
+    entries = [
+        [(item.token_id, item.rank, round(item.logprob, 4)) for item in entry]
+        for delta in deltas
+        for entry in delta.logprobs
+    ]
     prompt = deltas[0].prompt
     assert prompt is not None and all(delta.prompt is None for delta in deltas[1:])
     return tokens(deltas), entries, deltas[-1].finish_reason, deltas[-1].stop_reason, prompt.logprobs is None
@@ -64,12 +72,20 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
     [
         pytest.param({}, {}, id="plain"),
         pytest.param({"max_num_tokens": 16}, {"max_batch_size": 3}, id="chunked"),
-        pytest.param({"max_num_tokens": 50, "enable_chunked_prefill": False}, {"max_num_tokens": 2, "max_batch_size": 2}, id="unchunked"),
+        pytest.param(
+            {"max_num_tokens": 50, "enable_chunked_prefill": False},
+            {"max_num_tokens": 2, "max_batch_size": 2},
+            id="unchunked",
+        ),
         pytest.param({"enable_block_reuse": False}, {"enable_block_reuse": False}, id="no reuse"),
         pytest.param({"enable_block_reuse": False}, {}, id="reuse on one side"),
         pytest.param({"num_blocks": LONGEST // 8 + 4}, {}, id="prefill pressed"),
         pytest.param({}, {"num_blocks": LONGEST // 8 + 4, "max_num_tokens": 60}, id="decode pressed"),
-        pytest.param({"num_blocks": LONGEST // 8 + 4}, {"num_blocks": LONGEST // 8 + 4, "enable_block_reuse": False}, id="both pressed"),
+        pytest.param(
+            {"num_blocks": LONGEST // 8 + 4},
+            {"num_blocks": LONGEST // 8 + 4, "enable_block_reuse": False},
+            id="both pressed",
+        ),
     ],
 )
 def test_greedy_equals_one_core_however_it_is_scheduled(
@@ -94,7 +110,9 @@ def test_windows_hand_over_what_is_still_attended_to(tmp_path: Path, kind: str, 
     with pair_of(folder, common, {**common, "num_blocks": LONGEST // 8 + 6}) as pair:
         for _ in range(2):
             deltas = pair.serve(greedy_requests())
-            assert {name: tokens(said) for name, said in deltas.items()} == {name: tokens(said) for name, said in expected.items()}
+            assert {name: tokens(said) for name, said in deltas.items()} == {
+                name: tokens(said) for name, said in expected.items()
+            }
         assert pair.decode.stats().kv_transfer_failure_total == 0
 
 
@@ -107,7 +125,9 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path) -> None:
         assert type(pair.decode.model) is NativeModel
         deltas = pair.serve(requests)
         assert pair.decode.stats().kv_transfer_failure_total == 0
-    assert {name: tokens(said) for name, said in deltas.items()} == {name: tokens(said) for name, said in expected.items()}
+    assert {name: tokens(said) for name, said in deltas.items()} == {
+        name: tokens(said) for name, said in expected.items()
+    }
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -115,7 +135,14 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path) -> None:
     "sampling",
     [
         {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-        {"temperature": 0.8, "top_k": 20, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {
+            "temperature": 0.8,
+            "top_k": 20,
+            "seed": 3,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.3,
+        },
         {"logprobs": 3, "prompt_logprobs": 1},
         {"logprobs": 0, "temperature": 1.0, "seed": 1, "min_tokens": 10, "ignore_eos": False, "logit_bias": {2: 5.0}},
         {"frequency_penalty": 1.9, "bad_words": ((5,), (7, 8))},
@@ -131,7 +158,9 @@ def test_sampling_goes_on_as_if_it_had_begun_here(tiny_model: Path, sampling: di
     expected = alone(tiny_model, requests)
     with pair_of(tiny_model, {**SMALL, "overlap_scheduler": overlap}) as pair:
         deltas = pair.serve(requests)
-    assert {name: spoken(said) for name, said in deltas.items()} == {name: spoken(said) for name, said in expected.items()}
+    assert {name: spoken(said) for name, said in deltas.items()} == {
+        name: spoken(said) for name, said in expected.items()
+    }
 
 
 def test_the_first_token_alone_is_held_and_nothing_runs_meanwhile(tiny_model: Path) -> None:
@@ -139,7 +168,11 @@ def test_the_first_token_alone_is_held_and_nothing_runs_meanwhile(tiny_model: Pa
         handed = pair.hand_over(request_of("a", PROMPTS[0]))
         stats = pair.prefill.stats()
         blocks = -(-len(PROMPTS[0]) // 8)
-        assert (stats.num_held_requests, stats.num_held_blocks, stats.kv_cache_stats.used_num_blocks) == (1, blocks, blocks)
+        assert (stats.num_held_requests, stats.num_held_blocks, stats.kv_cache_stats.used_num_blocks) == (
+            1,
+            blocks,
+            blocks,
+        )
         assert (stats.num_active_requests, stats.num_completed_requests) == (0, 0)
         assert not pair.prefill.ready and len(handed.first.token_ids) == 1 and handed.first.prompt is not None
         pair.finish()
@@ -180,7 +213,9 @@ def test_equal_prompts_at_once_are_read_once(tiny_model: Path) -> None:
         step(pair.decode)
         for controlled in pair.controlled[1:]:
             controlled.succeed()
-        assert [len(controlled.reads) for controlled in pair.controlled] == [7, 2, 2, 2, 2], "blocks, and the word of a lease"
+        assert [len(controlled.reads) for controlled in pair.controlled] == [7, 2, 2, 2, 2], (
+            "blocks, and the word of a lease"
+        )
         deltas = pair.finish()
     for name, said in deltas.items():
         assert tokens(said) == tokens(expected[name])[-len(tokens(said)) :]
@@ -202,7 +237,9 @@ def test_what_was_read_is_stored_for_others(tiny_model: Path) -> None:
     prompt = prompt_of(45)
     with pair_of(tiny_model, SMALL) as pair:
         pair.serve([request_of("a", prompt, max_tokens=2)])
-        stored = [block.tokens for event in pair.events if isinstance(event.data, Stored) for block in event.data.blocks]
+        stored = [
+            block.tokens for event in pair.events if isinstance(event.data, Stored) for block in event.data.blocks
+        ]
         assert [[token.token_id for token in block] for block in stored] == [prompt[i : i + 8] for i in range(0, 40, 8)]
         pair.decode.add(sequence_of(pair.decode, request_of("local", prompt)))
         deltas = pair.finish()["local"]
@@ -215,5 +252,7 @@ def test_lost_blocks_are_computed_here(tiny_model: Path, expected: dict[str, lis
         handed = replace(pair.hand_over(request), state=b"")
         pair.decode.add(sequence_of(pair.decode, replace(request, handoff=handed)))
         deltas = pair.finish()["3"]
-        assert [*handed.first.token_ids, *tokens(deltas)] == expected["3"] and all(delta.prompt is None for delta in deltas)
+        assert [*handed.first.token_ids, *tokens(deltas)] == expected["3"] and all(
+            delta.prompt is None for delta in deltas
+        )
         assert pair.decode.stats().kv_transfer_failure_total == 0, "nothing was tried"

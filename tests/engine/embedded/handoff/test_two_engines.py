@@ -50,7 +50,9 @@ async def two(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Two
     """A prefill and a decode engine: by TCP in one process, by shared memory in two."""
     async with AsyncExitStack() as stack:
         options = {"kv_transfer": "shared_memory"} if request.param == "embedded-host" else {}
-        prefill, decode = [await stack.enter_async_context(engine_of(request.param, config_of(folder, **options))) for _ in range(2)]
+        prefill, decode = [
+            await stack.enter_async_context(engine_of(request.param, config_of(folder, **options))) for _ in range(2)
+        ]
         await asyncio.gather(prefill.start(), decode.start())
         yield prefill, decode
         await idle(decode)
@@ -71,7 +73,9 @@ async def both(two: Two, request: GenerateRequest) -> list[Delta]:
     return [handed.first, *rest]
 
 
-SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +108,13 @@ async def test_many_at_once_are_what_each_is_alone(two: Two) -> None:
     together = await asyncio.gather(*(both(two, request) for request in requests))
     after = await idle(two[1], before)
     assert after.kv_transfer_success_total == before.kv_transfer_success_total + 24
-    assert after.kv_transfer_bytes > before.kv_transfer_bytes and after.kv_transfer_latency_seconds > before.kv_transfer_latency_seconds
-    whole = await asyncio.gather(*(generate(two[0], replace(request, request_id=f"{request.request_id}-whole")) for request in requests))
+    assert (
+        after.kv_transfer_bytes > before.kv_transfer_bytes
+        and after.kv_transfer_latency_seconds > before.kv_transfer_latency_seconds
+    )
+    whole = await asyncio.gather(
+        *(generate(two[0], replace(request, request_id=f"{request.request_id}-whole")) for request in requests)
+    )
     assert [tokens_of(deltas) for deltas in together] == [tokens_of(deltas) for deltas in whole]
 
 
@@ -154,7 +163,9 @@ async def test_without_transfers_nothing_is_handed_over(tiny_model: Path) -> Non
 
 
 async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: Path) -> None:
-    async with engine_of("embedded", config_of(tiny_model, num_blocks=8, max_seq_len=8 * BLOCK, processors=())) as engine:
+    async with engine_of(
+        "embedded", config_of(tiny_model, num_blocks=8, max_seq_len=8 * BLOCK, processors=())
+    ) as engine:
         await engine.start()
         _, stream = await prefill(engine, request_for(prompt_of(6 * BLOCK)))
         waiting = asyncio.ensure_future(prefill(engine, request_for(prompt_of(5 * BLOCK))))

@@ -23,7 +23,11 @@ def params(**values: Any) -> SamplingParams:
 
 
 def state(
-    sampling: SamplingParams, prompt: Sequence[int] = (3,), output: Sequence[int] = (), seed: int = 0, vocab: int = VOCAB
+    sampling: SamplingParams,
+    prompt: Sequence[int] = (3,),
+    output: Sequence[int] = (),
+    seed: int = 0,
+    vocab: int = VOCAB,
 ) -> SamplerState:
     made = SamplerState(sampling, prompt, EOS, seed, None, vocab, CPU)
     for token in output:
@@ -43,11 +47,16 @@ def edited(logits: list[float], sampling: SamplingParams, prompt: Sequence[int],
     for token in range(len(values)):
         if token in prompt or token in output:
             values[token] = (
-                values[token] / sampling.repetition_penalty if values[token] > 0 else values[token] * sampling.repetition_penalty
+                values[token] / sampling.repetition_penalty
+                if values[token] > 0
+                else values[token] * sampling.repetition_penalty
             )
         count = list(output).count(token)
         values[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
-        banned = any(words[-1] == token and tuple(output)[len(output) - len(words) + 1 :] == words[:-1] for words in sampling.bad_words)
+        banned = any(
+            words[-1] == token and tuple(output)[len(output) - len(words) + 1 :] == words[:-1]
+            for words in sampling.bad_words
+        )
         banned |= bool(sampling.allowed_token_ids) and token not in sampling.allowed_token_ids
         ends = sampling.stop_token_ids + (() if sampling.ignore_eos else EOS)
         banned |= len(output) < sampling.min_tokens and token in ends
@@ -75,7 +84,9 @@ def distribution(values: list[float], sampling: SamplingParams) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def expected(logits: list[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], seed: int) -> set[int]:
+def expected(
+    logits: list[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], seed: int
+) -> set[int]:
     """The token, or the two tokens between which rounding may decide."""
     values = edited(logits, sampling, prompt, output)
     if sampling.temperature == 0 or sampling.top_k == 1:
@@ -110,12 +121,20 @@ def cases(draw: st.DrawFn) -> tuple[list[float], SamplingParams, list[int], list
         ignore_eos=draw(st.booleans()),
         stop_token_ids=tuple(draw(st.sets(tokens, max_size=2))),
     )
-    return logits, sampling, draw(st.lists(tokens, min_size=1, max_size=5)), draw(st.lists(tokens, max_size=5)), draw(st.integers(0, 2**63))
+    return (
+        logits,
+        sampling,
+        draw(st.lists(tokens, min_size=1, max_size=5)),
+        draw(st.lists(tokens, max_size=5)),
+        draw(st.integers(0, 2**63)),
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(cases(), min_size=1, max_size=4))
-def test_every_parameter_agrees_with_the_twin(batch: list[tuple[list[float], SamplingParams, list[int], list[int], int]]) -> None:
+def test_every_parameter_agrees_with_the_twin(
+    batch: list[tuple[list[float], SamplingParams, list[int], list[int], int]],
+) -> None:
     states = [state(sampling, prompt, output, seed) for _, sampling, prompt, output, seed in batch]
     sampled = sample(torch.tensor([logits for logits, *_ in batch]), states)
     for one, case in zip(sampled, batch, strict=True):
@@ -124,7 +143,14 @@ def test_every_parameter_agrees_with_the_twin(batch: list[tuple[list[float], Sam
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8, "min_p": 0.1, "temperature": 1.4}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 6, "top_p": 0.8, "min_p": 0.1, "temperature": 1.4},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("seeded", [False, True])
@@ -137,7 +163,9 @@ def test_draws_follow_the_exact_distribution(values: dict[str, Any], seeded: boo
     for one in sample(logits.repeat(draws, 1), states):
         counts[one.token_id] += 1
     assert all(count == 0 for count, share in zip(counts, exact, strict=True) if share == 0)
-    chi_square = sum((count - share * draws) ** 2 / (share * draws) for count, share in zip(counts, exact, strict=True) if share)
+    chi_square = sum(
+        (count - share * draws) ** 2 / (share * draws) for count, share in zip(counts, exact, strict=True) if share
+    )
     assert chi_square < 27.9  # the 99.9th percentile for 9 degrees of freedom, and more for fewer
 
 
@@ -195,7 +223,9 @@ def test_a_flat_distribution_needs_more_than_the_first_look(top_k: int) -> None:
     vocab, sampling = 4000, params(top_p=0.9, top_k=top_k)
     logits = torch.linspace(0, 1, vocab)
     exact = distribution(logits.double().tolist(), sampling)
-    states = [state(sampling, seed=seed, vocab=vocab) for seed in range(400)] + [state(params(top_p=0.001), vocab=vocab)]
+    states = [state(sampling, seed=seed, vocab=vocab) for seed in range(400)] + [
+        state(params(top_p=0.001), vocab=vocab)
+    ]
     seen = [one.token_id for one in sample(logits.repeat(len(states), 1), states)]
     lowest = next(token for token, share in enumerate(exact) if share)
     assert lowest - 5 <= min(seen) < lowest + (vocab - lowest) // 20
@@ -206,7 +236,11 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_any_float_type() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         logits = torch.zeros(3, VOCAB, dtype=dtype)
         logits[:, 5] = logits[:, 9] = 2
-        states = [state(params(temperature=0)), state(params(temperature=0, presence_penalty=0.5)), state(params(top_k=1))]
+        states = [
+            state(params(temperature=0)),
+            state(params(temperature=0, presence_penalty=0.5)),
+            state(params(top_k=1)),
+        ]
         assert [one.token_id for one in sample(logits, states)] == [5, 5, 5]
         assert [one.token_id for one in sample(logits[:1], states[:1])] == [5]
 
@@ -214,14 +248,22 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_any_float_type() -> None:
 def test_extreme_logits_and_temperatures_stay_finite() -> None:
     logits = torch.full((1, VOCAB), -1e30)
     logits[0, 7], logits[0, 8] = 1e30, NEVER
-    for sampling in (params(), params(temperature=1e-9), params(top_p=1e-9), params(min_p=1.0), params(temperature=1e-44, top_p=0.5)):
+    for sampling in (
+        params(),
+        params(temperature=1e-9),
+        params(top_p=1e-9),
+        params(min_p=1.0),
+        params(temperature=1e-44, top_p=0.5),
+    ):
         assert sample(logits, [state(sampling, seed=5)])[0].token_id == 7
 
 
 def test_contradicting_masks_end_the_sequence() -> None:
     contradiction = params(allowed_token_ids=(5,), bad_words=((5,),))
     for temperature in (0.0, 1.0):
-        sampled = sample(torch.zeros(1, VOCAB), [state(params(temperature=temperature, allowed_token_ids=(5,), bad_words=((5,),)))])
+        sampled = sample(
+            torch.zeros(1, VOCAB), [state(params(temperature=temperature, allowed_token_ids=(5,), bad_words=((5,),)))]
+        )
         assert sampled[0].token_id in EOS
     assert contradiction.bad_words
 
@@ -252,7 +294,9 @@ def test_logprobs_are_of_the_raw_logits(row: list[int], biased: int, count: int)
     assert sampled.token_id == biased
     prompt = prompt_logprobs(logits, [biased], count)[0]
     assert sampled.logprobs == prompt
-    for got, (token, logprob, rank) in zip(prompt, reference_logprobs([float(value) for value in row], biased, count), strict=True):
+    for got, (token, logprob, rank) in zip(
+        prompt, reference_logprobs([float(value) for value in row], biased, count), strict=True
+    ):
         assert (got.token_id, got.rank) == (token, rank)
         assert got.logprob == pytest.approx(logprob, abs=1e-5)
 

@@ -62,7 +62,9 @@ async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
     many = await seam.encode(images)
     assert [one.data for one in many] == [(await seam.encode([image]))[0].data for image in images]
     assert len({one.data for one in many}) == 20
-    assert all((one.text, one.rows, len(one.data), one.dtype) == ("<image>" * 16, 16, 16 * 64 * 4, "float32") for one in many)
+    assert all(
+        (one.text, one.rows, len(one.data), one.dtype) == ("<image>" * 16, 16, 16 * 64 * 4, "float32") for one in many
+    )
     assert await seam.encode([]) == []
     with pytest.raises(InvalidRequest, match="cannot be read") as caught:
         await seam.encode([GOOD, ImageInput(b"no image"), GOOD])
@@ -70,7 +72,9 @@ async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
     assert len(await seam.encode([GOOD])) == 1
 
 
-async def test_large_images_are_in_memory_few_at_a_time(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_images_are_in_memory_few_at_a_time(
+    encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encoder, "_timeout", 60.0)
     file = io.BytesIO()
     Image.new("RGBA", (6800, 6800), (200, 10, 10, 128)).save(file, "PNG", compress_level=1)

@@ -69,12 +69,16 @@ def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedImage, tor
     pairs = []
     for outcome in outcomes(encoder, *files):
         assert isinstance(outcome, EncodedImage), outcome
-        rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(outcome.rows, encoder.info.hidden_size)
+        rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(
+            outcome.rows, encoder.info.hidden_size
+        )
         pairs.append((outcome, rows))
     return pairs
 
 
-def test_the_expanded_prompt_is_the_processors_own(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expanded_prompt_is_the_processors_own(
+    folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = encoder.info.placeholder
     prompt = f"<|im_start|>user\nLook:\n{place}\n\nand {place}{place} then\n\n{place}the {place}\n{place}<|im_end|>\n"
     inputs = reference_processor(encoder, monkeypatch)(
@@ -98,13 +102,19 @@ def test_embeddings_are_those_of_the_whole_model(
 ) -> None:
     monkeypatch.setattr(encoder, "_at_once", at_once)
     inputs = reference_processor(encoder, monkeypatch)(
-        images=[image(*size, seed) for seed, size in enumerate(SIZES)], text=[encoder.info.placeholder * len(SIZES)], return_tensors="pt"
+        images=[image(*size, seed) for seed, size in enumerate(SIZES)],
+        text=[encoder.info.placeholder * len(SIZES)],
+        return_tensors="pt",
     )
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     with torch.inference_mode():
-        expected = torch.cat(tuple(model.get_image_features(**{name: inputs[name] for name in names if name in inputs}).pooler_output))
-    rows = torch.cat([rows for _, rows in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))])
+        expected = torch.cat(
+            tuple(model.get_image_features(**{name: inputs[name] for name in names if name in inputs}).pooler_output)
+        )
+    rows = torch.cat(
+        [rows for _, rows in encode(encoder, *(image_bytes(*size, seed) for seed, size in enumerate(SIZES)))]
+    )
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -188,7 +198,11 @@ def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
     folder = build_llava(tmp_path)
     weights = load_file(folder / "model.safetensors")
     lost = next(name for name in weights if "vision" in name)
-    save_file({name: value for name, value in weights.items() if name != lost}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: value for name, value in weights.items() if name != lost},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(EngineFailure, match="lack 1 weights of the vision tower"):
         new_encoder(folder)
 

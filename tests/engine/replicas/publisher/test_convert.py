@@ -32,7 +32,11 @@ def converted(*events: KvEvent) -> list[WireEvent]:
 
 def test_the_bytes_of_a_message() -> None:
     """Put together by hand from the MessagePack specification."""
-    events: list[WireEvent] = [BlockStored([1, -5], None, [7, 8, 300, 70000], 2), BlockRemoved([1 << 40]), AllBlocksCleared()]
+    events: list[WireEvent] = [
+        BlockStored([1, -5], None, [7, 8, 300, 70000], 2),
+        BlockRemoved([1 << 40]),
+        AllBlocksCleared(),
+    ]
     expected = (
         b"\x93"  # array of 3
         b"\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00"  # float64 1.5
@@ -53,7 +57,10 @@ def test_the_bytes_of_a_message() -> None:
 
 
 def test_what_some_blocks_have_is_told_of_them() -> None:
-    keys = ({"type": "mm_key", "hash": "ff" * 32, "start_offset": 0}, {"type": "mm_key", "hash": "0a" * 32, "start_offset": 3})
+    keys = (
+        {"type": "mm_key", "hash": "ff" * 32, "start_offset": 0},
+        {"type": "mm_key", "hash": "0a" * 32, "start_offset": 3},
+    )
     (said,) = converted(KvEvent(1, Stored(7, (block(1), block(2, mm_keys=keys)), "tenant"), 512))
     assert msgspec.msgpack.decode(encode(said)) == {
         "type": "BlockStored",
@@ -81,7 +88,8 @@ def test_an_image_named_by_its_user_has_a_hash_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unsigned", "expected"), [(0, 0), (5, 5), ((1 << 63) - 1, (1 << 63) - 1), (1 << 63, -(1 << 63)), ((1 << 64) - 1, -1)]
+    ("unsigned", "expected"),
+    [(0, 0), (5, 5), ((1 << 63) - 1, (1 << 63) - 1), (1 << 63, -(1 << 63)), ((1 << 64) - 1, -1)],
 )
 def test_hashes_are_signed(unsigned: int, expected: int) -> None:
     assert signed(unsigned) == expected
@@ -145,10 +153,19 @@ def test_lost_events_are_counted_whether_or_not_they_are_told() -> None:
     assert converter.lost == 2 + 4
 
 
-@given(st.lists(st.tuples(st.integers(0, (1 << 64) - 1), st.lists(st.integers(0, 1 << 31), min_size=1, max_size=BLOCK)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, (1 << 64) - 1), st.lists(st.integers(0, 1 << 31), min_size=1, max_size=BLOCK)),
+        min_size=1,
+    )
+)
 def test_told_blocks_are_full_and_come_in_order(blocks: list[tuple[int, list[int]]]) -> None:
     said = converted(KvEvent(1, Stored(None, tuple(block(*one) for one in blocks)), 512))
     full = next((index for index, (_, tokens) in enumerate(blocks) if len(tokens) < BLOCK), len(blocks))
-    expected = [BlockStored([signed(name) for name, _ in blocks[:full]], None, [t for _, ts in blocks[:full] for t in ts], BLOCK)]
+    expected = [
+        BlockStored(
+            [signed(name) for name, _ in blocks[:full]], None, [t for _, ts in blocks[:full] for t in ts], BLOCK
+        )
+    ]
     assert said == (expected if full else [])
     assert decode(encode(EventBatch(0.0, said))).events == said

@@ -29,7 +29,10 @@ def prompts(draw: random.Random, count: int, longest: int) -> list[tuple[str, li
     return [
         (
             draw.choice(SALTS),
-            [*draw.choice(stems)[: draw.randrange(longest // 2)], *(draw.randrange(3, 6) for _ in range(draw.randrange(1, longest // 2)))],
+            [
+                *draw.choice(stems)[: draw.randrange(longest // 2)],
+                *(draw.randrange(3, 6) for _ in range(draw.randrange(1, longest // 2))),
+            ],
         )
         for _ in range(count)
     ]
@@ -67,10 +70,14 @@ async def consuming(engine: Any) -> AsyncIterator[Consumers]:
 async def run_all(engine: Any, requests: Sequence[tuple[str, list[int]]], at_once: int) -> None:
     for start in range(0, len(requests), at_once):
         batch = enumerate(requests[start : start + at_once])
-        await asyncio.gather(*(generate(engine, f"r{start + i}", tokens, 1 + i % 9, salt) for i, (salt, tokens) in batch))
+        await asyncio.gather(
+            *(generate(engine, f"r{start + i}", tokens, 1 + i % 9, salt) for i, (salt, tokens) in batch)
+        )
 
 
-async def check(engine: Any, consumers: Consumers, requests: Sequence[tuple[str, list[int]]], books: Callable[[], set[int]]) -> int:
+async def check(
+    engine: Any, consumers: Consumers, requests: Sequence[tuple[str, list[int]]], books: Callable[[], set[int]]
+) -> int:
     """The hashes are those of the engine's books, and the tree foretells how much of each prompt the engine has; in blocks, summed."""
     await consumers.update()
     assert consumers.books.hashes == {signed(value) for value in books()}
@@ -112,7 +119,9 @@ async def test_random_requests_on_the_embedded_engine(tiny_model: Path, monkeypa
         return cores[0]
 
     monkeypatch.setattr(embedded_engine, "EngineCore", watched)
-    config = EmbeddedConfig(model=str(tiny_model), num_blocks=60, kv_block_size=SIZE, max_num_tokens=64, max_batch_size=8, threads=1)
+    config = EmbeddedConfig(
+        model=str(tiny_model), num_blocks=60, kv_block_size=SIZE, max_num_tokens=64, max_batch_size=8, threads=1
+    )
     requests = prompts(random.Random(0), 300, 36)
     engine = create_engine(config)
     async with consuming(engine) as consumers:
@@ -151,14 +160,18 @@ async def test_dynamos_selection_service_subscribes_catches_up_and_understands()
         await generate(engine, "before", range(10, 90))
         worker = {"worker_id": 7, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": size}
         channel = publisher.ranks[0].channel
-        await service.upsert_worker(worker | {"kv_events_endpoint": channel.endpoint, "replay_endpoint": channel.replay_endpoint})
+        await service.upsert_worker(
+            worker | {"kv_events_endpoint": channel.endpoint, "replay_endpoint": channel.replay_endpoint}
+        )
         await generate(engine, "after", range(110, 190))
         await generate(engine, "salted", range(210, 290), salt="tenant")
         await generate(engine, "seen", range(310, 390), images=(image("c", 20, 10),))
         mm_infos = [None, {"mm_objects": [{"mm_hash": int("c" * 16, 16), "offsets": []}]}, None, None, None]
         async with asyncio.timeout(20):
             nudge = 400
-            while await blocks(range(310, 390), block_mm_infos=mm_infos) != 5:  # a message shows it what it has missed by then
+            while (
+                await blocks(range(310, 390), block_mm_infos=mm_infos) != 5
+            ):  # a message shows it what it has missed by then
                 nudge += 1
                 await generate(engine, f"nudge{nudge}", [nudge] * size)
                 await asyncio.sleep(0.5)

@@ -93,7 +93,9 @@ async def test_messages_are_those_of_zmq(engine: Any) -> None:
             await generate(engine, "a", range(10, 19), max_tokens=8)
             await until(lambda: is_true(messages.qsize() == publisher.ranks[0].channel.sequence))
         received = [messages.get_nowait() for _ in range(messages.qsize())]
-        assert [message.headers for message in received] == [{"sequence": str(i), "rank": "0"} for i in range(len(received))]
+        assert [message.headers for message in received] == [
+            {"sequence": str(i), "rank": "0"} for i in range(len(received))
+        ]
         events = [event for message in received for event in msgspec.msgpack.decode(message.data)[1]]
         assert [event["type"] for event in events] == ["AllBlocksCleared", *["BlockStored"] * (len(events) - 1)]
         assert [token for event in events[1:] for token in event["token_ids"]] == [*range(10, 19), *range(10, 17)]

@@ -19,10 +19,17 @@ async def test_a_router_foretells_what_the_engine_has(folder: Path) -> None:
     draw, books, tree, applied = random.Random(0), Books(), DynamoTree(BLOCK), 0
     stems = [[draw.randrange(3, 60) for _ in range(24)] for _ in range(3)]
     cache = {"event_buffer_max_size": 10_000, "tokens_per_block": BLOCK}
-    async with running(folder, kv_cache_config=cache) as engine, publishing(engine) as publisher, followers(publisher) as (follower,):
+    async with (
+        running(folder, kv_cache_config=cache) as engine,
+        publishing(engine) as publisher,
+        followers(publisher) as (follower,),
+    ):
         found = 0
         for number in range(25):
-            prompt = [*draw.choice(stems)[: draw.randrange(24)], *(draw.randrange(3, 6) for _ in range(draw.randrange(1, 10)))]
+            prompt = [
+                *draw.choice(stems)[: draw.randrange(24)],
+                *(draw.randrange(3, 6) for _ in range(draw.randrange(1, 10))),
+            ]
             foretold = min(tree.blocks_of(prompt), (len(prompt) - 1) // BLOCK)
             assert await generate(engine, f"r{number}", prompt, draw.randrange(1, 8)) == foretold * BLOCK
             found += foretold

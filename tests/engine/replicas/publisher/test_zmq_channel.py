@@ -105,7 +105,15 @@ async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> Non
         for number in range(25):
             channel.send(b"%d" % number)
         kept = [(number, b"%d" % number) for number in range(15, 25)]
-        for start, expected in ((0, kept), (14, kept), (15, kept), (20, kept[5:]), (24, kept[9:]), (25, []), (1 << 63, [])):
+        for start, expected in (
+            (0, kept),
+            (14, kept),
+            (15, kept),
+            (20, kept[5:]),
+            (24, kept[9:]),
+            (25, []),
+            (1 << 63, []),
+        ):
             assert await replayed(channel.replay_endpoint, start) == expected, start
     finally:
         channel.close()
@@ -220,7 +228,9 @@ async def test_messages_have_a_size_that_others_take() -> None:
     source = Source()
     await source.start()
     async with publishing(source) as publisher, followers(publisher) as (follower,):
-        source.queue.put_nowait([KvEvent(0, Created((8,)), 512), *(stored(number, number) for number in range(1, 1000))])
+        source.queue.put_nowait(
+            [KvEvent(0, Created((8,)), 512), *(stored(number, number) for number in range(1, 1000))]
+        )
         long = [stored(1000 + number, *range(10_000 * number + 1000, 10_000 * number + 9000)) for number in range(10)]
         source.queue.put_nowait(long)
         await settled(lambda: publisher.ranks[0].events == 1000 + len(long))
@@ -268,7 +278,10 @@ async def test_hashes_add_up(engine: Any) -> None:
     books, draw = Books(), random.Random(1)
     async with publishing(engine) as publisher, followers(publisher) as (follower,):
         await asyncio.gather(
-            *(generate(engine, str(i), [draw.randrange(3, 6) for _ in range(draw.randrange(1, 60))], 5) for i in range(300))
+            *(
+                generate(engine, str(i), [draw.randrange(3, 6) for _ in range(draw.randrange(1, 60))], 5)
+                for i in range(300)
+            )
         )
         await follower.catch_up(0)
         for event in follower.events:

@@ -46,7 +46,10 @@ def test_messages_are_read(event: Any, expected: Any) -> None:
 
 
 def test_ranks_have_blocks_of_their_own() -> None:
-    assert decode(payload(["AllBlocksCleared"], ["BlockRemoved", [1]], rank=2)) == [Cleared(2), Removed((1,), (2, None))]
+    assert decode(payload(["AllBlocksCleared"], ["BlockRemoved", [1]], rank=2)) == [
+        Cleared(2),
+        Removed((1,), (2, None)),
+    ]
     assert decode(payload(["AllBlocksCleared"], rank=None)) == [Cleared(0)]
 
 

@@ -150,7 +150,10 @@ async def two_senders() -> list[Sender]:
 
 async def test_a_replica_has_what_any_of_its_data_parallel_ranks_has() -> None:
     senders = await two_senders()
-    async with Bare(TWO_RANKS) as bare, running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, _):
+    async with (
+        Bare(TWO_RANKS) as bare,
+        running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, _),
+    ):
         for sender in senders:
             await sender.subscribed()
         await senders[0].send(stored([1]))

@@ -75,14 +75,23 @@ EVENTS = stored_events() | st.builds(Removed, st.lists(HASHES, max_size=4).map(t
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), EVENTS), max_size=30), st.lists(TOKENS, max_size=9), NAMESPACES, st.integers(0, 3))
-def test_it_says_what_a_slow_one_says(said: list[tuple[int, Event]], prompt: list[int], namespace: tuple[str, str], forgotten: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), EVENTS), max_size=30),
+    st.lists(TOKENS, max_size=9),
+    NAMESPACES,
+    st.integers(0, 3),
+)
+def test_it_says_what_a_slow_one_says(
+    said: list[tuple[int, Event]], prompt: list[int], namespace: tuple[str, str], forgotten: int
+) -> None:
     index, slow = PrefixIndex(), SlowIndex()
     for replica, event in said:
         index.apply(replica, event)
         slow.apply(replica, event)
     assert index.overlaps(prompt, namespace) == slow.overlaps(prompt, namespace)
-    assert {replica: index.blocks(replica) for replica in slow.paths} == {replica: len(blocks) for replica, blocks in slow.paths.items()}
+    assert {replica: index.blocks(replica) for replica in slow.paths} == {
+        replica: len(blocks) for replica, blocks in slow.paths.items()
+    }
     index.remove(forgotten)
     slow.paths.pop(forgotten, None)
     assert index.overlaps(prompt, namespace) == slow.overlaps(prompt, namespace)
@@ -180,7 +189,9 @@ async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, 
     prompts = []
     for number in range(400):
         start = [rng.randrange(3) + 3 for _ in range(8 * rng.randrange(4))]
-        prompts.append((tuple(start + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))]), rng.choice(["", "", "salt"])))
+        prompts.append(
+            (tuple(start + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))]), rng.choice(["", "", "salt"]))
+        )
         wanted = request(f"r{number}", prompts[-1][0], max_tokens=rng.randrange(1, 12))
         await all_of(engine, replace(wanted, cache_salt=prompts[-1][1]))
     return prompts
@@ -189,5 +200,7 @@ async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, 
 async def _settled(publisher: Publisher, engine: FakeEngine, subscriber: Subscriber) -> None:
     """Everything that the engine has said has come."""
     async with asyncio.timeout(10):
-        while any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence:  # noqa: ASYNC110
+        while (  # noqa: ASYNC110
+            any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence
+        ):
             await asyncio.sleep(0.05)

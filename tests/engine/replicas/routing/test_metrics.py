@@ -20,7 +20,10 @@ async def test_requests_are_counted_by_replica_and_nothing_else() -> None:
             await client.get("/v1/evil")
             page = (await client.get("/metrics")).text
             info = (await client.get("/server_info")).json()
-    counts = {(m[1], m[2]): float(m[3]) for m in re.finditer(r'router_requests_total\{.*outcome="(\w+)",replica="(\d)"\} (\S+)', page)}
+    counts = {
+        (m[1], m[2]): float(m[3])
+        for m in re.finditer(r'router_requests_total\{.*outcome="(\w+)",replica="(\d)"\} (\S+)', page)
+    }
     assert counts["ok", "0"] == 9
     assert counts.get(("unreachable", "1"), 0) == total(page, "trtllm_router_retries_total")
     assert total(page, "trtllm_router_session_requests_total") >= 5

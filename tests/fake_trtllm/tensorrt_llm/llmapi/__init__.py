@@ -24,5 +24,18 @@ __all__ = [
     "SamplingParams",
 ]
 
-_INTERNAL = {"LlmArgs", "BaseLlmArgs", "SpeculativeConfig", "SparseAttentionConfig", "GuidedDecodingBackend", "GuidedDecodingConfig"}
-globals().update({name: value for name, value in NAMES.items() if name not in _INTERNAL | {"LoadFormat", "SamplerType", "LoraConfig"}})
+_INTERNAL = {
+    "LlmArgs",
+    "BaseLlmArgs",
+    "SpeculativeConfig",
+    "SparseAttentionConfig",
+    "GuidedDecodingBackend",
+    "GuidedDecodingConfig",
+}
+globals().update(
+    {
+        name: value
+        for name, value in NAMES.items()
+        if name not in _INTERNAL | {"LoadFormat", "SamplerType", "LoraConfig"}
+    }
+)

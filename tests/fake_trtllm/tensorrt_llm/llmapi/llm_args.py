@@ -28,11 +28,16 @@ def update_llm_args_with_extra_dict(
     extra = dict(llm_args_dict)
     if isinstance(extra.get("kv_cache_config"), dict) and "kv_cache_config" in llm_args:
         base = llm_args["kv_cache_config"]
-        extra["kv_cache_config"] = (base if isinstance(base, dict) else base.model_dump(exclude_unset=True)) | extra["kv_cache_config"]
+        extra["kv_cache_config"] = (base if isinstance(base, dict) else base.model_dump(exclude_unset=True)) | extra[
+            "kv_cache_config"
+        ]
     for name, model in _CONVERTED.items():
         if isinstance(extra.get(name), dict):
             extra[name] = MODELS[model](**extra[name])
-    for name, base in {"speculative_config": "DecodingBaseConfig", "sparse_attention_config": "RocketSparseAttentionConfig"}.items():
+    for name, base in {
+        "speculative_config": "DecodingBaseConfig",
+        "sparse_attention_config": "RocketSparseAttentionConfig",
+    }.items():
         if isinstance(extra.get(name), dict):
             extra[name] = MODELS[base].from_dict(extra[name])
     if isinstance(extra.get("lora_config"), dict):

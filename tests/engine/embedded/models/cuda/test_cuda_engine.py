@@ -14,7 +14,11 @@ from engine.embedded.engine import EmbeddedEngine
 from engine.errors import EngineFailure
 from engine.types import Delta, GenerateRequest, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 OUTPUT = 24
 
 
@@ -45,9 +49,18 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(2, 2048) for _ in range(rng.choice([1, 5, 31, 32, 33, 64, 100, 300]))] for _ in range(40)]
 
 
-async def answers(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any) -> list[list[Delta]]:
+async def answers(
+    folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any
+) -> list[list[Delta]]:
     """What an engine of this configuration says to all prompts at once; nothing may be held afterwards."""
-    config = {"device": "cuda", "attention": "flashinfer", "dtype": "bfloat16", "num_blocks": 1000, "max_num_tokens": 256, **options}
+    config = {
+        "device": "cuda",
+        "attention": "flashinfer",
+        "dtype": "bfloat16",
+        "num_blocks": 1000,
+        "max_num_tokens": 256,
+        **options,
+    }
     engine = EmbeddedEngine(EmbeddedConfig(model=str(folder), **config))
     await engine.start()
 
@@ -67,9 +80,14 @@ async def answers(folder: Path, prompts: list[list[int]], sampling: dict[str, An
         await engine.close()
 
 
-async def outputs(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
+async def outputs(
+    folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any
+) -> list[list[int]]:
     """The tokens of `answers`."""
-    return [[token for delta in deltas for token in delta.token_ids] for deltas in await answers(folder, prompts, sampling, **options)]
+    return [
+        [token for delta in deltas for token in delta.token_ids]
+        for deltas in await answers(folder, prompts, sampling, **options)
+    ]
 
 
 async def test_tokens_are_those_of_float32_but_for_near_ties(folder: Path, prompts: list[list[int]]) -> None:
@@ -93,7 +111,9 @@ async def test_tokens_are_those_of_float32_but_for_near_ties(folder: Path, promp
         pytest.param({"num_blocks": 60}, id="preempted"),
     ],
 )
-async def test_most_tokens_are_the_same_however_steps_are_run(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> None:
+async def test_most_tokens_are_the_same_however_steps_are_run(
+    folder: Path, prompts: list[list[int]], options: dict[str, Any]
+) -> None:
     """Not all: products of other sizes round otherwise, and near ties fall to the other side."""
     usual, other = await outputs(folder, prompts), await outputs(folder, prompts, **options)
     assert [len(output) for output in other] == [OUTPUT] * len(prompts)
@@ -103,7 +123,12 @@ async def test_most_tokens_are_the_same_however_steps_are_run(folder: Path, prom
 
 async def test_a_step_ahead_changes_nothing_at_all(folder: Path, prompts: list[list[int]]) -> None:
     """Alone, a sequence's steps are the same ones in both ways."""
-    for sampling in ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"repetition_penalty": 1.2}, {"stop_token_ids": (5, 6, 7, 8, 9)}):
+    for sampling in (
+        {},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 7},
+        {"repetition_penalty": 1.2},
+        {"stop_token_ids": (5, 6, 7, 8, 9)},
+    ):
         ahead = [await outputs(folder, [prompt], sampling) for prompt in prompts[:3]]
         assert ahead == [await outputs(folder, [prompt], sampling, overlap_scheduler="off") for prompt in prompts[:3]]
 
@@ -124,7 +149,12 @@ async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
         pytest.param({"kv_cache_dtype": "fp8"}, 0.05, 0.8, id="cache"),
         pytest.param({"quantization": "fp8"}, 0.13, 0.6, id="weights"),
         pytest.param({"quantization": "fp8", "kv_cache_dtype": "fp8"}, 0.14, 0.6, id="both"),
-        pytest.param({"quantization": "fp8", "kv_cache_dtype": "fp8", "enable_cuda_graphs": False}, 0.14, 0.6, id="both, no graphs"),
+        pytest.param(
+            {"quantization": "fp8", "kv_cache_dtype": "fp8", "enable_cuda_graphs": False},
+            0.14,
+            0.6,
+            id="both, no graphs",
+        ),
     ],
 )
 async def test_eight_bits_are_near_sixteen(
@@ -134,7 +164,10 @@ async def test_eight_bits_are_near_sixteen(
     the 20 likeliest tokens on average, with 38, 33 and 29 of 40 first tokens the same; float32 and bfloat16 differ by 0.005. Compared as
     long as both have the same tokens before.
     """
-    usual, rounded = await answers(tame, prompts, {"logprobs": 20}), await answers(tame, prompts, {"logprobs": 20}, **options)
+    usual, rounded = (
+        await answers(tame, prompts, {"logprobs": 20}),
+        await answers(tame, prompts, {"logprobs": 20}, **options),
+    )
     errors, firsts = [], 0
     for mine, others in zip(usual, rounded, strict=True):
         firsts += mine[0].token_ids == others[0].token_ids
@@ -153,7 +186,12 @@ async def test_a_cache_of_eight_bits_has_twice_the_blocks(tame: Path) -> None:
     for dtype in ("auto", "fp8"):
         torch.cuda.empty_cache()
         config = EmbeddedConfig(
-            model=str(tame), device="cuda", dtype="bfloat16", attention="flashinfer", kv_cache_dtype=dtype, free_gpu_memory_fraction=0.05
+            model=str(tame),
+            device="cuda",
+            dtype="bfloat16",
+            attention="flashinfer",
+            kv_cache_dtype=dtype,
+            free_gpu_memory_fraction=0.05,
         )
         engine = EmbeddedEngine(config)
         await engine.start()
@@ -164,7 +202,13 @@ async def test_a_cache_of_eight_bits_has_twice_the_blocks(tame: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
 async def test_eight_bits_are_refused_for_models_without_a_fast_path(tmp_path: Path, options: dict[str, Any]) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 256}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    }
     MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=64)).save_pretrained(tmp_path)
     engine = EmbeddedEngine(EmbeddedConfig(model=str(tmp_path), device="cuda", **options))
     with pytest.raises(EngineFailure, match="=fp8 cannot be used: mistral has "):

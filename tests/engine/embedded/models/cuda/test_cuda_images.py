@@ -46,6 +46,8 @@ def test_greedy_equals_generate(
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
     assert max(core.model._graphs) == most  # type: ignore[union-attr]
     for turn in "ab":  # the second time from blocks that the first has left
-        deltas = answers(core, [request_for(f"{turn}{index}", prompt, max_tokens=4) for index, prompt in enumerate(prompts)])
+        deltas = answers(
+            core, [request_for(f"{turn}{index}", prompt, max_tokens=4) for index, prompt in enumerate(prompts)]
+        )
         assert [tokens(deltas[f"{turn}{index}"]) for index in range(len(prompts))] == expected
     assert expected[0] != expected[1]

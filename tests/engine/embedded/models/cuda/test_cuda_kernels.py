@@ -79,7 +79,8 @@ def test_products_of_few_rows(rows: int, tile: tuple[int, int, int, int, int]) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "dim"), [(1, 8, 2, 64), (3, 4, 4, 32), (5, 12, 2, 32), (40, 8, 8, 16), (130, 4, 1, 16)]
+    ("rows", "heads", "kv_heads", "dim"),
+    [(1, 8, 2, 64), (3, 4, 4, 32), (5, 12, 2, 32), (40, 8, 8, 16), (130, 4, 1, 16)],
 )
 def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) -> None:
     size, blocks = 16, 60
@@ -107,7 +108,9 @@ def test_rotation_and_the_cache() -> None:
     cache = torch.zeros(7, layers, 2, size, kv_heads, dim, device=DEVICE, dtype=DTYPE)
     blocks, offsets = torch.tensor([0, 0, 1, 6, 2], device=DEVICE), torch.tensor([3, 7, 1, 5, 0], device=DEVICE)
     slots = blocks * (layers * 2 * size) + offsets
-    query = kernels.rotate_and_store(qkv, (heads, kv_heads, dim), rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1])
+    query = kernels.rotate_and_store(
+        qkv, (heads, kv_heads, dim), rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1]
+    )
     parts = original.view(5, -1, dim).float()
     cos, sin = rotations[positions.long(), None, : dim // 2], rotations[positions.long(), None, dim // 2 :]
     low, high = parts[..., : dim // 2], parts[..., dim // 2 :]
@@ -173,13 +176,18 @@ def test_attention_of_decodes_over_eight_bits(rows: int, heads: int, kv_heads: i
     out, expected = torch.empty_like(query), torch.empty_like(query)
     attend(query, cache[:, 1, 0], cache[:, 1, 1], pages, positions, out)
     attend(query, whole[:, 1, 0], whole[:, 1, 1], pages, positions, expected)
-    assert float((out.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 2e-3) * float(expected.abs().max())
+    assert float((out.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 2e-3) * float(
+        expected.abs().max()
+    )
 
 
 def test_rotation_and_a_cache_of_eight_bits() -> None:
     heads, dim, size = (4, 2, 16), 16, 8
     qkv, rotations = random(5, 8 * dim, scale=300), torch.randn(40, dim, device=DEVICE)
-    positions, slots = torch.arange(5, dtype=torch.int32, device=DEVICE), torch.tensor([3, 7, 33, 37, 32], device=DEVICE)
+    positions, slots = (
+        torch.arange(5, dtype=torch.int32, device=DEVICE),
+        torch.tensor([3, 7, 33, 37, 32], device=DEVICE),
+    )
     caches = [torch.zeros(3, 2, 2, size, 2, dim, device=DEVICE).to(dtype) for dtype in (DTYPE, FP8)]
     left = [qkv.clone() for _ in caches]
     queries = [
@@ -200,7 +208,9 @@ def layer(
     for last in (None, norm):
         found.append(products.product(following, weights["qkv"]))
         following = products.add(x, attended, weights["out"], norm)
-        following = products.add_gated(x, following, weights["gate_up"], weights["down"], norm if last is None else None)
+        following = products.add_gated(
+            x, following, weights["gate_up"], weights["down"], norm if last is None else None
+        )
     return [*found, x]
 
 
@@ -208,7 +218,12 @@ def layer(
 @torch.inference_mode()
 def test_both_kinds_of_products(rows: int) -> None:
     """A layer, twice over, against the same in float32: wrong by less than a fiftieth of what it is, or an eighth in eight bits."""
-    sizes = {"qkv": [(256, 256), (64, 256), (64, 256)], "out": [(256, 256)], "gate_up": [(512, 256)] * 2, "down": [(256, 512)]}
+    sizes = {
+        "qkv": [(256, 256), (64, 256), (64, 256)],
+        "out": [(256, 256)],
+        "gate_up": [(512, 256)] * 2,
+        "down": [(256, 512)],
+    }
     parts = {name: [random(*shape, scale=0.05) for shape in shapes] for name, shapes in sizes.items()}
     x, attended, norm = random(rows, 256), random(rows, 256), (random(256), 1e-5)
     exact = x.float()

@@ -124,9 +124,15 @@ def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None 
     for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **(sampling or {})})
         request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
-        state = SamplerState(params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device)
+        state = SamplerState(
+            params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+        )
         logprobs = None if params.prompt_logprobs is None else [None]
-        core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs))
+        core.add(
+            Sequence(
+                request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs
+            )
+        )
     deltas: dict[str, list[Delta]] = {}
     while core.busy:
         for request_id, delta in core.step():
@@ -144,7 +150,9 @@ def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None 
         pytest.param({"enable_cuda_graphs": False}, {"eager, decodes"}, id="no graphs"),
         pytest.param({"enable_block_reuse": False}, set(), id="no reuse"),
         pytest.param({"num_blocks": 11, "kv_block_size": 2}, set(), id="preempted"),
-        pytest.param({"max_num_tokens": 5}, {"eager, nothing sampled", "graph, mixed"}, id="chunks that sample nothing"),
+        pytest.param(
+            {"max_num_tokens": 5}, {"eager, nothing sampled", "graph, mixed"}, id="chunks that sample nothing"
+        ),
         pytest.param({"max_num_tokens": 3}, {"graph, nothing sampled"}, id="graphs that sample nothing"),
     ],
 )
@@ -158,7 +166,9 @@ def test_tokens_are_those_of_transformers(
     assert (found.cached > 0) == options.get("enable_block_reuse", True)
 
 
-def test_logprobs_are_those_of_transformers(folder: Path, prompts: list[list[int]], reference: LlamaForCausalLM) -> None:
+def test_logprobs_are_those_of_transformers(
+    folder: Path, prompts: list[list[int]], reference: LlamaForCausalLM
+) -> None:
     """Of chunked prompts too, some of whose chunks sample nothing but are reported on."""
     found = run(folder, prompts[:2], {"logprobs": 3, "prompt_logprobs": 2}, max_num_tokens=7)
     for prompt, tokens, deltas, sampled in zip(prompts[:2], found.tokens, found.deltas, found.logprobs, strict=True):
@@ -166,17 +176,26 @@ def test_logprobs_are_those_of_transformers(folder: Path, prompts: list[list[int
         first, *reported = deltas[0].prompt.logprobs
         assert first is None and len(reported) == len(prompt) - 1 and len(sampled) == OUTPUT
         rows = logprobs_of(reference, prompt + tokens[:-1])
-        for index, (row, token, entry) in enumerate(zip(rows, (prompt + tokens)[1:], [*reported, *sampled], strict=True)):
+        for index, (row, token, entry) in enumerate(
+            zip(rows, (prompt + tokens)[1:], [*reported, *sampled], strict=True)
+        ):
             best = row.topk(2 if index < len(reported) else 3)
-            assert entry is not None and entry[0].token_id == token and entry[0].rank == 1 + int((row > row[token]).sum())
+            assert (
+                entry is not None and entry[0].token_id == token and entry[0].rank == 1 + int((row > row[token]).sum())
+            )
             assert [item.token_id for item in entry[1:]] == best.indices.tolist()
-            assert [item.logprob for item in entry] == pytest.approx([row[token].item(), *best.values.tolist()], abs=1e-4)
+            assert [item.logprob for item in entry] == pytest.approx(
+                [row[token].item(), *best.values.tolist()], abs=1e-4
+            )
 
 
-def test_a_step_ahead_changes_nothing_of_what_is_drawn(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_a_step_ahead_changes_nothing_of_what_is_drawn(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
     ahead, after = (
-        run(folder, prompts[:2], sampling, overlap_scheduler=overlap, max_num_tokens=7, max_batch_size=2) for overlap in ("on", "off")
+        run(folder, prompts[:2], sampling, overlap_scheduler=overlap, max_num_tokens=7, max_batch_size=2)
+        for overlap in ("on", "off")
     )
     assert ahead.tokens == after.tokens != expected[:2]
 
@@ -186,15 +205,25 @@ def test_a_step_ahead_changes_nothing_of_what_is_drawn(folder: Path, prompts: li
     [
         pytest.param({"kv_cache_dtype": "fp8"}, 0.01, id="cache"),
         pytest.param({"quantization": "fp8"}, 0.04, id="weights"),
-        pytest.param({"kv_cache_dtype": "fp8", "quantization": "fp8", "max_num_tokens": 7}, 0.05, id="both, chunks that sample nothing"),
+        pytest.param(
+            {"kv_cache_dtype": "fp8", "quantization": "fp8", "max_num_tokens": 7},
+            0.05,
+            id="both, chunks that sample nothing",
+        ),
     ],
 )
-def test_eight_bits_are_near_transformers(tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float) -> None:
+def test_eight_bits_are_near_transformers(
+    tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float
+) -> None:
     """By the mean error of the log-probabilities of tokens that were taken and of the likeliest: the limits are about twice what it is."""
     found = run(tame, prompts[:2], {"logprobs": 3}, max_batch_size=2, **options)
     reference, errors = LlamaForCausalLM.from_pretrained(tame).eval(), []
     for prompt, tokens, entries in zip(prompts[:2], found.tokens, found.logprobs, strict=True):
         rows = logprobs_of(reference, prompt + tokens[:-1])[len(prompt) - 1 :]
-        errors += [abs(item.logprob - row[item.token_id].item()) for row, entry in zip(rows, entries, strict=True) for item in entry]
+        errors += [
+            abs(item.logprob - row[item.token_id].item())
+            for row, entry in zip(rows, entries, strict=True)
+            for item in entry
+        ]
     assert len(errors) == 2 * OUTPUT * 4
     assert 1e-4 < sum(errors) / len(errors) < error

@@ -17,11 +17,19 @@ from engine.errors import EngineFailure
     [
         ({"device": "cpu", "quantization": "fp8"}, "QUANTIZATION=fp8 cannot be used: it needs an NVIDIA GPU"),
         ({"device": "cpu", "kv_cache_dtype": "fp8"}, "KV_CACHE_DTYPE=fp8 cannot be used: it needs an NVIDIA GPU"),
-        ({"device": "cpu", "attention": "sdpa", "quantization": "fp8", "kv_cache_dtype": "fp8"}, "QUANTIZATION=fp8 and KV_CACHE_DTYPE=fp8"),
-        ({"device": "cuda", "attention": "sdpa", "quantization": "fp8"}, "QUANTIZATION=fp8 cannot be used with ATTENTION=sdpa"),
+        (
+            {"device": "cpu", "attention": "sdpa", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+            "QUANTIZATION=fp8 and KV_CACHE_DTYPE=fp8",
+        ),
+        (
+            {"device": "cuda", "attention": "sdpa", "quantization": "fp8"},
+            "QUANTIZATION=fp8 cannot be used with ATTENTION=sdpa",
+        ),
     ],
 )
-def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(tiny_model: Path, options: dict[str, Any], said: str) -> None:
+def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(
+    tiny_model: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(EngineFailure, match=said):
         load_model(EmbeddedConfig(model=str(tiny_model), **options))
 
@@ -29,7 +37,11 @@ def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(tiny_model:
 def test_a_cache_of_eight_bits_has_twice_the_blocks(tiny_model: Path) -> None:
     counts = {}
     for dtype in ("auto", "fp8"):
-        model = Model(EmbeddedConfig(model=str(tiny_model), device="cpu", dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory_mb=16))
+        model = Model(
+            EmbeddedConfig(
+                model=str(tiny_model), device="cpu", dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory_mb=16
+            )
+        )
         counts[dtype] = model.groups[0].num_blocks
         assert model.cache.data.nbytes <= 16 << 20
         assert model.cache.data.dtype == (torch.bfloat16 if dtype == "auto" else torch.float8_e4m3fn)

@@ -20,7 +20,11 @@ from tests.support.handoff import tokens
 from tests.support.image_support import Family, answers, request_for, text
 from tests.support.vision_models import BUILDERS, image_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 DEVICE = "cuda"
 SIZES = ((40, 30), (30, 61), (16, 16), (64, 20), (40, 30))
 FAST = {"head_dim": 128, "intermediate_size": 64}
@@ -57,8 +61,12 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
     for seed in range(2):
         for count in (3, 1, 2):
             images = [processing.prepare(ImageInput(image_bytes(40, 30, 10 * seed + index))) for index in range(count)]
-            rows = torch.cat([torch.frombuffer(bytearray(readable(data)), dtype=torch.float32) for data in tower.encode(images)])
-            others = {name: torch.cat([image.tensors[name] for image in images]).to(DEVICE) for name in images[0].tensors}
+            rows = torch.cat(
+                [torch.frombuffer(bytearray(readable(data)), dtype=torch.float32) for data in tower.encode(images)]
+            )
+            others = {
+                name: torch.cat([image.tensors[name] for image in images]).to(DEVICE) for name in images[0].tensors
+            }
             with torch.inference_mode():
                 assert torch.allclose(rows, tower._features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
     assert len(tower._graphs._graphs) == (3 if kind == "llava" else 0)
@@ -80,10 +88,16 @@ def test_what_fits_no_graph_is_computed_without() -> None:
 @pytest.mark.parametrize(
     ("kind", "shape", "options", "agreement"),
     [
-        pytest.param("llava", FAST, {"dtype": "bfloat16", "attention": "flashinfer"}, 0.8, id="LLaVA, by the GPU's kernels"),
-        pytest.param("smolvlm", FAST, {"dtype": "bfloat16", "attention": "flashinfer"}, 0.8, id="SmolVLM, by the GPU's kernels"),
+        pytest.param(
+            "llava", FAST, {"dtype": "bfloat16", "attention": "flashinfer"}, 0.8, id="LLaVA, by the GPU's kernels"
+        ),
+        pytest.param(
+            "smolvlm", FAST, {"dtype": "bfloat16", "attention": "flashinfer"}, 0.8, id="SmolVLM, by the GPU's kernels"
+        ),
         pytest.param("llava", {}, {"dtype": "float32", "attention": "sdpa"}, 0.95, id="LLaVA, by transformers"),
-        pytest.param("qwen2_5_vl", None, {"dtype": "float32", "attention": "sdpa"}, 0.95, id="Qwen2.5-VL, by transformers"),
+        pytest.param(
+            "qwen2_5_vl", None, {"dtype": "float32", "attention": "sdpa"}, 0.95, id="Qwen2.5-VL, by transformers"
+        ),
     ],
 )
 def test_answers_are_those_of_transformers_but_for_near_ties(

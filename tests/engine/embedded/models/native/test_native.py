@@ -40,7 +40,9 @@ class Tokens:
     """A sequence as a model sees it."""
 
     def __init__(self, length: int, seed: int, blocks: range) -> None:
-        self.tokens = torch.randint(3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.tokens = torch.randint(
+            3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         self.blocks, self.slot, self.images = list(blocks), 0, None
 
 
@@ -52,7 +54,9 @@ def make_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bf
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 and "bias" not in kind else 0.0)
+        parameter.data = torch.randn_like(parameter) * 0.2 + (
+            1.0 if parameter.ndim == 1 and "bias" not in kind else 0.0
+        )
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -63,7 +67,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, **options: Any) -> NativeModel:
-    return NativeModel(EmbeddedConfig(model=str(folder), **{"num_blocks": 64, "threads": 2, "max_seq_len": 256, **options}))
+    return NativeModel(
+        EmbeddedConfig(model=str(folder), **{"num_blocks": 64, "threads": 2, "max_seq_len": 256, **options})
+    )
 
 
 def every_row(model: NativeModel, chunks: list[Chunk]) -> torch.Tensor:
@@ -83,7 +89,10 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path) -> None:
     model = load(folder)
     whole = every_row(model, [chunk(Tokens(100, 1, range(4)), 0, 100)])
-    sequence, others = Tokens(100, 1, range(4, 8)), [Tokens(70, seed, range(8 + 3 * seed, 11 + 3 * seed)) for seed in range(9)]
+    sequence, others = (
+        Tokens(100, 1, range(4, 8)),
+        [Tokens(70, seed, range(8 + 3 * seed, 11 + 3 * seed)) for seed in range(9)],
+    )
     parts = []
     for start, length in ((0, 5), (5, 60), (65, 1), (66, 30), (96, 1), (97, 1), (98, 1), (99, 1)):
         company = [chunk(other, start // 2, 1 + (seed + start) % 3) for seed, other in enumerate(others[: start % 10])]
@@ -101,7 +110,9 @@ def test_only_the_rows_that_are_asked_for_come_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_the_engine_runs_it_and_says_what_the_slow_twin_says(folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_runs_it_and_says_what_the_slow_twin_says(
+    folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)
     outputs = []
     for attention, kind in (("auto", NativeModel), ("sdpa", Model)):

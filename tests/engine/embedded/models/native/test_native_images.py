@@ -20,7 +20,13 @@ from tests.support.handoff import pair_of, sequence_of, tokens
 from tests.support.image_support import Family, Prompt, answers, request_for, text, without_data
 from tests.support.vision_models import BUILDERS
 
-OPTIONS: dict[str, Any] = {**PAIR_OPTIONS, "kv_transfer": "", "attention": "auto", "kv_block_size": 32, "num_blocks": 30}
+OPTIONS: dict[str, Any] = {
+    **PAIR_OPTIONS,
+    "kv_transfer": "",
+    "attention": "auto",
+    "kv_block_size": 32,
+    "num_blocks": 30,
+}
 
 
 def make_folder(kind: str, folder: Path, **text_options: Any) -> Path:
@@ -74,7 +80,9 @@ def core_of(folder: Path, **options: Any) -> EngineCore:
         pytest.param({"num_blocks": 9, "max_num_tokens": 40, "enable_block_reuse": False}, id="few blocks"),
     ],
 )
-def test_greedy_equals_generate(family: Family, prompts: list[Prompt], expected: list[list[int]], options: dict[str, Any]) -> None:
+def test_greedy_equals_generate(
+    family: Family, prompts: list[Prompt], expected: list[list[int]], options: dict[str, Any]
+) -> None:
     core = core_of(family.folder, **options)
     for turn in "ab":  # the second time from blocks that the first has left
         deltas = answers(core, [request_for(f"{turn}{index}", prompt) for index, prompt in enumerate(prompts)])
@@ -85,7 +93,9 @@ def test_greedy_equals_generate(family: Family, prompts: list[Prompt], expected:
 def test_the_cut_makes_no_difference_to_the_bit(family: Family, prompts: list[Prompt]) -> None:
     reports = []
     for most in (200, 5):
-        deltas = answers(core_of(family.folder, max_num_tokens=most), [request_for("a", prompts[2], max_tokens=1, prompt_logprobs=1)])
+        deltas = answers(
+            core_of(family.folder, max_num_tokens=most), [request_for("a", prompts[2], max_tokens=1, prompt_logprobs=1)]
+        )
         assert deltas["a"][0].prompt is not None
         reports.append(deltas["a"][0].prompt.logprobs)
     assert reports[0] == reports[1]
@@ -121,10 +131,22 @@ def test_tensors_may_have_the_names_that_the_classes_give_them(tmp_path: Path) -
 def test_a_text_configuration_tells_only_what_differs(tmp_path: Path) -> None:
     """As LLaVA's own does, whose sizes are Llama's defaults."""
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llava", "image_token_index": 32000, "text_config": {"model_type": "llama", "vocab_size": 32064}})
+        json.dumps(
+            {
+                "model_type": "llava",
+                "image_token_index": 32000,
+                "text_config": {"model_type": "llama", "vocab_size": 32064},
+            }
+        )
     )
     config = read_config(tmp_path)
-    assert (config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads) == (4096, 11008, 32, 32, 32)
+    assert (config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads) == (
+        4096,
+        11008,
+        32,
+        32,
+        32,
+    )
     assert (config.vocab_size, config.epsilon, config.rope_theta, config.context_length) == (32064, 1e-6, 10000.0, 2048)
     assert config.takes_images is not None and config.takes_images.token_id == 32000
 

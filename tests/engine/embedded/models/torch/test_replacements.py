@@ -32,7 +32,9 @@ class LlamaNorm(nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_linears_compute_what_they_replace(rows: int, bias: bool) -> None:
     torch.manual_seed(rows)
-    model = nn.Sequential(nn.Linear(64, 96, bias), nn.SiLU(), nn.Sequential(nn.Linear(96, 64, bias)), nn.Linear(64, 128, bias=False))
+    model = nn.Sequential(
+        nn.Linear(64, 96, bias), nn.SiLU(), nn.Sequential(nn.Linear(96, 64, bias)), nn.Linear(64, 128, bias=False)
+    )
     as_bfloat16(model)
     x = torch.randn(1, rows, 64)
     with torch.inference_mode():
@@ -70,7 +72,13 @@ def test_norms_are_replaced_if_they_are_rms_norm_and_only_then() -> None:
 
 def small_model(kind: str) -> nn.Module:
     """A model of the kind with random weights, ready for our attention."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = AutoConfig.for_model(kind, vocab_size=128, head_dim=16, pad_token_id=0, **sizes)
     config._attn_implementation = ATTENTION_NAME
     torch.manual_seed(0)
@@ -90,7 +98,9 @@ class Attention:
         return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize(("kind", "replaced"), [("llama", True), ("mistral", True), ("qwen2", True), ("qwen3", False), ("granite", False)])
+@pytest.mark.parametrize(
+    ("kind", "replaced"), [("llama", True), ("mistral", True), ("qwen2", True), ("qwen3", False), ("granite", False)]
+)
 def test_layers_of_the_llama_kind_are_replaced_and_no_others(kind: str, replaced: bool) -> None:
     """Granite's parts have the same names, but it scales what they add; Qwen3 normalises queries and keys."""
     model = small_model(kind)

@@ -62,5 +62,7 @@ class SharedTensorContainer:
             storage._shared_decref()
             untaken.pop(info["storage_handle"], None)
             empty = torch.empty(0, dtype=getattr(torch, info["storage_dtype"].removeprefix("torch.")))
-            self._tensor = empty.set_(storage, info["tensor_storage_offset"], info["tensor_size"], info["tensor_stride"])
+            self._tensor = empty.set_(
+                storage, info["tensor_storage_offset"], info["tensor_size"], info["tensor_stride"]
+            )
         return self._tensor
