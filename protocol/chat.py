@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Wire
-from protocol.cut import LongUrl
+from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Wire
 from protocol.usage import Usage
 
 

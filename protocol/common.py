@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -14,6 +14,15 @@ MAX_MESSAGES = 1 << 14
 MAX_PROMPTS = 1 << 11
 TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 Strings = Annotated[list[str], Field(max_length=1 << 16, fail_fast=True)]
+
+
+def _restored(url: str, info: ValidationInfo) -> str:
+    restored: str = info.context(url) if callable(info.context) else url
+    return restored
+
+
+LongUrl = Annotated[str, AfterValidator(_restored)]
+"""A URL that may have been cut out of the body: the context of the validation, if there is one, returns what it stands for."""
 
 
 class Wire(BaseModel):

@@ -13,7 +13,7 @@ class ErrorBody(BaseModel):
 
 
 class MissingPart(BaseModel):
-    """`name` is for programs: engine, prefill_peers, encode_peers, kv_events, canary, event_loop or draining; `reason` for people."""
+    """`name` is for programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining; `reason` for people."""
 
     name: str
     reason: str

@@ -31,7 +31,7 @@ class Runtime(BaseModel):
     guides: list[str] = []
     """Kinds of guided decoding."""
     parsers: list[str] = []
-    """Of tool calls and reasoning."""
+    """Of tool calls and reasoning; there are none yet."""
     peers: dict[str, Peers]
     kv_events_port: int | None
     """Where the first data-parallel rank's KV-cache events are published; the other ranks' ports follow. Null if they are not."""

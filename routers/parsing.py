@@ -1,15 +1,14 @@
-"""JSON to a model, from the raw bytes, and never long at a time: images within it are cut out first (`protocol/cut.py`)."""
+"""JSON to a model, from the raw bytes, and never long at a time: images are cut out first, since parsing copies them."""
 
 import asyncio
 import contextlib
 import re
+import secrets
 from typing import TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-
-from protocol.cut import CutUrls
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -25,6 +24,33 @@ _MAX_ERRORS = 1000
 """Beyond so many, errors are counted and not listed."""
 
 
+class CutUrls:
+    """The data URLs that were cut out of one body; its validation puts them back."""
+
+    def __init__(self) -> None:
+        self._mark = f"data:cut-{secrets.token_hex(16)}-"
+        self._urls: dict[str, str] = {}
+        self._restored: set[str] = set()
+
+    def cut(self, url: str) -> str:
+        """Return what stands in the place of `url`; it needs no escapes in JSON."""
+        mark = f"{self._mark}{len(self._urls)}"
+        self._urls[mark] = url
+        return mark
+
+    def restore(self, text: str) -> str:
+        """Return the URL that `text` stands for, or `text`."""
+        if text not in self._urls:
+            return text
+        self._restored.add(text)
+        return self._urls[text]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all URLs have been put back."""
+        return len(self._restored) == len(self._urls)
+
+
 async def parsed(model: type[M], raw: bytes) -> M:
     """A body as a `model`. Raises RequestValidationError."""
     short, urls = await _without_images(raw)
@@ -36,7 +62,7 @@ def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
     _refuse_many_values(raw)
     _refuse_non_finite(raw)
     try:
-        return model.model_validate_json(raw, context=urls)
+        return model.model_validate_json(raw, context=urls.restore)
     except ValidationError as error:
         raise _invalid(error, raw) from None
 

@@ -8,7 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineDied
 from engine.replicas.routing.upstream import Connection, Header, UpstreamError
-from routers.generate import disconnect
+from routers.disconnect import disconnect
+from routers.sse import Framing
 
 REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
@@ -64,11 +65,16 @@ class Relay(Response):
         first: bytes,
         headers: list[Header],
         ends: Callable[[str], None],
+        framing: Framing,
         render_error: Callable[[Exception], bytes],
     ) -> None:
         super().__init__(None, connection.status)
         self.raw_headers = headers
-        self._connection, self._first, self._ends, self._render_error = connection, first, ends, render_error
+        self._connection = connection
+        self._first = first
+        self._ends = ends
+        self._framing = framing
+        self._render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "cancelled"
@@ -105,7 +111,8 @@ class Relay(Response):
             if gone.done():
                 return "cancelled"
             error = self._render_error(EngineDied("The replica was lost while it answered."))
-            await send({"type": "http.response.body", "body": b"\n\ndata: " + error + b"\n\n", "more_body": False})
+            last = b"\n\n" + self._framing.event(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
             return "lost"
         await send({"type": "http.response.body", "body": rest, "more_body": False})
         return "ok"

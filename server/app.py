@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, encode, health, internal, metrics, models, proxy, server_info, tokenize, version
+from routers import encode, internal, models, operations, proxy, tokenize
+from routers.endpoints import ENDPOINTS
 from server import __version__
 from server.compose.engine import served_name
 from server.http import errors, openapi
@@ -20,8 +21,7 @@ from server.settings import Settings
 if TYPE_CHECKING:
     from server.http.tracing import Tracing
 
-OPERATIONS = (health.router, metrics.router, server_info.router, version.router)
-PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
+PUBLIC = (*(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router)
 ROUTERS = {
     "aggregated": PUBLIC,
     "decode": PUBLIC,
@@ -29,7 +29,7 @@ ROUTERS = {
     "encode": (encode.router, internal.no_public_routes("an encode replica")),
     "router": (proxy.router,),
 }
-"""What a role serves besides the operations."""
+"""Routers by role, besides the operations."""
 
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
@@ -45,7 +45,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (*ROUTERS[settings.disaggregation_mode], *OPERATIONS):
+    for router in (*ROUTERS[settings.disaggregation_mode], operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
         openapi.install(app)

@@ -31,8 +31,8 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenize
     return [None if entry is None else {str(item.token_id): show(item) for item in entry} for entry in entries]
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of one completion, piece by piece: offsets count characters from the start of the choice's text."""
+class CompletionOffsets:
+    """Spells `choices[].logprobs` of one completion, piece by piece: offsets count characters from the start of its text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from engine.base import Engine
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.metrics.kv_events import KvEventMetrics
 from server.metrics.page import ServerMetrics
 from server.settings import Settings
 
 
 def publish_events(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, engine: Engine, stack: AsyncExitStack
+    settings: Settings, metrics: ServerMetrics, replica: ReplicaState, engine: Engine, stack: AsyncExitStack
 ) -> None:
     """Publish the events of a started engine, if that is wanted and no other process of the replica does, until `stack` is closed. Raises
     EngineFailure if an address is taken."""

@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 
 from engine import trace
 from engine.errors import (
-    ContextOverflow,
     EngineDied,
     EngineError,
     EngineFailure,
@@ -24,9 +23,9 @@ from engine.errors import (
     QueueFull,
     QueueTimeout,
 )
-from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, RequestError, UnsupportedMedia
+from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
-from routers.state import NotReady
+from routers.errors import NotReady, ReplicasDiffer, WrongReplica
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +49,13 @@ class Rule:
 _INTERNAL = Rule(500, "server_error", "internal_error", retry=False, message="The server failed on this request.")
 _RULES: dict[type[Exception], Rule] = {
     RequestValidationError: Rule(400, "invalid_request_error"),
-    RequestError: Rule(400, "invalid_request_error"),
-    ModelNotFound: Rule(404, "not_found_error", "model_not_found"),
+    ModelNotFound: Rule(404, "not_found_error"),
+    WrongReplica: Rule(404, "not_found_error", "wrong_replica"),
+    ReplicasDiffer: Rule(409, "invalid_request_error", "replicas_differ"),
     MediaTimeout: Rule(408, "invalid_request_error", retry=False),
     UnsupportedMedia: Rule(415, "invalid_request_error"),
     DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded", retry=False),
     InvalidRequest: Rule(400, "invalid_request_error"),
-    ContextOverflow: Rule(400, "invalid_request_error", "context_length_exceeded"),
     EngineNotReady: Rule(503, "server_error", "not_ready", retry_after=2, retry=True),
     EngineDied: Rule(503, "server_error", "engine_died", retry_after=2, retry=True),
     QueueFull: Rule(429, "rate_limit_error", "queue_full", retry_after=1, retry=True),
@@ -74,7 +73,6 @@ _HTTP_RULES: dict[int, Rule] = {
     404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
     405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
     408: Rule(408, "invalid_request_error", "request_timeout"),
-    409: Rule(409, "invalid_request_error", "replicas_differ"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
     431: Rule(431, "invalid_request_error", "headers_too_large"),
@@ -82,7 +80,7 @@ _HTTP_RULES: dict[int, Rule] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErrorAnswer:
     """A rendered exception."""
 
     status: int
@@ -94,7 +92,7 @@ class Answer:
         return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
-def render(error: Exception) -> Answer:
+def render(error: Exception) -> ErrorAnswer:
     """The answer to a request that failed with `error`."""
     rule = (
         _http_rule(error)
@@ -104,12 +102,12 @@ def render(error: Exception) -> Answer:
     if rule.status == 500:
         log.error("a request failed", exc_info=error)
     message, param = _describe(error)
-    code = (getattr(error, "code", None) if isinstance(error, RequestError) else None) or rule.code
+    code = (error.code if isinstance(error, InvalidRequest) else None) or rule.code
     if (span := trace.current.get()) is not None:
         span.fail(code or rule.type, ours=rule.status >= 500)
     body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code)
     envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
-    return Answer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
+    return ErrorAnswer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 
 
 def render_event(error: Exception) -> bytes:
@@ -125,7 +123,7 @@ def printable(text: str, limit: int = (_MAX_CHARACTERS + 2) * _MAX_ERRORS) -> st
 
 def install(app: FastAPI) -> None:
     """Answer every exception that a route raises by the table; the rest is `RequestMiddleware`'s."""
-    for cls in (RequestValidationError, RequestError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
+    for cls in (RequestValidationError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
         app.add_exception_handler(cls, _handle)
 
 
@@ -160,7 +158,7 @@ def _describe(error: Exception) -> tuple[str, str | None]:
             return _describe_validation(error.errors(), error.body)
         case HTTPException():
             return error.detail or HTTPStatus(error.status_code).phrase, None
-        case RequestError() | InvalidRequest():
+        case InvalidRequest():
             return str(error), error.param
     return str(error) or type(error).__name__, None
 

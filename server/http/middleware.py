@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.http.errors import printable, render
 from server.http.turnstile import Turnstile
 from server.process import logs
@@ -123,9 +123,9 @@ class GateMiddleware:
         if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
             await self._app(scope, receive, send)
             return
-        replica: Replica = scope["state"]["replica"]
+        replica: ReplicaState = scope["state"]["replica"]
         try:
-            replica.enter()
+            scope["state"]["service"] = replica.enter()
         except EngineNotReady as error:
             await render(error).response()(scope, receive, send)
             return
