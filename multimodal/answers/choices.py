@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from engine.types import Delta, FinishReason, GenerateRequest, PromptReport, TokenLogprobs
 from multimodal.answers.parsers.base import Parser, PlainText
-from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
+from multimodal.answers.parts import Part, Reasoning, ToolCall
 from multimodal.answers.stops import StopMatcher
 from multimodal.text.detokenizer import Detokenizer
 from multimodal.text.tokenizer import Tokenizer
@@ -21,8 +23,7 @@ class TextOptions:
     skip_special_tokens: bool = True
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one delta means for a client.
 
     The token that ended the sequence is the last of `token_ids`, but hidden from `parts` and `logprobs`, unless the request wants it.
@@ -63,6 +64,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._parser = parser or PlainText(tokenizer)
+        self._plain = type(self._parser) is PlainText
 
     def feed(self, delta: Delta) -> Piece:
         """Return the piece of a delta. It has a finish reason if the engine or a stop string has ended the choice."""
@@ -110,15 +112,16 @@ class Choice:
         parts = self._parser.feed(delta.token_ids[:visible], text)
         if finish is not None:
             parts += self._parser.finish()
-        for part in parts:
-            if type(part) is not Text:
-                self._note(part)
+        if not self._plain:
+            self._note(parts)
         return Piece(self.index, parts, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)
 
-    def _note(self, part: Part) -> None:
-        if isinstance(part, Reasoning):
-            self.reasoning_tokens += part.tokens
-        self.calls_tools = self.calls_tools or isinstance(part, ToolCall)
+    def _note(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self.reasoning_tokens += part.tokens
+            elif isinstance(part, ToolCall):
+                self.calls_tools = True
 
 
 class TokenCounts(NamedTuple):

@@ -139,7 +139,7 @@ class ChoicesShape(ABC):
         if piece.prompt is not None:
             chunks += self._open(piece.index, piece.prompt)
         if piece.logprobs or (self._token_ids and piece.token_ids) or (self._continuous and parts):
-            choice = self.choice(piece.index, self.delta(parts), self._logprobs(piece))
+            choice = self.choice(piece.index, self.delta(parts), self._logprobs(piece) if piece.logprobs else None)
             if self._token_ids:
                 choice["token_ids"] = piece.token_ids
             chunks.append(self._chunk([choice]))
@@ -168,8 +168,8 @@ class ChoicesShape(ABC):
             whole.logprobs += [logprobs] if logprobs else []
         whole.parts += piece.parts
         whole.token_ids += piece.token_ids
-        if (shown := self._logprobs(piece)) is not None:
-            whole.logprobs.append(shown)
+        if piece.logprobs:
+            whole.logprobs.append(self._logprobs(piece))
         whole.last = piece
 
     def whole(self) -> bytes:
@@ -212,9 +212,7 @@ class ChoicesShape(ABC):
             fields["prompt_logprobs"] = prompt_logprobs(report.logprobs, self._tokenizer)
         return fields
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not piece.logprobs:
-            return None
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         return self.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs)
 
     def _usage(self) -> dict[str, Any]:
