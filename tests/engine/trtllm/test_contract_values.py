@@ -37,7 +37,7 @@ from tests.support.trtllm import found, trt  # noqa: F401 - a fixture
 from tests.support.trtllm_contract_api import API, ATTRIBUTES, constructor, kind_of, signature
 
 ROOT = Path(__file__).resolve().parents[3]
-FACTS = ModelFacts(vocab_size=64, max_position_embeddings=512, eos_token_ids=(2, 7))
+FACTS = ModelFacts({"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": [2, 7]})
 
 
 class Processor:
