@@ -83,8 +83,9 @@ class ModelFacts:
 
     @property
     def kv_heads(self) -> int:
-        """null in config.json means one for each head."""
-        return self.heads if self._value("num_key_value_heads") is None else self.integer("num_key_value_heads")
+        """null in config.json means as many as `heads`."""
+        key = "num_key_value_heads"
+        return self.heads if key in self.text and self.text[key] is None else self.integer(key)
 
     @property
     def head_dim(self) -> int:
@@ -102,8 +103,7 @@ class ModelFacts:
     @property
     def rope_theta(self) -> float:
         """The base of the rotary embedding."""
-        rope = self.rope
-        return self._number(rope["rope_theta"] if "rope_theta" in rope else self._value("rope_theta"), "rope_theta")
+        return self._number(self.rope.get("rope_theta") or self._value("rope_theta"), "rope_theta")
 
     @property
     def quantized(self) -> bool:
@@ -179,7 +179,7 @@ class ModelFacts:
         return value
 
     def _value(self, key: str) -> object:
-        if key not in self.text:
+        if self.text.get(key) is None:
             raise EngineFailure(f"the config.json of {self._folder} has no {self._named(key)}")
         return self.text[key]
 
