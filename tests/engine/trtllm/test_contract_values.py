@@ -130,7 +130,7 @@ def processor() -> Any:
 @thorough
 @given(samplings, st.sampled_from([(), (2,), (2, 7)]))
 def test_sampling_params_of_any_request(processor: Any, sampling: SamplingParams, ends: tuple[int, ...]) -> None:
-    made = library.sampling_params(sampling, ModelFacts(64, 512, ends))
+    made = library.sampling_params(sampling, ModelFacts({**FACTS.config, "eos_token_id": list(ends)}))
     assert isinstance(made, found("tensorrt_llm.SamplingParams"))
     assert_valid(made, "SamplingParams")
     if made.guided_decoding is not None:
