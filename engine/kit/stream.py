@@ -191,8 +191,11 @@ class EventFeed(Generic[T]):
         self._changed = asyncio.Event()
 
     def put(self, event: T) -> None:
+        self.put_all((event,))
+
+    def put_all(self, events: Sequence[T]) -> None:
         for waiting in self._waiting.values():
-            waiting.append(event)
+            waiting.extend(events)
         self._notify()
 
     def close(self) -> None:
