@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from engine import handoff, trace
 from engine.admission import AdmissionEngine
-from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
+from engine.kit.stream import DeltaStream
 from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
@@ -79,7 +79,7 @@ class _PrefillWork:
     def __init__(self, request: GenerateRequest, engine: AdmissionEngine) -> None:
         self._engine = engine
         self._request = request
-        self._stream: DeltaIterator | None = None
+        self._stream: DeltaStream | None = None
         self.held = f"the KV blocks of {request.request_id}"
 
     @property

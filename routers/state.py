@@ -81,7 +81,7 @@ class RouterService:
         await self.fleet.close()
 
 
-Service = ChatService | PrefillService | EncodeService | RouterService
+ReplicaService = ChatService | PrefillService | EncodeService | RouterService
 """What a replica does, by its role."""
 
 
@@ -93,7 +93,7 @@ class ReplicaState:
     entrance: str = "/v1"
     """The path under which its requests come in."""
     created: int = field(default_factory=lambda: int(time.time()))
-    service: Service | None = None
+    service: ReplicaService | None = None
     """Set once, when all that it needs has started."""
     loading: str = "The model is loading."
     """Why there is no service yet."""
@@ -128,7 +128,7 @@ class ReplicaState:
                 lacks.insert(0, Missing("engine", "The engine is restarting, or closing."))
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
-    def enter(self) -> Service:
+    def enter(self) -> ReplicaService:
         """Begin a request, which `leave` ends, and return what serves it.
 
         Raises EngineNotReady while starting and draining, and when routers can no longer know what is cached here.
@@ -191,9 +191,9 @@ async def _replica(request: Request) -> ReplicaState:
     return state_of(request)["replica"]
 
 
-async def _service(request: Request) -> Service:
+async def _service(request: Request) -> ReplicaService:
     """Return what the gate let the request through to; the role that mounted the route has a service of the route's kind."""
-    return cast(Service, request.scope["state"]["service"])
+    return cast(ReplicaService, request.scope["state"]["service"])
 
 
 async def _request_id(request: Request) -> str:

@@ -84,7 +84,7 @@ def make_lifespan(
     return lifespan
 
 
-class _Encoding(NamedTuple):
+class _Encoders(NamedTuple):
     """What encodes images, as far as there is anything: for chats here, and, as a service, for other replicas."""
 
     encoder: Encoder | None
@@ -132,7 +132,7 @@ async def _serve(
         [_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting]
     )
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
-    encoding: _Encoding = found[1]
+    encoding: _Encoders = found[1]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
     await health.add_engine(local, inner, stack)
     service: ChatService | PrefillService = PrefillService(engine=engine, encoding=encoding.service)
@@ -149,7 +149,7 @@ def _chat_service(
     name: str,
     engine: AdmissionEngine,
     text: tuple[Tokenizer, ChatTemplate | None],
-    encoding: _Encoding,
+    encoding: _Encoders,
     folder: Path | None,
     stack: AsyncExitStack,
 ) -> ChatService:
@@ -185,7 +185,7 @@ async def _add_encoders(
     health: Health,
     folder: Path | None,
     stack: AsyncExitStack,
-) -> _Encoding:
+) -> _Encoders:
     """Start what encodes images, if the model takes any, for chats here or for other replicas."""
     encoder = encoders.encoder(settings, folder, metrics.registry)
     prompt_encoder = encoders.prompt_encoder(settings, folder, metrics.registry)
@@ -199,7 +199,7 @@ async def _add_encoders(
     if service is not None:
         stack.push_async_callback(service.close)
     await health.add_encoders(encoder, prompt_encoder, service, folder, stack)
-    return _Encoding(encoder, prompt_encoder, service)
+    return _Encoders(encoder, prompt_encoder, service)
 
 
 async def _open_engine(

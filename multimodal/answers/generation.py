@@ -5,8 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from engine import trace
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import EngineFailure, InvalidRequest
+from engine.kit.stream import DeltaStream
 from multimodal.answers.choices import Choice, Piece, counts
 from multimodal.answers.chunks import Shape
 from multimodal.errors import DeadlineExceeded
@@ -74,7 +75,7 @@ class Generation:
             if self._span is not None:
                 describe_answer(self._span, counts(self.choices), self._reasons)
 
-    async def _follow(self, choice: Choice, stream: DeltaIterator) -> AsyncGenerator[Piece]:
+    async def _follow(self, choice: Choice, stream: DeltaStream) -> AsyncGenerator[Piece]:
         """Follow one choice to its end, and measure it."""
         timer, stages = self._metrics.track(), trace.Stages(choice.index)
         try:
@@ -105,11 +106,11 @@ class Generation:
             timer.stop()
             stages.stop(choice.completion_tokens)
 
-    async def _merge(self, streams: Sequence[DeltaIterator]) -> AsyncGenerator[Piece]:
+    async def _merge(self, streams: Sequence[DeltaStream]) -> AsyncGenerator[Piece]:
         """Follow several choices, their pieces in order of arrival; the first error ends them all."""
         queue: asyncio.Queue[Piece | None] = asyncio.Queue(maxsize=len(streams))
 
-        async def pump(choice: Choice, stream: DeltaIterator) -> None:
+        async def pump(choice: Choice, stream: DeltaStream) -> None:
             async with aclosing(self._follow(choice, stream)) as pieces:
                 async for piece in pieces:
                     await queue.put(piece)
@@ -136,6 +137,6 @@ class Generation:
             pumping.cancel()
             await asyncio.wait([pumping])
 
-    def _expire(self, streams: Sequence[DeltaIterator]) -> None:
+    def _expire(self, streams: Sequence[DeltaStream]) -> None:
         self._expired = True
         self._closing = [asyncio.ensure_future(stream.aclose()) for stream in streams]
