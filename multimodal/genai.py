@@ -1,4 +1,4 @@
-"""What a trace says of a generation, in OpenTelemetry's terms for generative AI and, where these are new, in the older ones too."""
+"""Attributes of a generation's span: OpenTelemetry's for generative AI, and the older ones where those are new."""
 
 from collections.abc import Sequence
 

@@ -24,7 +24,8 @@ from multimodal.text.prompts import Prompts, off_loop
 class Processor:
     """Prepares requests for one engine.
 
-    Every request names the logits processors `logits`. `parser` finds the parts in answers to chats; other answers are plain text.
+    Every request names the logits processors `logits`. `parser` finds the parts in answers to chats; other answers are
+    plain text.
     """
 
     def __init__(

@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled when the client goes. The body must have been read. Raises ClientDisconnect."""
+    """Return the result of `work`. When the client goes, cancel it and raise ClientDisconnect.
+
+    The body must have been read.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(disconnect(request.receive))
     try:

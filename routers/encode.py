@@ -1,4 +1,7 @@
-"""/encode, for replicas whose prompts have images: one frame with embeddings, or with their place in memory and the answer as lease."""
+"""/encode, for replicas whose prompts have images: one frame with their embeddings, or with where those are in memory.
+
+In the second case the open answer is the lease of the memory.
+"""
 
 import asyncio
 

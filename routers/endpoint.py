@@ -20,7 +20,9 @@ B = TypeVar("B", bound=GenerationFields)
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint(Generic[B]):
-    """One generating API. A new one has its wire types in `protocol/`, its record in a file here, and a place in `ENDPOINTS`."""
+    """One generating API. A new one is its wire types in `protocol/`, a file here with its record, and a place in
+    `ENDPOINTS`.
+    """
 
     path: str
     name: str

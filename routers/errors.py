@@ -1,4 +1,4 @@
-"""What can go wrong at the edge itself, besides the errors of the layers below (`multimodal/errors.py`, `engine/errors.py`)."""
+"""What can go wrong at the edge, besides the errors of `multimodal/errors.py` and `engine/errors.py`."""
 
 from typing import NamedTuple
 

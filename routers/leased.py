@@ -1,5 +1,5 @@
-"""Answers between replicas: signs of life while something is computed, one frame with the result, and then, open and silent, the lease of
-what is held for the reader.
+"""Answers between replicas: signs of life while something is computed, one frame with the result, and then, open and
+silent, the lease of what is held for the reader.
 """
 
 import asyncio
@@ -19,7 +19,10 @@ from routers.errors import ReplicasDiffer
 from routers.state import HttpOptions, State
 
 GRACE_SECONDS = 2.0
-"""From the end of an answer whose lease is over until what it held is freed: the reader drops what it has not read by the end."""
+"""From the end of an answer whose lease is over until what it held is freed.
+
+The reader discards what it has not read by the end of the answer.
+"""
 
 log = logging.getLogger(__name__)
 

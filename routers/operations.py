@@ -42,7 +42,10 @@ async def metrics(state: StateDep) -> Response:
 
 @router.get("/server_info", summary="Runtime configuration and settings", tags=["models"])
 async def server_info(state: StateDep, replica: ReplicaDep) -> ServerInfo:
-    """The runtime configuration as at /v1/models, and every setting but secrets and addresses; before the model is there, what is known."""
+    """The runtime configuration as at /v1/models, and every setting but secrets and addresses.
+
+    Before the model has loaded, what is known.
+    """
     return ServerInfo(
         model=replica.model_name,
         ready=replica.ready,

@@ -1,8 +1,8 @@
 """Streams of server-sent events.
 
-sse-starlette's response has the headers; sending is our own. The status waits for the first event, so that errors found before it get one of
-their own. Events are sent without a lock, a timer or a log line for each. Keep-alive comments are sent in silence only. A shutdown
-lets streams run (`server/process/serving.py` waits for them).
+sse-starlette's response has the headers; sending is our own. The status waits for the first event, so that errors found
+before it get a status of their own. Events are sent without a lock, a timer or a log line for each. Keep-alive comments
+are sent in silence only. A shutdown lets streams run (`server/process/serving.py` waits for them).
 """
 
 import asyncio
@@ -39,7 +39,8 @@ OPENAI = Framing()
 class EventStream(EventSourceResponse):
     """A stream of JSON `payloads`, or of one error event if they fail midway.
 
-    What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the client has gone.
+    What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the
+    client has gone.
     """
 
     def __init__(

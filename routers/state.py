@@ -100,7 +100,7 @@ class ReplicaState:
     failure: str | None = None
     """Why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
-    """What readiness depends on besides the service, by its name in `Missing`: a call returns why it fails, empty if it does not."""
+    """What readiness depends on besides the service, by name: a call returns why it is not ready, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
     draining: bool = False
@@ -162,7 +162,7 @@ class HttpOptions:
 
 
 class State(TypedDict):
-    """The lifespan's state. Each request has a copy, to which middleware adds `request_id` and, past the gate, `service`."""
+    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy."""
 
     version: str
     replica: ReplicaState
@@ -192,7 +192,7 @@ async def _replica(request: Request) -> ReplicaState:
 
 
 async def _service(request: Request) -> ReplicaService:
-    """Return what the gate let the request through to; the role that mounted the route has a service of the route's kind."""
+    """Return the service that the gate has found. A role mounts only routes that its kind of service answers."""
     return cast(ReplicaService, request.scope["state"]["service"])
 
 

@@ -1,4 +1,4 @@
-"""The application: what it has, in order."""
+"""The application, as a list of what it has."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ ROUTERS = {
 
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
-    """The application of one API process; several share their metrics in `metrics_folder`."""
+    """Return the application of one API process; several share their metrics in `metrics_folder`."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder)
     tracing = _tracing(settings, server_metrics)
     app = FastAPI(
@@ -65,7 +65,7 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
 
 
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
-    """Innermost first."""
+    """Add the middleware, innermost first."""
     app.add_middleware(GateMiddleware)
     http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None

@@ -1,4 +1,7 @@
-"""One choice of an answer: deltas of token ids in, pieces with parts out. Stop strings, finish reasons and hidden end tokens live here."""
+"""One choice of an answer: deltas of token ids in, pieces with parts out.
+
+Stop strings, finish reasons and hidden end tokens are handled here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +29,8 @@ class TextOptions:
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one delta means for a client.
 
-    The token that ended the sequence is the last of `token_ids`, but hidden from `parts` and `logprobs`, unless the request wants it.
+    The token that ended the sequence is the last of `token_ids`, but hidden from `parts` and `logprobs`, unless the
+    request wants it.
     """
 
     index: int

@@ -1,7 +1,7 @@
-"""Answers that consist of `choices`, as those of OpenAI's chat and completions do: pieces in, JSON out, streamed or whole.
+"""Answers that consist of `choices`, as in OpenAI's chat and completions: pieces in, JSON out, streamed or whole.
 
-A token of plain text takes the fast path: its chunk is a template, split where the text goes. The slow path builds every chunk through
-dicts, and gives the same bytes.
+A token of plain text takes the fast path: its chunk is a template, split where the text goes. The slow path builds a
+chunk through dicts, and gives the same bytes.
 """
 
 import time

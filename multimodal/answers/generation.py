@@ -1,4 +1,4 @@
-"""A request on its way through the engine: starts its choices, follows them, and closes every one of them whatever happens."""
+"""A request in the engine: starts its choices, follows them, and closes every one of them whatever happens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,8 +19,8 @@ from multimodal.request import Ask
 class Generation:
     """A prepared request. Nothing has reached the engine yet; use `stream` or `complete`, once.
 
-    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. Errors name fields as
-    the request does.
+    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. Errors
+    name fields as the request does.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an answer consists of. Parsers make parts of a model's output; the shapes turn them into JSON."""
+"""The parts of an answer. Parsers find them in a model's output; shapes turn them into JSON."""
 
 import msgspec
 
@@ -10,14 +10,14 @@ class Text(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """Text of what the model thinks before it answers; `tokens` counts the tokens that made it."""
+    """Text of the model's reasoning before the answer; `tokens` counts the tokens that made it."""
 
     text: str
     tokens: int = 0
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call of a tool, or the next piece of one: the first piece has id and name, all have some of the arguments' JSON text."""
+    """A call of a tool, or the next piece of one: the first has id and name, all have some of the arguments' JSON."""
 
     index: int
     """Which call of the choice, from 0."""

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, exact for characters that several tokens make together."""
+"""Token ids to text as they come, exact for characters that consist of several tokens."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from multimodal.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text of one sequence. What `feed` and a last `flush` return, joined, is the text of all the ids.
+    """The text of one sequence. What `feed` and a last `flush` return, joined, is the text of all the ids.
 
-    A token's bytes go through an incremental UTF-8 decoder: an unfinished character is held back until its last byte, and bytes that
-    can never become one turn into U+FFFD.
+    A token's bytes go through an incremental UTF-8 decoder: an unfinished character is held back until its last byte,
+    and bytes that can never become one turn into U+FFFD.
 
-    It is what `Tokenizer.decode` gives for the prompt and these ids, less the prompt's text: a space that decoders strip from the start
-    of a text is no start here, and stays.
+    The text is what `Tokenizer.decode` returns for the prompt and these ids, less the prompt's text: a leading space,
+    which decoders strip from the start of a text, stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -22,10 +22,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Text that is complete after these ids."""
+        """Return the text that is complete after these ids."""
         table, skipped = self._bytes, self._skipped
         return self._decoder.decode(b"".join(table[i] for i in ids if i not in skipped and i < len(table)))
 
     def flush(self) -> str:
-        """The end: an unfinished character becomes U+FFFD."""
+        """Return the end of the text: an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)

@@ -21,7 +21,8 @@ class Attachment:
 class Conversation:
     """The messages of a request, whichever API they came by.
 
-    A message's content is one text or, with images in it, a list: {"type": "text", "text": …} and {"type": "image"} in order.
+    A message's content is one text or, with images in it, a list: {"type": "text", "text": …} and {"type": "image"} in
+    order.
     """
 
     messages: list[dict[str, Any]]

@@ -22,7 +22,7 @@ class Prompt:
 
 
 class ImagePrompts(Protocol):
-    """What a model that takes images does with a rendered chat that has some. Raises RequestError and what encoding raises."""
+    """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
     @property
     def marks(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The one table from exceptions to answers: status, type, code and headers. Everything that is not a success is rendered here."""
+"""The one table from exceptions to answers: status, type, code and headers. All errors are rendered here."""
 
 import logging
 import re
@@ -36,7 +36,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of exception is answered; `message` replaces its own text, `retry` becomes x-should-retry."""
+    """The answer to a kind of exception; `message` replaces its own text, `retry` becomes x-should-retry."""
 
     status: int
     type: str
@@ -93,7 +93,7 @@ class ErrorAnswer:
 
 
 def render(error: Exception) -> ErrorAnswer:
-    """The answer to a request that failed with `error`."""
+    """Return the answer to a request that failed with `error`."""
     rule = (
         _http_rule(error)
         if isinstance(error, HTTPException)
@@ -111,18 +111,18 @@ def render(error: Exception) -> ErrorAnswer:
 
 
 def render_event(error: Exception) -> bytes:
-    """The envelope of an error that came after the headers."""
+    """Return the envelope of an error that came after the headers."""
     return render(error).body
 
 
 def printable(text: str, limit: int = (_MAX_CHARACTERS + 2) * _MAX_ERRORS) -> str:
-    """`text` on one line, without control characters and no longer than `limit`."""
+    """Return `text` on one line, without control characters and no longer than `limit`."""
     text = _UNPRINTABLE.sub(" ", text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that a route raises by the table; the rest is `RequestMiddleware`'s."""
+    """Answer every exception that a route raises by the table; `RequestMiddleware` answers the others."""
     for cls in (RequestValidationError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
         app.add_exception_handler(cls, _handle)
 
@@ -152,7 +152,7 @@ def _headers(rule: Rule, error: Exception) -> dict[str, str]:
 
 
 def _describe(error: Exception) -> tuple[str, str | None]:
-    """Message and param. What is not made for clients has a message in its rule."""
+    """Return message and param. An exception whose text is not for clients has a message in its rule."""
     match error:
         case RequestValidationError():
             return _describe_validation(error.errors(), error.body)
@@ -173,14 +173,14 @@ def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tupl
 
 
 def _message(entry: Mapping[str, Any]) -> str:
-    """Pydantic's own words, unless they repeat the input."""
+    """Return Pydantic's own message, unless it repeats the input."""
     if entry["type"] == "union_tag_invalid":
         return f"Input should be one of {entry['ctx']['expected_tags']}"
     return str(entry["msg"]).removeprefix("Value error, ")
 
 
 def _path(entry: Mapping[str, Any], body: Any) -> str:
-    """Dotted path of the value at fault. Pydantic's location also names branches of unions, which are no part of the body."""
+    """Return the dotted path of the value at fault, without the branches of unions that Pydantic's location names."""
     parts: list[str] = []
     location = entry["loc"]
     for position, part in enumerate(location):

@@ -1,4 +1,7 @@
-"""What every request passes, outermost first: its id, clock and last resort; the API key; the gate. Pure ASGI: no request is buffered."""
+"""What every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
+
+Pure ASGI: no request is buffered.
+"""
 
 import hashlib
 import hmac
@@ -34,10 +37,10 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/openapi.json",
     }
 )
-"""Routes that need no engine, or say themselves that it is not there."""
+"""Routes that need no service, or report themselves that there is none."""
 
 STARTS_PER_TURN = 4
-"""Requests that begin in one turn of the event loop, each about a millisecond of work."""
+"""Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -74,7 +77,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            if status:  # too late for an answer: cut the connection, so that none is taken for complete
+            if status:  # too late for an answer: cut the connection, so that the client does not take it for complete
                 raise
             await render(error).response()(scope, receive, send_with_headers)
         finally:
@@ -84,9 +87,9 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets in who has one of the keys; liveness is open to all, and everything is when there are no keys.
+    """Admits requests with one of the keys. Liveness is open to all, and without keys everything is.
 
-    Internal routes take the internal secret and nothing else: without one set nobody can use them. Keys are compared as digests, in
+    Internal routes take only the internal secret: without one nobody can use them. Keys are compared as digests, in
     constant time, each with all.
     """
 
@@ -112,8 +115,9 @@ class ApiKeyMiddleware:
 
 
 class GateMiddleware:
-    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts those that run,
-    which a shutdown waits for."""
+    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts
+    those that run: a shutdown waits for them.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -137,7 +141,7 @@ class GateMiddleware:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are matched with: without the prefix of a proxy."""
+    """Return the path that routes are matched with: without the prefix of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path

@@ -1,4 +1,4 @@
-"""The OpenAPI document with the schemas of the bodies that `routers/body.py` parses by itself, and its page."""
+"""The OpenAPI document, with the schemas of the bodies that `routers/body.py` parses, and its page."""
 
 from typing import Any
 

@@ -1,18 +1,21 @@
-"""Paces the starts of requests by turns of the event loop."""
+"""Paces the starts of requests by iterations of the event loop."""
 
 import asyncio
 from collections import deque
 
 
 class Turnstile:
-    """Lets a few callers through in each turn of the loop, in order: a burst of requests must not hold up the streams that run."""
+    """Lets a few callers through in each iteration of the loop, in order, so that a burst of requests does not hold up
+    running streams.
+    """
 
     def __init__(self, per_turn: int) -> None:
-        self._per_turn = self._left = per_turn
+        self._per_turn = per_turn
+        self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Return in this turn, or in a later one."""
+        """Return in this iteration, or in a later one."""
         loop = asyncio.get_running_loop()
         if self._left == self._per_turn:
             loop.call_soon(self._turn, loop)

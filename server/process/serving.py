@@ -15,7 +15,7 @@ import uvicorn
 
 from routers.state import ReplicaState, RouterService
 from server.app import create_app
-from server.http.connection import Connection
+from server.http.connection import HttpConnection
 from server.http.errors import printable
 from server.settings import Settings
 
@@ -43,7 +43,7 @@ def serve(
     """
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
-        http=partial(Connection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
+        http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="on",

@@ -23,7 +23,7 @@ from engine.types import Delta, GenerateRequest, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
 from routers.state import ReplicaState
 from server.app import create_app
-from server.http.connection import Connection
+from server.http.connection import HttpConnection
 from server.process.serving import listen, url_of
 from server.settings import Settings
 from tests.support.http import ServerProcess
@@ -75,7 +75,7 @@ async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replic
     """URL and inner life of a replica without a model."""
     given = {"engine": "fake", "engine_process": False, "disaggregation_mode": role, "internal_secret": SECRET}
     app = create_app(Settings(**{**given, **settings}))
-    http: Any = partial(Connection, head_seconds=5.0)
+    http: Any = partial(HttpConnection, head_seconds=5.0)
     server = _Server(
         uvicorn.Config(
             app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1

@@ -10,8 +10,8 @@ from multimodal.text.tokenizer import Tokenizer
 class Parser(Protocol):
     """Finds the parts in the output of one choice.
 
-    It gets the output as it comes, after detokenising and stop strings, so that `text` may lag behind `token_ids` or lack
-    special tokens. It may hold text back until it knows what it is part of; parts are never taken back.
+    It gets the output as it comes, after detokenising and stop strings: `text` may lag behind `token_ids`, and may lack
+    special tokens. A parser may hold text back until it knows what it is part of; parts are never taken back.
     """
 
     def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
