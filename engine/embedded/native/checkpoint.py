@@ -66,8 +66,8 @@ def read_config(folder: Path) -> LlamaConfig:
     whole: dict[str, Any] = json.loads((folder / "config.json").read_text())
     tower = _TOWERS.get(whole["model_type"])
     facts = _text_config(whole) if tower else whole
-    _check(facts)
     try:
+        _check(facts)
         heads = facts["num_attention_heads"]
         return LlamaConfig(
             layers=facts["num_hidden_layers"],
@@ -75,7 +75,7 @@ def read_config(folder: Path) -> LlamaConfig:
             intermediate=facts["intermediate_size"],
             heads=heads,
             kv_heads=facts["num_key_value_heads"],
-            head_dim=facts.get("head_dim") or facts["hidden_size"] // heads,
+            head_dim=_head_dim(facts),
             vocab_size=facts["vocab_size"],
             context_length=facts["max_position_embeddings"],
             epsilon=facts["rms_norm_eps"],
@@ -116,9 +116,15 @@ def _check(facts: dict[str, Any]) -> None:
         "scaled rotary positions": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partly rotated heads": rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantised weights": "quantization_config" in facts,
+        "heads of an odd size": _head_dim(facts) % 2 != 0,
     }
     if reasons := [reason for reason, refused in refusals.items() if refused]:
         raise UnsupportedModelError(f"the compiled path does not know {', '.join(reasons)}")
+
+
+def _head_dim(facts: dict[str, Any]) -> int:
+    size: int = facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"]
+    return size
 
 
 def _eos_token_ids(folder: Path, facts: dict[str, Any]) -> tuple[int, ...]:
@@ -155,6 +161,9 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._files.close()
 
     def __contains__(self, name: str) -> bool:
