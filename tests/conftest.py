@@ -15,6 +15,13 @@ if importlib.util.find_spec("triton") is not None:
         os.environ["TRITON_INTERPRET"] = "1"  # for `cuda_support`: Triton reads it when it is imported, which transformers does
 
 
+def pytest_report_header() -> str:
+    from engine.embedded.native.levels import LEVELS, available  # noqa: PLC0415 - what it imports is measured by other tests
+
+    here = {level.name for level in available()}
+    return "compiled path: " + ", ".join(level.name if level.name in here else f"{level.name} (emulated)" for level in LEVELS)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with random weights: 3 layers, vocabulary 384, context 512, end of sequence 2, no tokenizer."""
