@@ -11,6 +11,8 @@ import openai
 import pytest
 from http_support import ServerProcess, serving
 
+from engine.embedded.native.levels import available
+
 pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -28,6 +30,14 @@ def server(smollm2: object) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
         yield client
+
+
+def test_what_computes_is_said(server: ServerProcess) -> None:
+    runtime = httpx.get(f"{server.url}/server_info").json()["runtime"]
+    assert [runtime[name] for name in ("device", "dtype", "compute_path", "instruction_set")] == [
+        "cpu", "float32", "native", available()[-1].name,
+    ]  # fmt: skip
+    assert f"sequences at once, float32 on cpu (native, {available()[-1].name}); after" in server.log
 
 
 def test_chat_answers_and_streams_the_same(client: openai.OpenAI) -> None:

@@ -272,7 +272,9 @@ def test_the_type_chosen_does_not_depend_on_the_processor(monkeypatch: pytest.Mo
     assert dtype_of(EmbeddedConfig(model="", dtype="bfloat16"), torch.device("cpu")) == torch.bfloat16
 
 
-@pytest.mark.parametrize(("options", "path"), [({}, "native"), ({"attention": "sdpa"}, "transformers"), ({"dtype": "bfloat16"}, "transformers")])
+@pytest.mark.parametrize(
+    ("options", "path"), [({}, "native"), ({"attention": "sdpa"}, "transformers"), ({"dtype": "bfloat16"}, "transformers")]
+)
 def test_what_a_start_computes_with_is_known_before_and_after(tmp_path: Path, options: dict[str, Any], path: str) -> None:
     config = EmbeddedConfig(model=str(make_folder(tmp_path)), device="cpu", num_blocks=4, cpu_isa="portable", **options)
     said, model = dict(forecast(config)), load_model(config)

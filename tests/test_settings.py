@@ -1,5 +1,6 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from http_support import serving
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from engine.config import FakeConfig
 from engine.embedded.native import levels
@@ -185,8 +187,14 @@ def test_config_shows_what_the_model_is_computed_with(
         assert main(["config", "--device", "cpu", "--cpu-isa", "portable", *arguments]) == 0
         return capsys.readouterr().out.partition("# the embedded engine computes with\n")[2]
 
-    native = "device: cpu\ndtype: float32\ncompute_path: native\ninstruction_set: portable\n"
-    assert shown("--model", str(tiny_model)) == native
+    native = "device: cpu\ndtype: float32\ncompute_path: native{}\ninstruction_set: portable\n"
+    assert shown("--model", str(tiny_model)) == native.format(", or transformers if bfloat16 would change the weights")
+    narrow = tmp_path / "narrow"
+    shutil.copytree(tiny_model, narrow)
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in load_file(tiny_model / "model.safetensors").items()}, narrow / "model.safetensors"
+    )
+    assert shown("--model", str(narrow)) == native.format("")
     bfloat16 = shown("--model", str(tiny_model), "--dtype", "bfloat16")
     assert bfloat16.startswith("device: cpu\ndtype: bfloat16\ncompute_path: transformers (dtype bfloat16 and load format auto are not")
     assert shown("--cache-dir", str(tmp_path)).startswith("# known once the model has been fetched or converted")

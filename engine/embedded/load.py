@@ -44,13 +44,13 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
     try:
         if config.attention != "auto":
             raise UnsupportedModelError(f"attention is {config.attention}")
-        check(config)
+        certain = check(config)
     except UnsupportedModelError as error:
         yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
         yield "compute_path", f"transformers ({error})"
     else:
         yield "dtype", str(NativeModel.dtype).removeprefix("torch.")
-        yield "compute_path", NativeModel.compute_path
+        yield "compute_path", NativeModel.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights")
         yield "instruction_set", level.name
 
 

@@ -161,13 +161,15 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._files.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether every tensor is stored so; others may still be values that bfloat16 holds."""
+        return all(file.get_slice(stored).get_dtype() == "BF16" for file, stored in self._places.values())
 
     def floats(self, name: str) -> torch.Tensor:
         """A tensor as float32."""

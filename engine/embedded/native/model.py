@@ -95,14 +95,20 @@ class NativeModel(PendingTokens):
         return logits
 
 
-def check(config: EmbeddedConfig) -> None:
-    """Raises UnsupportedModelError for what can be known without reading weights or compiling."""
+def check(config: EmbeddedConfig) -> bool:
+    """Whether the model certainly runs here, without reading weights or compiling; False if that depends on the weights' values.
+
+    Raises UnsupportedModelError.
+    """
     _check_settings(config)
-    Checkpoint(Path(config.model), read_config(Path(config.model))).close()
+    folder = Path(config.model)
+    with Checkpoint(folder, read_config(folder)) as checkpoint:
+        certain = checkpoint.is_bfloat16
     try:
         find_compiler()
     except NoCompilerError as error:
         raise UnsupportedModelError(str(error)) from error
+    return certain
 
 
 def _check_settings(config: EmbeddedConfig) -> None:
