@@ -1,12 +1,29 @@
 """What many tests share."""
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import certifi
 import pytest
+
+
+def _has_home() -> bool:
+    """Whether this user can keep files below the home folder."""
+    try:
+        (Path.home() / ".cache").mkdir(parents=True, exist_ok=True)
+        return os.access(Path.home() / ".cache", os.W_OK)
+    except (OSError, RuntimeError):
+        return False
+
+
+if not _has_home():
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="trellis-home-")  # models are converted, and code is compiled, below it
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 if importlib.util.find_spec("triton") is not None:
     import torch
