@@ -1,5 +1,5 @@
-"""Traces by OpenTelemetry: a server span for every POST, spans of its stages below it (`engine/trace.py`), and the export
-to a collector. Imported only where OTEL_ENDPOINT is set.
+"""Traces by OpenTelemetry: a server span for every POST, spans of its stages below it (`engine/trace.py`), and the
+export to a collector. Imported only where OTEL_ENDPOINT is set.
 
 Spans wait in a bounded queue for a thread that sends them; those that do not fit, or that the collector refuses, are
 counted and dropped. Requests never wait for the export, and a shutdown waits for `CLOSE_SECONDS` at most. The library's
@@ -102,7 +102,7 @@ class Tracing:
 
 
 class _Process(Resource):
-    """The resource of all spans. The exporter hashes it for each span; the library's hash makes JSON of it every time."""
+    """The resource of all spans. The exporter hashes it for each one; the library's hash makes JSON of it every time."""
 
     __hash__ = object.__hash__
 
