@@ -50,7 +50,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
-        self._wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
+        self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
+        """Whether it reads contents as lists only."""
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any
@@ -62,7 +63,7 @@ class ChatTemplate:
         models do, gets every text as a list. OpenAI's developer messages become system messages for a template that
         does not know them. Raises RequestError.
         """
-        if self._wants_parts:
+        if self.wants_parts:
             messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
             messages = [

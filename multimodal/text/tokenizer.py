@@ -28,7 +28,7 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None = None
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.special_tokens = special_tokens
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
@@ -61,12 +61,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; special tokens written in it are recognised."""
         # The batch call releases the GIL, which `encode` holds: a long text in a thread would stop the event loop.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -44,8 +44,9 @@ class CountingTokenizer(Tokenizer):
 
 class Setup:
     def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
         tokens = byte_tokenizer()
-        self.tokenizer = CountingTokenizer(tokens._backend, tokens.special_tokens, CHATML)
+        self.tokenizer = CountingTokenizer(tokens.backend, tokens.special_tokens, CHATML)
         template = ChatTemplate(CHATML, tokens.special_tokens)
         metrics = GenerationMetrics(CollectorRegistry(), "fake")
         self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(), "fake", metrics)
@@ -167,7 +168,7 @@ async def test_errors_of_the_engine_name_the_fields_of_the_request(
         return DeltaStream.failed(InvalidRequest("no", parts[-1]))
 
     parts: list[str] = []
-    monkeypatch.setattr(setup.processor._engine, "generate", refuse)
+    monkeypatch.setattr(setup.engine, "generate", refuse)
     monkeypatch.setattr("multimodal.sampling.guide_of", lambda *_: None)
     for part, body, param in (
         ("guide", {**CHAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -98,7 +98,14 @@ async def test_answers_are_those_of_the_replica(path: str, stream: bool) -> None
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [(b"{", 400), (b'{"messages": []}', 400), (b'{"messages": 7, "max_tokens": "x"}', 400), (b"", 400)],
+    [
+        (b"{", 400),
+        (b'{"messages": []}', 400),
+        (b'{"messages": 7, "max_tokens": "x"}', 400),
+        (b"", 400),
+        (b'{"messages": [{"role": "user", "content": null}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "none"}}', 400),
+    ],
 )
 async def test_replicas_say_what_is_wrong(body: bytes, status: int) -> None:
     async with replica("aggregated") as (url, _), before(url) as (client, _):

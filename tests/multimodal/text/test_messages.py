@@ -149,7 +149,7 @@ def _parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", VISION)
 def test_vision_templates_render_as_transformers_renders_them(name: str, prompts: bool) -> None:
     """With every content as parts, which is how models with such templates were trained; texts alone come out the same."""
-    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     expected = reference.apply_chat_template(
         _parts(MESSAGES), chat_template=VISION[name], tokenize=False, add_generation_prompt=prompts
     )
@@ -161,7 +161,7 @@ def test_vision_templates_render_as_transformers_renders_them(name: str, prompts
 
 @pytest.mark.parametrize("name", VISION)
 def test_the_final_message_can_be_continued_with_images_before(name: str) -> None:
-    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     expected = reference.apply_chat_template(
         _parts(MESSAGES[:3]), chat_template=VISION[name], tokenize=False, continue_final_message=True
     )
@@ -188,7 +188,7 @@ def test_a_message_that_ends_with_text_after_an_image_can_be_continued(name: str
     [(TEXT_ONLY, False), (CHATML, False), (QWEN2_VL, False), (SMOLVLM, True), (LLAVA, True), ("constant", False)],
 )
 def test_only_templates_that_read_lists_alone_get_texts_as_lists(source: str, wants: bool) -> None:
-    assert ChatTemplate(source, {})._wants_parts is wants
+    assert ChatTemplate(source, {}).wants_parts is wants
 
 
 def test_a_text_template_shows_no_images() -> None:
