@@ -10,8 +10,8 @@ from multimodal.request import Ask
 from multimodal.text.messages import Attachment, Conversation
 from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
 from protocol.tokenize import TokenizeRequest
-from routers.conversion import to_ask
 from routers.endpoint import Endpoint
+from routers.fields import to_ask
 
 _REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
 

@@ -4,8 +4,8 @@ from multimodal.answers.shapes import CompletionShape
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from protocol.completions import Completion, CompletionRequest
-from routers.conversion import to_ask
 from routers.endpoint import Endpoint
+from routers.fields import to_ask
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""

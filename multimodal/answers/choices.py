@@ -13,8 +13,7 @@ from engine.types import Delta, FinishReason, GenerateRequest, PromptReport, Tok
 from multimodal.answers.parsers.base import Parser, PlainText
 from multimodal.answers.parts import Part, Reasoning, ToolCall
 from multimodal.answers.stops import StopMatcher
-from multimodal.text.detokenizer import Detokenizer
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

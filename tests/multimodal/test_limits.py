@@ -16,10 +16,9 @@ from engine.kit.stream import DeltaStream
 from engine.types import GUIDE_KINDS, GenerateRequest, Guide
 from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
-from multimodal.guides import guide_of
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.sampling import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from multimodal.answers.stops import StopMatcher
 from multimodal.errors import RequestError
-from multimodal.text.detokenizer import Detokenizer
 from multimodal.text.templates import ChatTemplate
-from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
+from multimodal.text.tokenizer import CHATML, Detokenizer, Tokenizer, byte_tokenizer
 
 TEXT = "Der Fluss fließt. 日本語のテキスト 🙂🙃 naïve café 12345 \n\t def f(x): return x**2 привет мир"
 
