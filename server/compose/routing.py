@@ -25,9 +25,11 @@ async def add_router(
 ) -> None:
     """Find the replicas and give the router to `replica`; it ends with `stack`."""
     tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
-    fleet = _fleet(settings, RoutingMetrics(metrics.registry, replica.model_name))
+    observer = RoutingMetrics(metrics.registry, replica.model_name)
+    fleet = _fleet(settings, observer)
     stack.push_async_callback(fleet.close)
     await fleet.start()
+    metrics.watch(lambda: observer.update(fleet))
     replica.checks["replicas"] = lambda: "" if fleet.healthy else "No replica is ready."
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)

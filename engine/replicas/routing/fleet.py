@@ -2,21 +2,23 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
-from engine.replicas.pool import ReplicaPool
+from engine.replicas.pool import PoolObserver, ReplicaPool
 from engine.replicas.publisher.zmq_channel import of_rank
+from engine.replicas.routing.events import CacheEvent
 from engine.replicas.routing.index import PrefixIndex
 from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.policy import Policy
-from engine.replicas.routing.replica import Learner, RoutedReplica, RoutingObserver
+from engine.replicas.routing.replica import RoutedReplica
 from engine.replicas.routing.sessions import Sessions
-from engine.replicas.routing.subscriber import Subscriber
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,22 @@ class RoutedPrompt:
     """Tokens of the whole prompt, as far as known."""
 
 
+class RoutingObserver(PoolObserver, Protocol):
+    """Counts requests. Replicas are numbers."""
+
+    def answered(self, replica: int, outcome: str) -> None:
+        """An attempt has ended: ok, error, refused, unreachable, lost (in the middle of its answer) or cancelled."""
+
+    def chosen(self, replica: int, prompt: int, overlap: int, seconds: float) -> None:
+        """A replica was chosen in `seconds`; its cache has `overlap` of the `prompt` tokens known of the request."""
+
+    def tokenised(self, seconds: float) -> None:
+        """A prompt was rendered and tokenised."""
+
+    def affine(self) -> None:
+        """A request goes where its session is."""
+
+
 class Fleet(ReplicaPool[RoutedReplica]):
     """The replicas at `addresses`, chosen by `policy`. `headers` go with probes."""
 
@@ -68,6 +86,8 @@ class Fleet(ReplicaPool[RoutedReplica]):
         super().__init__(addresses, attempts, observer)
         self.observer = observer
         self.index = PrefixIndex()
+        self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
+        """By number, which a replica may inherit from one that has left."""
         self._sources = sources
         self._policy = policy
         self._headers = headers
@@ -112,7 +132,7 @@ class Fleet(ReplicaPool[RoutedReplica]):
     def _new(self, url: str) -> RoutedReplica:
         taken = {replica.number for replica in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
-        replica = RoutedReplica(number, url, self.index, self.observer, self._headers)
+        replica = RoutedReplica(number, url, self._headers)
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
@@ -129,11 +149,14 @@ class Fleet(ReplicaPool[RoutedReplica]):
     async def _learn(self, replica: RoutedReplica, endpoint: str, replay: str) -> None:
         """Listen to the replica's first rank, and to the others once it says that it has some. Blocks of any rank count as the replica's."""
 
+        counts = self.event_counts[replica.number]
+
+        def apply(event: CacheEvent) -> None:
+            counts.unattached += self.index.apply(replica.number, event)
+
         def listen(rank: int) -> Coroutine[Any, Any, None]:
-            learner = Learner(replica.number, rank, self.index, self.observer)
-            return Subscriber(
-                of_rank(endpoint, rank), of_rank(replay, rank) if replay else "", self._sources.topic, learner
-            ).run()
+            of_replay = of_rank(replay, rank) if replay else ""
+            return Subscriber(of_rank(endpoint, rank), of_replay, self._sources.topic, rank, apply, counts).run()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(listen(0))
