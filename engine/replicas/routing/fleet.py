@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
 from engine.replicas.pool import PoolObserver, ReplicaPool
-from engine.replicas.publisher.zmq_channel import of_rank
+from engine.replicas.publisher.zmq_sink import of_rank
 from engine.replicas.routing.events import CacheEvent
 from engine.replicas.routing.index import PrefixIndex
 from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment

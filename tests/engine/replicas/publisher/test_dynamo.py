@@ -48,7 +48,7 @@ class Consumers:
     async def update(self) -> None:
         """Take what has been published, once the engine has said all of it."""
         before = -1
-        while before != (before := self._publisher.ranks[0].channel.sequence):  # noqa: ASYNC110 - the engine has no event for it
+        while before != (before := self._publisher.ranks[0].messages):  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.005)
         await self._follower.catch_up(self._applied)
         for event in self._follower.events_from(self._applied):
@@ -89,7 +89,7 @@ async def check(
         await consumers.update()
     async with publishing(engine, buffer=100_000) as publisher, followers(publisher) as (follower,):
         late = Consumers(publisher, follower)
-        while not publisher.ranks[0].channel.sequence:  # noqa: ASYNC110 - it has no event for it
+        while not publisher.ranks[0].messages:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.005)
         await late.update()
         assert late.books.hashes == consumers.books.hashes, "a publisher that begins now tells of all that there is"
@@ -159,7 +159,7 @@ async def test_dynamos_selection_service_subscribes_catches_up_and_understands()
     async with publishing(engine) as publisher:
         await generate(engine, "before", range(10, 90))
         worker = {"worker_id": 7, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": size}
-        channel = publisher.ranks[0].channel
+        channel = publisher.zmq.channels[0]
         await service.upsert_worker(
             worker | {"kv_events_endpoint": channel.endpoint, "replay_endpoint": channel.replay_endpoint}
         )
