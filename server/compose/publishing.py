@@ -1,4 +1,4 @@
-"""Starts the publisher of KV-cache events in one API process of a replica, and makes readiness and requests depend on it."""
+"""The publisher of KV-cache events, in one API process of a replica; readiness and requests depend on it."""
 
 import fcntl
 from contextlib import AsyncExitStack
@@ -49,8 +49,10 @@ def _buses(settings: Settings) -> list[Sink]:
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Whether this is the only process, or of those that share `folder` the first to ask. Its lock goes with it, so that the process that
-    replaces a lost one takes over."""
+    """Return whether this is the only process, or the first to ask of those that share `folder`.
+
+    The lock ends with the process, so that the one that replaces it takes over.
+    """
     if folder is None:
         return True
     lock = stack.enter_context((folder / "publisher.lock").open("w"))

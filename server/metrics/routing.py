@@ -1,4 +1,4 @@
-"""What a router measures, as Prometheus metrics of one model. Replicas are numbers, as in the header x-trellis-replica."""
+"""A router's Prometheus metrics. Replicas are numbers, as in the header x-trellis-replica."""
 
 from collections import defaultdict
 
@@ -10,7 +10,7 @@ _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 
 
 
 class RoutingMetrics:
-    """The `RoutingObserver` of a fleet; `update` reads the rest from the fleet."""
+    """The `RoutingObserver` of a fleet of one model. `update` reads the other metrics from the fleet."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name

@@ -1,4 +1,4 @@
-"""The same messages to a NATS server: the payload as it is, its sequence number and rank in headers."""
+"""Messages to a NATS server: the payload as it is, its sequence number and rank in headers."""
 
 import asyncio
 import logging
@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 class NatsSink:
     """A `Sink` that publishes on one subject, and connects again whenever the connection is lost.
 
-    Meanwhile at most `capacity` messages wait; the oldest are dropped. Messages on their way when a connection breaks may be lost too.
+    Meanwhile at most `capacity` messages wait; the oldest are dropped. Messages on their way when a connection breaks
+    may be lost too.
     """
 
     name = "nats"

@@ -46,7 +46,10 @@ class PublishedRank:
 
 
 class Publisher:
-    """Publishes the events of a started engine from `start` to `close`, over ZMQ and `buses`. An error ends it, and `failure` says why."""
+    """Publishes the events of a started engine from `start` to `close`, over ZMQ and `buses`.
+
+    An error ends it, and `failure` says why.
+    """
 
     def __init__(self, engine: Engine, config: PublisherConfig, buses: Sequence[Sink] = ()) -> None:
         self.failure: str | None = None

@@ -1,4 +1,7 @@
-"""The seam between the publisher and the buses that carry its messages. A new bus is a module with a `Sink`, a setting, and its name in `BUSES`."""
+"""The seam between the publisher and the buses that carry its messages.
+
+A new bus is a module with a `Sink`, its setting (read in `server/compose/publishing.py`), and its name in `BUSES`.
+"""
 
 from typing import NamedTuple, Protocol
 
@@ -18,7 +21,7 @@ class Message(NamedTuple):
 
 
 class Sink(Protocol):
-    """Sends messages somewhere, in order. What it cannot send in time it drops; consumers see gaps in the sequence numbers."""
+    """Sends messages somewhere, in order. It drops those that it cannot send in time: consumers see the gaps."""
 
     name: str
     dropped: int
@@ -33,7 +36,7 @@ class Sink(Protocol):
         """Have a message sent; never waits."""
 
     async def run(self) -> None:
-        """Send until cancelled, or return if `send` does all. Raises EngineFailure when nothing can be sent any more."""
+        """Send until cancelled, or return if `send` does all. Raises EngineFailure if it can send no more."""
 
     def close(self) -> None:
         """Release what `run` does not. Called once, after `run` has ended."""

@@ -1,7 +1,8 @@
-"""Messages over ZMQ, a channel for each data-parallel rank: published as they come, and sent again to consumers that missed some.
+"""Messages over ZMQ, a channel for each data-parallel rank: published, and sent again to consumers that missed some.
 
-A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), payload. A DEALER that asks the replay socket for the
-messages from a number on (`[empty, number]`) gets `[empty, number, payload]` for each that is still kept, and then END with no payload.
+A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), payload. A DEALER that asks the replay
+socket for the messages from a number on (`[empty, number]`) gets `[empty, number, payload]` for each that is still
+kept, and then END with no payload.
 """
 
 import asyncio
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix. Port 0 stands for a free one."""
+    """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix.
+
+    Port 0, a free port, stays 0.
+    """
     if rank == 0 or endpoint.endswith(":0"):
         return endpoint
     if endpoint.startswith("tcp://"):
@@ -43,7 +47,7 @@ def of_rank(endpoint: str, rank: int) -> str:
 class ZmqSink:
     """A `Sink` with sockets bound at `endpoint` for each of `ranks` ranks, and at `replay`, empty for no replays.
 
-    `on_late` is called when a consumer asks for messages that are no longer kept and without which the kept ones do not tell of all blocks.
+    `on_late` is called when a consumer asks for messages that are no longer kept, and that it needs to know all blocks.
     The next message of each rank must be whole then.
     """
 

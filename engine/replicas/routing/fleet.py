@@ -23,7 +23,7 @@ from engine.replicas.routing.subscriber import EventCounts, Subscriber
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where replicas publish their KV events: one endpoint for each fixed URL in their order, or the URL's host with these ports."""
+    """Where replicas publish their KV events: an endpoint for each fixed URL, or its host with these ports."""
 
     endpoints: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
@@ -34,7 +34,10 @@ class EventSources:
     topic: str = ""
 
     def of(self, url: str, place: int | None) -> tuple[str, str]:
-        """Return endpoint and replay endpoint of the replica at `url`, the one of this `place` in the settings; empty for none."""
+        """Return endpoint and replay endpoint of the replica at `url`, empty for none.
+
+        `place` is that of its URL among the fixed ones, if it is one.
+        """
         if place is not None and self.endpoints:
             return self.endpoints[place], self.replays[place] if self.replays else ""
         host = urlsplit(url).hostname or ""
@@ -45,7 +48,7 @@ class EventSources:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt: its tokens, up to its first image, and which requests may share blocks with it."""
+    """What a router knows of a prompt: its tokens up to the first image, and with which requests it may share blocks."""
 
     tokens: Sequence[int] = ()
     namespace: tuple[str, str] = ("", "")
@@ -100,7 +103,10 @@ class Fleet(ReplicaPool[RoutedReplica]):
         return any(replica.available for replica in self.replicas)
 
     def assign(self, prompt: RoutedPrompt, session: str) -> Iterator[tuple[RoutedReplica, Assignment]]:
-        """Yield replicas for a request, each when the one before has failed, with the work assigned to it, which the caller ends."""
+        """Yield replicas for a request, each when the one before has failed, and the work assigned to it.
+
+        The caller ends the work.
+        """
         overlap = 0
 
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
@@ -147,7 +153,10 @@ class Fleet(ReplicaPool[RoutedReplica]):
         return replica
 
     async def _learn(self, replica: RoutedReplica, endpoint: str, replay: str) -> None:
-        """Listen to the replica's first rank, and to the others once it says that it has some. Blocks of any rank count as the replica's."""
+        """Listen to the replica's first rank, and to the others once it says that it has some.
+
+        Blocks of any rank count as the replica's.
+        """
 
         counts = self.event_counts[replica.number]
 

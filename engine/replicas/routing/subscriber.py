@@ -1,4 +1,4 @@
-"""Listens to one rank's KV-cache events, and asks again for missed ones: at the start, after a gap, and after a silence.
+"""Subscriber of a rank's KV-cache events, which asks again for missed ones: at the start, after a gap or a silence.
 
 Frames are `[topic, number, payload]`; a replay is asked for with `[empty, first number]` and ends with number -1.
 """
@@ -45,10 +45,10 @@ class EventCounts:
 
 
 class Subscriber:
-    """Follows the publisher of `rank` at `endpoint`, however often it goes and comes back, and hands its events to `apply`.
+    """Calls `apply` with the events of `rank`, published at `endpoint`, however often the publisher restarts.
 
-    `replay` is where missed messages are asked for; empty for nowhere. When the publisher may be another one, its events begin with a
-    ClearedEvent.
+    Missed messages are asked for at `replay`, if that is not empty. When the publisher may be another one, a
+    ClearedEvent comes first.
     """
 
     def __init__(
