@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """Blocks that can be reused from now on. Each is the child of the one before, the first that of `parent`, if any."""
+    """Blocks that can be reused from now on. Each is the child of the one before, the first of `parent`, if any."""
 
     hashes: tuple[int, ...]
     parent: int | None

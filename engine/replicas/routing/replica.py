@@ -21,13 +21,13 @@ class _RuntimeInfo(msgspec.Struct):
     """None before the engine has started."""
 
 
-class _ServerInfo(msgspec.Struct):
+class _InfoAnswer(msgspec.Struct):
     """The part of a replica's /server_info that the router reads."""
 
     runtime: _RuntimeInfo
 
 
-_info = msgspec.json.Decoder(_ServerInfo)
+_info = msgspec.json.Decoder(_InfoAnswer)
 
 
 class RoutedReplica(Replica):

@@ -61,7 +61,7 @@ async def test_cancelled_while_the_blocks_are_read() -> None:
         stream = await busy(engine.local)
 
         async def reading() -> None:
-            while not engine.local._waiting:  # noqa: ASYNC110
+            while not engine.local.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
         await cancel(engine, reading())

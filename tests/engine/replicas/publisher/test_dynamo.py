@@ -13,6 +13,7 @@ import engine.embedded.engine as embedded_engine
 from engine.config import EmbeddedConfig, FakeConfig, create_engine
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.blocks import event_hash
+from engine.fake.engine import FakeEngine
 from engine.replicas.publisher.messages import signed
 from engine.replicas.publisher.publisher import Publisher
 from tests.support.publisher import Books, DynamoTree, Follower, followers, generate, image, publishing
@@ -100,14 +101,13 @@ async def check(
 
 
 async def test_10000_random_requests_on_the_fake_engine() -> None:
-    engine = create_engine(FakeConfig(num_blocks=80, block_size=SIZE, context_length=64, max_num_seqs=10))
+    engine = FakeEngine(FakeConfig(num_blocks=80, block_size=SIZE, context_length=64, max_num_seqs=10))
     requests = prompts(random.Random(0), 10_000, 36)
     async with consuming(engine) as consumers:
         await run_all(engine, requests, 40)
-        blocks = engine._blocks  # type: ignore[attr-defined]
         assert len(consumers.books.hashes) == 0
-        assert await check(engine, consumers, requests[-40:], lambda: {*blocks._users, *blocks._idle}) > 20
-        assert consumers.books.hashes == {signed(value) for value in (*blocks._users, *blocks._idle)}
+        assert await check(engine, consumers, requests[-40:], lambda: engine.block_hashes) > 20
+        assert consumers.books.hashes == {signed(value) for value in engine.block_hashes}
         assert 40 < len(consumers.books.hashes) <= 80
 
 

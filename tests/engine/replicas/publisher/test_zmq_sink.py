@@ -139,7 +139,7 @@ async def test_who_comes_when_messages_are_kept_no_more_learns_everything_still(
         for _, payload in await replayed(channel.replay_endpoint, last):
             for event in msgspec.msgpack.decode(payload)[1]:
                 books.apply(event)
-        assert books.hashes == {signed(value) for value in (*engine._blocks._users, *engine._blocks._idle)}
+        assert books.hashes == {signed(value) for value in engine.block_hashes}
         assert len(books.hashes) > 30
         assert publisher.failure is None
 

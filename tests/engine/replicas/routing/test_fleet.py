@@ -86,16 +86,6 @@ async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch
             await until(lambda: not connection.alive)
 
 
-async def test_a_name_becomes_its_addresses() -> None:
-    addresses = Addresses(("http://fixed:1/", "dns+http://localhost:8000"))
-    assert addresses.change
-    found = await addresses.find(set())
-    assert found[0] == "http://fixed:1"
-    assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
-    unknown = Addresses(("dns+http://no-such-name.invalid:8000",))
-    assert await unknown.find({"http://10.0.0.1:8000"}) == ["http://10.0.0.1:8000"]
-
-
 @pytest.mark.parametrize(
     ("sources", "place", "expected"),
     [
