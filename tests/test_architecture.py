@@ -28,6 +28,7 @@ HOMES = {
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
+    "httptools": ("engine/replicas/client.py",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
