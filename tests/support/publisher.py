@@ -1,4 +1,4 @@
-"""Consumers of KV-cache events as routers are: one that follows the messages, one that keeps hashes, one that asks Dynamo's own tree."""
+"""Consumers of KV-cache events: one follows the messages, one keeps hashes, one asks Dynamo's own tree."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What tests of routing share: a publisher under the test's control, an observer that remembers, and a router before real sockets."""
+"""Shared by tests of routing: a publisher under the test's control, an observer that remembers, and a router."""
 
 import asyncio
 import time
@@ -150,7 +150,7 @@ async def before(*urls: str, **settings: Any) -> AsyncIterator[tuple[httpx.Async
 
 
 class Bare:
-    """A replica that is ready, and answers each request with the bytes `answer` and, if it is to `hang_up`, the end of the connection."""
+    """A replica that is ready, answers each request with the bytes `answer`, and then hangs up if `hang_up` says so."""
 
     def __init__(self, answer: bytes, hang_up: bool = True, hangs: bool = False) -> None:
         """`hangs`: from the first request on, probes are not answered either."""

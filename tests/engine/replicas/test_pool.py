@@ -1,4 +1,4 @@
-"""The pool of any kind of replicas: discovery, probes, pauses after failures, and the order in which replicas are tried."""
+"""The pool of any kind of replicas: discovery, probes, pauses after failures, and trying in turn."""
 
 import asyncio
 import logging

@@ -79,7 +79,10 @@ async def run_all(engine: Any, requests: Sequence[tuple[str, list[int]]], at_onc
 async def check(
     engine: Any, consumers: Consumers, requests: Sequence[tuple[str, list[int]]], books: Callable[[], set[int]]
 ) -> int:
-    """The hashes are those of the engine's books, and the tree foretells how much of each prompt the engine has; in blocks, summed."""
+    """Check that the hashes are the engine's, and that the tree foretells how much of each prompt the engine has.
+
+    Return the sum of that, in blocks.
+    """
     await consumers.update()
     assert consumers.books.hashes == {signed(value) for value in books()}
     found = 0

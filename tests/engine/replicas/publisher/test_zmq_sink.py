@@ -274,7 +274,7 @@ async def test_the_end_of_the_engine_is_no_failure() -> None:
 
 
 async def test_hashes_add_up(engine: Any) -> None:
-    """A consumer that keeps hashes alone is never told of a block twice, nor of the removal of one that it does not have."""
+    """A consumer that keeps hashes is never told of a block twice, nor of the removal of one that it does not have."""
     books, draw = Books(), random.Random(1)
     async with publishing(engine) as publisher, followers(publisher) as (follower,):
         await asyncio.gather(

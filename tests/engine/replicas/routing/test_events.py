@@ -1,4 +1,4 @@
-"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages, goes and comes back."""
+"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages and restarts."""
 
 import asyncio
 from collections.abc import AsyncIterator
