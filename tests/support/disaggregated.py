@@ -1,4 +1,4 @@
-"""Prefill replicas on real sockets in this process, a decode engine before them, and replicas in their own processes."""
+"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes."""
 
 import asyncio
 import contextlib

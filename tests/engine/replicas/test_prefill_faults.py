@@ -80,7 +80,7 @@ async def test_cancelled_while_decoding() -> None:
 
 
 async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer ends first, and the blocks go a moment later; the engine that has not read them computes the prompt."""
+    """The answer ends first, and the blocks go a bit later; an engine that has not read them computes the prompt."""
     monkeypatch.setattr(leased, "GRACE_SECONDS", 0.4)
     async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
         stream = await busy(engine.local)
