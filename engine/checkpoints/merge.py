@@ -34,7 +34,7 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(added.metadata["image_token"], special=True, normalized=False)])
     if tokenizer.token_to_id(added.metadata["image_token"]) != config["image_token_index"]:
-        raise ValueError(f"{trained} was trained with a vocabulary that {base} does not have")
+        raise ValueError(f"{trained} was trained with another vocabulary than that of {base}")
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("generation_config.json", "tokenizer_config.json"):
         shutil.copyfile(base / name, folder / name)
