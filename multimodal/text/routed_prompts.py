@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.replicas.routing.fleet import Prompt
+from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
 from multimodal.request import Ask
@@ -31,17 +31,17 @@ class RoutedPrompts:
         self._template = template
         self._variables = variables
 
-    async def of(self, ask: Ask) -> Prompt:
+    async def of(self, ask: Ask) -> RoutedPrompt:
         """Return the first prompt of a request, up to its first image. Unknown if a replica will refuse it."""
         if isinstance(ask.prompt, Conversation):
             return await self._of_chat(ask, ask.prompt)
         prompt = ask.prompt[0]
         return await self._of_text(prompt, ask, False) if isinstance(prompt, str) else self._known(prompt, ask, False)
 
-    async def _of_chat(self, ask: Ask, chat: Conversation) -> Prompt:
+    async def _of_chat(self, ask: Ask, chat: Conversation) -> RoutedPrompt:
         template = self._template
         if template is None or chat.characters > _MOST_CHARACTERS:
-            return Prompt()
+            return RoutedPrompt()
         messages, has_image = _until_image(chat.messages)
         try:
             variables = template_variables(chat, self._variables)
@@ -49,23 +49,23 @@ class RoutedPrompts:
                 variables |= {"add_generation_prompt": False, "continue_final_message": False}
             text = await off_loop(chat.characters, lambda: template.render(messages, **variables))
         except RequestError:
-            return Prompt()
+            return RoutedPrompt()
         before, mark, _ = text.partition(_FIRST_IMAGE)
         return await self._of_text(before if has_image and mark else text, ask, has_image)
 
-    async def _of_text(self, text: str, ask: Ask, has_image: bool) -> Prompt:
+    async def _of_text(self, text: str, ask: Ask, has_image: bool) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
-            return Prompt()
+            return RoutedPrompt()
         tokens = await off_loop(len(text), lambda: self._tokenizer.encode(text, ask.add_special_tokens))
         return self._known(tokens, ask, has_image)
 
-    def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> Prompt:
+    def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> RoutedPrompt:
         keep = ask.truncate_prompt_tokens
         if keep is not None and keep < 1:  # as much as fits, which replicas know
-            return Prompt()
+            return RoutedPrompt()
         tokens = tokens if keep is None or has_image else tokens[-keep:]
         lora = "" if ask.model in (None, "", self._model_name) else str(ask.model)
-        return Prompt(tokens, (ask.cache_salt, lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
+        return RoutedPrompt(tokens, (ask.cache_salt, lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
 
 
 def _until_image(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
