@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 import engine
-from engine.embedded.grammar.worker import HEADER, Reply, Setup
+from engine.embedded.grammar.worker import Reply, Setup
 from engine.errors import EngineFailure
 from engine.types import Guide
+from protocol.frames import packed, receive_payload
 
 _START_SECONDS = 120.0
 _ROOT = Path(engine.__file__).resolve().parents[1]
@@ -73,11 +74,9 @@ class GrammarWorker:
 
 async def _ask(process: asyncio.subprocess.Process, message: Guide | Setup) -> Reply:
     assert process.stdin is not None and process.stdout is not None
-    body = msgspec.msgpack.encode(message)
-    process.stdin.write(HEADER.pack(len(body)) + body)
+    process.stdin.write(packed(message))
     await process.stdin.drain()
-    header = await process.stdout.readexactly(HEADER.size)
-    return msgspec.msgpack.decode(await process.stdout.readexactly(HEADER.unpack(header)[0]), type=Reply)
+    return msgspec.msgpack.decode(await receive_payload(process.stdout.readexactly), type=Reply)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

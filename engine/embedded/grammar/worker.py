@@ -12,23 +12,21 @@ import os
 import queue
 import random
 import resource
-import struct
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import msgspec
 
 from engine.types import Guide
+from protocol.frames import packed, read_payload
 
 if TYPE_CHECKING:
     import xgrammar
-
-HEADER = struct.Struct("<I")
 
 _REPEATABLE_SECONDS = 0.5
 """Compilations up to this are repeated by the parent: the result of compiling is large, and reading it back is slow."""
@@ -53,16 +51,22 @@ class Reply(msgspec.Struct, frozen=True):
     compiled: bytes = b""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Read frames in this thread, compile in another, so that a closed stdin ends the process at once."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(_STACK)
     threading.Thread(target=_serve, args=(frames, answers), daemon=True).start()
-    while header := sys.stdin.buffer.read(HEADER.size):
-        frames.put(sys.stdin.buffer.read(HEADER.unpack(header)[0]))
-    os._exit(0)
+    while True:
+        frames.put(read_payload(_read))
+
+
+def _read(size: int) -> bytes:
+    data = sys.stdin.buffer.read(size)
+    if len(data) < size:
+        os._exit(0)  # the parent has closed the pipe
+    return data
 
 
 def _serve(frames: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
@@ -78,8 +82,7 @@ def _serve(frames: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
 
 
 def _answer(answers: BinaryIO, reply: Reply) -> None:
-    body = msgspec.msgpack.encode(reply)
-    answers.write(HEADER.pack(len(body)) + body)
+    answers.write(packed(reply))
     answers.flush()
 
 

@@ -13,12 +13,13 @@ from typing import Self
 import msgspec
 
 import engine
-from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Welcome, packed
+from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Welcome
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import wire
 from engine.process.child import environment
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
+from protocol.frames import packed, receive_payload
 
 _STOP_SECONDS = 5.0
 """How long the process may take to end once its socket is closed."""
@@ -75,7 +76,7 @@ class EncoderProcess:
     async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
         """Outcomes of the oldest batch that still lacks some, by index; None if the process has gone."""
         try:
-            results = msgspec.msgpack.decode(await self._message(), type=Answer).results
+            results = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer).results
             encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
             data: dict[int, Data] = {
                 index: await self._read(result.size) for index, result in encoded.items() if not result.shared
@@ -107,7 +108,9 @@ class EncoderProcess:
     async def _greet(self, options: Options) -> EncoderInfo:
         try:
             await self._write(packed(options))
-            reply: Welcome | wire.Failed = msgspec.msgpack.decode(await self._message(), type=Welcome | wire.Failed)
+            reply: Welcome | wire.Failed = msgspec.msgpack.decode(
+                await receive_payload(self._read), type=Welcome | wire.Failed
+            )
         except (EOFError, ConnectionError) as error:
             raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
         if isinstance(reply, wire.Failed):
@@ -116,9 +119,6 @@ class EncoderProcess:
 
     async def _write(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._channel, data)
-
-    async def _message(self) -> bytes:
-        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
 
     async def _read(self, size: int) -> bytes:
         """Raises EOFError."""
