@@ -28,11 +28,6 @@ _LAST_LINES, _LAST_CHARACTERS = 20, 16384
 _LONGEST_PATH = 100
 """Bytes in the path of a Unix socket; the system's own limit is 107."""
 
-_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "UCX_CUDA_IPC_CACHE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-"""Defaults for children. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
-runs; those that never spin are slow to wake (docs/log.md has the figures). UCX, which NIXL moves blocks by, would keep the GPU memory of a
-peer that has died (docs/decisions/0012)."""
-
 log = logging.getLogger(__name__)
 
 
@@ -152,7 +147,7 @@ class _Host:
         try:
             command = (sys.executable, "-m", "engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment(), start_new_session=True
+                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True
             )
         except BaseException:
             os.close(log_pipe)
@@ -212,11 +207,6 @@ class _Host:
             self._log_ended.set()
             asyncio.get_running_loop().remove_reader(self._log_pipe)
             os.close(self._log_pipe)
-
-
-def environment() -> dict[str, str]:
-    """Of a child process that computes."""
-    return _ENVIRONMENT | os.environ
 
 
 def _private_folder() -> Path:

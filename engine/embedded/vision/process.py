@@ -17,14 +17,11 @@ from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Wel
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import wire
-from engine.process.child import environment
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 
 _STOP_SECONDS = 5.0
 """How long the process may take to end once its socket is closed."""
-_ENVIRONMENT = {"PILLOW_BLOCK_SIZE": "64m"}
-"""So large that the C library gives an image's memory back when it is freed; of 16 MiB, as usual, each thread would keep a gigabyte."""
 _ROOT = Path(engine.__file__).resolve().parents[1]
 
 
@@ -46,7 +43,7 @@ class EncoderProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "engine.embedded.vision.worker",
-                stdin=theirs.fileno(), cwd=_ROOT, env=_ENVIRONMENT | environment(), start_new_session=True,
+                stdin=theirs.fileno(), cwd=_ROOT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
