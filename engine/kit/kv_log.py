@@ -31,7 +31,7 @@ class _Block(NamedTuple):
         return Stored(self.parent, (block,), self.cache_salt)
 
 
-class _Pool:
+class _WindowLog:
     """What there is of one attention window."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class _Pool:
             yield from reversed(chain)
 
 
-class _Rank:
+class _RankLog:
     """A data-parallel rank."""
 
     def __init__(self) -> None:
         self.last_id = -1
-        self.pools: dict[int, _Pool] = {}
+        self.pools: dict[int, _WindowLog] = {}
 
     def held(self) -> list[tuple[int, Created | _Block]]:
         """By attention window: that each is there; then all blocks."""
@@ -87,12 +87,12 @@ class KvEventLog(EventFeed[KvEvent]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks: dict[int | None, _Rank] = {}
+        self._ranks: dict[int | None, _RankLog] = {}
 
     def put(self, event: KvEvent) -> None:
-        rank = self._ranks.setdefault(event.attention_dp_rank, _Rank())
+        rank = self._ranks.setdefault(event.attention_dp_rank, _RankLog())
         rank.last_id = event.event_id
-        rank.pools.setdefault(event.window_size, _Pool()).note(event.data)
+        rank.pools.setdefault(event.window_size, _WindowLog()).note(event.data)
         super().put(event)
 
     def _before(self) -> Iterator[list[KvEvent]]:

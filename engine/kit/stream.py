@@ -198,11 +198,8 @@ class EventFeed(Generic[T]):
         self._changed = asyncio.Event()
 
     def put(self, event: T) -> None:
-        self.put_all((event,))
-
-    def put_all(self, events: Sequence[T]) -> None:
         for waiting in self._waiting.values():
-            waiting.extend(events)
+            waiting.append(event)
         self._notify()
 
     def close(self) -> None:

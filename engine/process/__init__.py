@@ -2,7 +2,7 @@
 
 The engine is one such service. To host another, for example an encoder:
 
-1. Write the service: `info`, `healthy`, `start`, `close` (`service.py: Service`) and methods that take one msgspec struct each.
+1. Write the service: `info`, `healthy`, `start`, `close` (`service.py: HostedService`) and methods that take one msgspec struct each.
    A method is a coroutine with one result, or returns a stream of results that has `pipe`, `when_done` and `close`.
 2. Describe it by an `Interface` at module level: how it is created from its configuration, and its methods by name.
 

@@ -207,7 +207,7 @@ class ServiceClient(Generic[InfoT]):
                 running = self._running.pop(reply.key, None)
                 if running is not None:
                     running.fail(wire.error_of(reply))
-            case wire.Welcome():
+            case wire.Accepted():
                 self._info = msgspec.msgpack.decode(reply.info, type=self._interface.info)
                 self._shares = reply.shares
                 self._service_healthy = True
@@ -239,7 +239,7 @@ class EngineClient(ServiceClient[EngineInfo]):
         return stream
 
     async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        self.subscribe("kv_events", self._events.put_all)
+        self.subscribe("kv_events", self._put_events)
         async with aclosing(self._events.batches()) as batches:
             async for events in batches:
                 yield events
@@ -247,6 +247,10 @@ class EngineClient(ServiceClient[EngineInfo]):
     def stats(self) -> AsyncIterator[IterationStats]:
         self.subscribe("stats", self._stats.publish)
         return self._stats.values()
+
+    def _put_events(self, events: list[KvEvent]) -> None:
+        for event in events:
+            self._events.put(event)
 
     async def close(self) -> None:
         await super().close()

@@ -23,7 +23,7 @@ import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.process import stdio, wire
-from engine.process.service import Interface, Method, Results, Service
+from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
 from engine.transfer.base import TransferError
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class ServiceHost:
     """Serves a started service on a bound ROUTER socket. A connection's identity is the client's name here."""
 
-    def __init__(self, interface: Interface[Any, Any], service: Service, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, interface: Interface[Any, Any], service: HostedService, socket: "zmq.Socket[bytes]") -> None:
         self.interface = interface
         self.service = service
         self._clients: dict[bytes, _Client] = {}
@@ -98,7 +98,7 @@ class ServiceHost:
         if identity in self._clients:
             self.forget(self._clients[identity])
         client = self._clients[identity] = _Client(self, identity, generation)
-        client.reply(wire.Welcome(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
+        client.reply(wire.Accepted(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
 
 
 def _divided(replies: list[wire.Reply]) -> list[wire.Reply]:
@@ -244,7 +244,7 @@ def bind(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-class _Run:
+class _HostProcess:
     """The life of a host process."""
 
     def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: stdio.Channel) -> None:
@@ -319,7 +319,7 @@ def main(interface: Interface[Any, Any]) -> int:
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_Run(interface, options, channel).run())
+        asyncio.run(_HostProcess(interface, options, channel).run())
     except EngineFailure as error:
         log.error("%s", error, exc_info=error.__cause__)
         return 1

@@ -12,10 +12,10 @@ from engine.transfer.shared_bytes import Data
 A = TypeVar("A")
 R = TypeVar("R")
 ConfigT = TypeVar("ConfigT")
-ServiceT = TypeVar("ServiceT", bound="Service")
+ServiceT = TypeVar("ServiceT", bound="HostedService")
 
 
-class Service(Protocol):
+class HostedService(Protocol):
     """An object with a life on one event loop: `start` once, then calls, then `close` once."""
 
     @property
@@ -114,7 +114,7 @@ class Interface(Generic[ConfigT, ServiceT]):
     """Type of the configuration, which travels as JSON."""
     create: Callable[[ConfigT], ServiceT]
     info: type
-    """Type of `Service.info`."""
+    """Type of `HostedService.info`."""
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0

@@ -40,7 +40,7 @@ class HostOptions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First message of a connection, answered by Welcome. The host opens `sample` to find out whether memory can be shared."""
+    """First message of a connection, answered by Accepted. The host opens `sample` to find out whether memory can be shared."""
 
     sample: Reference
 
@@ -76,7 +76,7 @@ Command = Hello | Call | Cancel | Subscribe | Goodbye
 # Host to client.
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: msgspec.Raw
     shares: bool
     """Whether the host could open the sample."""
@@ -113,7 +113,7 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The client did not read for a while and the host cancelled its calls: the client must say Hello again."""
 
 
-Reply = Welcome | Output | Failed | Beat | News | Dropped
+Reply = Accepted | Output | Failed | Beat | News | Dropped
 
 
 class Commands(msgspec.Struct, frozen=True, array_like=True):

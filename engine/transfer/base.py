@@ -62,7 +62,7 @@ class Transfer(Protocol):
         """Ask it to end early; `done` has to be polled until it has."""
 
 
-class Method(Protocol):
+class TransferMethod(Protocol):
     """One way to move bytes. `read` may be called by several threads at once, `close` when none runs any more."""
 
     def offer(self) -> Offer:

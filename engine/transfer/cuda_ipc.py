@@ -26,13 +26,13 @@ from engine.transfer.base import (
     split_reads,
 )
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process import Mappings, Process, check_survived, this_process
+from engine.transfer.process import Mappings, ProcessId, check_survived, this_process
 
 PIECE = 1 << 30
 """Bytes between two looks at whether the transfer is cancelled: some milliseconds of NVLink."""
 
 
-class _Memory(msgspec.Struct, frozen=True, array_like=True):
+class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
     """Where a region lies: `size` bytes from `offset` of the allocation that `handle` names."""
 
     handle: bytes
@@ -40,9 +40,9 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
-    process: Process
-    regions: tuple[_Memory, ...]
+class _DeviceOwner(msgspec.Struct, frozen=True, array_like=True):
+    process: ProcessId
+    regions: tuple[_DeviceRange, ...]
 
 
 class CudaIpc:
@@ -57,15 +57,15 @@ class CudaIpc:
         for region in regions:
             with self._cuda.on(region.device):
                 handle, offset = self._cuda.export(region.address)
-            memories.append(_Memory(handle, offset, region.size))
-        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_Owner(this_process(), tuple(memories))))
+            memories.append(_DeviceRange(handle, offset, region.size))
+        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_DeviceOwner(this_process(), tuple(memories))))
         self._peers = Mappings(self._map)
 
     def offer(self) -> Offer:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _DeviceOwner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._peers.of(owner)
         for region, of_region in groupby(reads, key=lambda read: read.region):
@@ -88,15 +88,15 @@ class CudaIpc:
                     waiting = 0
             stream.wait()
 
-    def _map(self, owner: _Owner) -> "list[_Mapping]":
+    def _map(self, owner: _DeviceOwner) -> "list[_DeviceMapping]":
         pairs = zip(owner.regions, self._regions, strict=False)
-        return [_Mapping(self._cuda, memory, region.device) for memory, region in pairs]
+        return [_DeviceMapping(self._cuda, memory, region.device) for memory, region in pairs]
 
 
-class _Mapping:
+class _DeviceMapping:
     """A peer's allocation, open as long as this object lives; CUDA counts how often one is open."""
 
-    def __init__(self, cuda: Cuda, memory: _Memory, device: int) -> None:
+    def __init__(self, cuda: Cuda, memory: _DeviceRange, device: int) -> None:
         if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:
             raise NotFromHere("the offer names no memory")
         try:

@@ -46,7 +46,7 @@ PROGRESS_MICROSECONDS = 1000
 MOST_PEERS = 64
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
+class _NixlOwner(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     regions: tuple[Region, ...]
 
@@ -59,7 +59,7 @@ class Nixl:
         self._regions = regions
         self._agent = _Agent(self._nixl, regions, served=True)
         """The one that peers read from."""
-        self._offer = Offer("nixl", msgspec.msgpack.encode(_Owner(self._agent.metadata(), tuple(regions))))
+        self._offer = Offer("nixl", msgspec.msgpack.encode(_NixlOwner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
         self._peers: dict[bytes, _Agent] = {}
         self._connecting: dict[bytes, Lock] = {}
@@ -68,7 +68,7 @@ class Nixl:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _NixlOwner)
         check_remote(reads, [region.size for region in owner.regions])
         agent = self._peer(owner)
         try:
@@ -85,7 +85,7 @@ class Nixl:
             agent.close()
         self._peers.clear()
 
-    def _peer(self, owner: _Owner) -> "_Agent":
+    def _peer(self, owner: _NixlOwner) -> "_Agent":
         with self._lock:
             if (known := self._peers.get(owner.metadata)) is not None:
                 return known
@@ -96,7 +96,7 @@ class Nixl:
                     return known
             return self._connect(owner)
 
-    def _connect(self, owner: _Owner) -> "_Agent":
+    def _connect(self, owner: _NixlOwner) -> "_Agent":
         agent, crowded = _Agent(self._nixl, self._regions, served=False), []
         try:
             agent.connect(owner.metadata)
@@ -114,7 +114,7 @@ class Nixl:
             other.close()
         return agent
 
-    def _forget(self, owner: _Owner, agent: "_Agent") -> None:
+    def _forget(self, owner: _NixlOwner, agent: "_Agent") -> None:
         with self._lock:
             if self._peers.get(owner.metadata) is agent:
                 del self._peers[owner.metadata]

@@ -11,7 +11,7 @@ import msgspec
 from engine.transfer.base import NotFromHere, TransferError
 
 
-class Process(msgspec.Struct, frozen=True, array_like=True):
+class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     start: int
     """Clock ticks between the host's boot and the process's start."""
@@ -20,12 +20,12 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
     """The one in which the process has this id."""
 
 
-class _Owner(Protocol):
+class _HasProcess(Protocol):
     @property
-    def process(self) -> Process: ...
+    def process(self) -> ProcessId: ...
 
 
-OwnerT = TypeVar("OwnerT", bound=_Owner)
+OwnerT = TypeVar("OwnerT", bound=_HasProcess)
 MemoryT = TypeVar("MemoryT")
 
 
@@ -52,11 +52,11 @@ class Mappings(Generic[OwnerT, MemoryT]):
         self._peers.clear()
 
 
-def this_process() -> Process:
-    return Process(os.getpid(), _start(os.getpid()), _boot(), _namespace())
+def this_process() -> ProcessId:
+    return ProcessId(os.getpid(), _start(os.getpid()), _boot(), _namespace())
 
 
-def check_reachable(process: Process) -> None:
+def check_reachable(process: ProcessId) -> None:
     """Raises NotFromHere unless it runs on this host, in this container."""
     if process.boot != _boot():
         raise NotFromHere("the peer is on another host")
@@ -66,13 +66,13 @@ def check_reachable(process: Process) -> None:
         raise NotFromHere(f"process {process.pid} is gone")
 
 
-def check_survived(process: Process) -> None:
+def check_survived(process: ProcessId) -> None:
     """Raises TransferError if it died meanwhile: what was read of its memory may be anything."""
     if not lives(process):
         raise TransferError(f"process {process.pid} died while it was read")
 
 
-def lives(process: Process) -> bool:
+def lives(process: ProcessId) -> bool:
     try:
         return _start(process.pid) == process.start
     except OSError:

@@ -15,8 +15,8 @@ from weakref import finalize
 import msgspec
 
 from engine.transfer.base import NotFromHere
-from engine.transfer.process import Process, check_reachable, this_process
-from engine.transfer.shared_memory import Mapping, make_memory, open_memory
+from engine.transfer.process import ProcessId, check_reachable, this_process
+from engine.transfer.shared_memory import MemfdMapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20
 """Bytes from which it pays: less is copied in the time that it takes to open a descriptor."""
@@ -27,7 +27,7 @@ _open: set[int] = set()
 class Reference(msgspec.Struct, frozen=True, array_like=True):
     """Where another process of this host finds them, for as long as their owner has them open."""
 
-    process: Process
+    process: ProcessId
     fd: int
     inode: int
     size: int
@@ -117,7 +117,7 @@ def opened(reference: Reference) -> memoryview:
 
 def _mapped(fd: int, size: int) -> memoryview:
     """Python's own mmap would keep a descriptor open."""
-    mapping = Mapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    mapping = MemfdMapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
     array = (ctypes.c_char * size).from_address(mapping.address)
     array.mapping = mapping  # type: ignore[attr-defined] # it lives as long as the array, and the array as long as its views
     return memoryview(array).cast("B")
@@ -129,5 +129,5 @@ def _close(fd: int) -> None:
 
 
 @lru_cache(1)
-def _here(pid: int) -> Process:
+def _here(pid: int) -> ProcessId:
     return this_process()

@@ -29,7 +29,7 @@ from engine.transfer.base import (
     decode_offer,
     split_reads,
 )
-from engine.transfer.process import Mappings, Process, check_survived, lives, this_process
+from engine.transfer.process import Mappings, ProcessId, check_survived, lives, this_process
 
 PIECE = 16 << 20
 """Bytes between two looks at whether the transfer is cancelled: about two milliseconds."""
@@ -42,7 +42,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class _Memory(msgspec.Struct, frozen=True, array_like=True):
+class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
     """Where a region lies: `size` bytes from `offset` of what is open as `fd`, whose inode is `inode`."""
 
     fd: int
@@ -51,9 +51,9 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
-    process: Process
-    regions: tuple[_Memory, ...]
+class _MemfdOwner(msgspec.Struct, frozen=True, array_like=True):
+    process: ProcessId
+    regions: tuple[_MemfdRange, ...]
 
 
 def make_memory(size: int) -> int:
@@ -68,7 +68,7 @@ def make_memory(size: int) -> int:
     return fd
 
 
-def open_memory(process: Process, number: int, inode: int) -> int:
+def open_memory(process: ProcessId, number: int, inode: int) -> int:
     """A descriptor of our own for the memfd that `process`, on this host, has open as `number`. Raises NotFromHere, OSError."""
     strange = NotFromHere(f"descriptor {number} of process {process.pid} is not the memory it offered")
     path = f"/proc/{process.pid}/fd/{number}"
@@ -98,7 +98,7 @@ class SharedMemory:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         memories = tuple(_memory(region) for region in regions)
-        owner = _Owner(this_process(), memories)
+        owner = _MemfdOwner(this_process(), memories)
         self._offer = Offer("shared_memory", msgspec.msgpack.encode(owner))
         self._regions = regions
         self._peers = Mappings(_map)
@@ -107,7 +107,7 @@ class SharedMemory:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _MemfdOwner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._peers.of(owner)
         for read in split_reads(reads, PIECE):
@@ -120,7 +120,7 @@ class SharedMemory:
         self._peers.clear()
 
 
-class Mapping:
+class MemfdMapping:
     """A whole memfd, read-only, as long as this object lives. Raises OSError."""
 
     def __init__(self, fd: int, size: int, protection: int = mmap.PROT_READ, flags: int = mmap.MAP_SHARED) -> None:
@@ -130,7 +130,7 @@ class Mapping:
         finalize(self, _libc.munmap, self.address, size).atexit = False
 
 
-def _map(owner: _Owner) -> list[Mapping]:
+def _map(owner: _MemfdOwner) -> list[MemfdMapping]:
     """Raises NotFromHere."""
     try:
         return [_open(owner, memory) for memory in owner.regions]
@@ -138,18 +138,18 @@ def _map(owner: _Owner) -> list[Mapping]:
         raise NotFromHere(f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}") from error
 
 
-def _open(owner: _Owner, memory: _Memory) -> Mapping:
+def _open(owner: _MemfdOwner, memory: _MemfdRange) -> MemfdMapping:
     fd = open_memory(owner.process, memory.fd, memory.inode)
     try:
         size = os.fstat(fd).st_size
         if memory.offset < 0 or memory.offset + memory.size > size:
             raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
-        return Mapping(fd, size)
+        return MemfdMapping(fd, size)
     finally:
         os.close(fd)
 
 
-def _memory(region: Region) -> _Memory:
+def _memory(region: Region) -> _MemfdRange:
     """The memfd in which a region of this process lies, found by the kernel's own table."""
     if region.device >= 0:
         raise TransferError("the KV cache is in a GPU's memory")
@@ -158,7 +158,7 @@ def _memory(region: Region) -> _Memory:
         with contextlib.suppress(OSError):  # closed by another thread in the meantime
             facts = os.stat(int(name))
             if stat.S_ISREG(facts.st_mode) and facts.st_ino == inode and _is_sealed(int(name)):
-                return _Memory(int(name), inode, offset + region.address - start, region.size)
+                return _MemfdRange(int(name), inode, offset + region.address - start, region.size)
     raise TransferError("the memory of the KV cache was not made to be shared")
 
 

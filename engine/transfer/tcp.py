@@ -60,7 +60,7 @@ _SIOCGIFADDR = 0x8915
 logger = logging.getLogger(__name__)
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
+class _TcpOwner(msgspec.Struct, frozen=True, array_like=True):
     addresses: tuple[str, ...]
     """Of IP, in figures: nobody's name server is asked."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -76,8 +76,10 @@ class Tcp:
             raise TransferError("the KV cache is in a GPU's memory")
         self._regions = regions
         self._views = [_view(region) for region in regions]
-        self._server = _Server(self._views, port)
-        owner = _Owner(_addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions))
+        self._server = _RegionServer(self._views, port)
+        owner = _TcpOwner(
+            _addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions)
+        )
         self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
         self._reached: Recent[bytes, str] = Recent()
         """The address at which a peer was reached last, by its secret."""
@@ -86,7 +88,7 @@ class Tcp:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _TcpOwner)
         check_remote(reads, owner.sizes)
         with self._connect(owner, cancelled) as connection:
             try:
@@ -106,7 +108,7 @@ class Tcp:
     def close(self) -> None:
         self._server.close()
 
-    def _connect(self, owner: _Owner, cancelled: Event) -> socket.socket:
+    def _connect(self, owner: _TcpOwner, cancelled: Event) -> socket.socket:
         """Raises NotFromHere if none of the peer's addresses leads to it."""
         best = self._reached.get(owner.secret)
         reasons = []
@@ -124,7 +126,7 @@ class Tcp:
         )
 
 
-def _reach(address: str, owner: _Owner, cancelled: Event) -> socket.socket:
+def _reach(address: str, owner: _TcpOwner, cancelled: Event) -> socket.socket:
     """Raises OSError if the peer is not there, ValueError for what is no address."""
     ipaddress.ip_address(address)
     connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
@@ -143,7 +145,7 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
     size: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Server:
+class _RegionServer:
     """Serves reads of the views to those who know the secret, one thread a connection."""
 
     def __init__(self, views: Sequence[memoryview], port: int) -> None:

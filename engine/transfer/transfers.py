@@ -7,7 +7,6 @@ from threading import Event
 from typing import Literal
 
 from engine.transfer.base import (
-    Method,
     NotFromHere,
     Offer,
     Read,
@@ -15,6 +14,7 @@ from engine.transfer.base import (
     Region,
     Transfer,
     TransferError,
+    TransferMethod,
     check_cancelled,
     check_local,
     join_reads,
@@ -25,7 +25,7 @@ from engine.transfer.shared_memory import SharedMemory
 from engine.transfer.tcp import Tcp
 
 MethodName = Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"]
-METHODS: dict[str, Callable[[Sequence[Region]], Method]] = {
+METHODS: dict[str, Callable[[Sequence[Region]], TransferMethod]] = {
     "shared_memory": SharedMemory,
     "cuda_ipc": CudaIpc,
     "nixl": Nixl,
@@ -47,7 +47,7 @@ class Transfers:
         if the port cannot be had, whatever the method: somebody wanted it.
         """
         self._regions = tuple(regions)
-        self._methods: dict[str, Method] = {}
+        self._methods: dict[str, TransferMethod] = {}
         self._works: Recent[tuple[Offer, ...], str] = Recent()
         """The method that served a peer last, by the peer's offers, which stay the same as long as it lives."""
         self._running: set[_Threaded] = set()
