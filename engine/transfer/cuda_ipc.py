@@ -1,10 +1,12 @@
-"""KV blocks of GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
+"""KV blocks on GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two
+GPUs.
 
-A handle names a whole allocation, in which a region may lie anywhere. Memory of CUDA's virtual memory management (PyTorch's
-`expandable_segments`) and of its asynchronous pools has no handle of this kind: there `auto` goes on to NIXL.
+A handle names a whole allocation, which may contain a region at any offset. Memory from CUDA's virtual memory
+management (PyTorch's `expandable_segments`) and from its asynchronous pools has no such handle: the method `auto` then
+tries NIXL.
 
-A copy cannot be stopped once it is on its stream, so a transfer goes in pieces and a cancellation waits for the piece. The result of
-one whose peer died meanwhile is refused.
+A copy cannot be stopped once it is on its stream, so a transfer proceeds in pieces, and a cancellation waits for the
+current piece. If the peer died meanwhile, the result is rejected.
 """
 
 from collections.abc import Sequence
@@ -29,11 +31,11 @@ from engine.transfer.cuda import HANDLE_BYTES, Cuda
 from engine.transfer.process import Mappings, ProcessId, check_survived, this_process
 
 PIECE = 1 << 30
-"""Bytes between two looks at whether the transfer is cancelled: some milliseconds of NVLink."""
+"""Bytes copied between two checks for cancellation: some milliseconds over NVLink."""
 
 
 class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region lies: `size` bytes from `offset` of the allocation that `handle` names."""
+    """Location of a region: `size` bytes from `offset` of the allocation that `handle` names."""
 
     handle: bytes
     offset: int
@@ -41,12 +43,17 @@ class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _DeviceOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
     process: ProcessId
     regions: tuple[_DeviceRange, ...]
 
 
 class CudaIpc:
-    """Raises TransferError for regions that are not in a GPU's memory, or cannot be shared."""
+    """The method for device memory of one host.
+
+    Raises TransferError for regions that are not in a GPU's memory or cannot be shared.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         if any(region.device < 0 for region in regions):
@@ -94,7 +101,7 @@ class CudaIpc:
 
 
 class _DeviceMapping:
-    """A peer's allocation, open as long as this object lives; CUDA counts how often one is open."""
+    """A peer's allocation, open as long as this object lives. CUDA counts how often each is open."""
 
     def __init__(self, cuda: Cuda, memory: _DeviceRange, device: int) -> None:
         if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:

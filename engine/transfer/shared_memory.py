@@ -1,8 +1,8 @@
-"""Memory of processes on one host that others map: KV blocks, which a peer copies from there.
+"""KV blocks in host memory that other processes of the same host map and copy from.
 
-The memory is a memfd. It has no name, so nothing is left behind however its owner ends, and a peer reaches it through
-/proc/PID/fd, which the kernel allows to processes of the same user only. It is sealed at its size: a peer that maps it cannot be hurt by
-an owner that shrinks it.
+The memory is a memfd. It has no name, so nothing is left behind however its owner ends. A peer opens it through
+/proc/PID/fd, which the kernel allows to processes of the same user only. Its size is sealed: an owner that shrinks it
+cannot crash a peer that has mapped it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from engine.transfer.base import (
 from engine.transfer.process import Mappings, ProcessId, check_survived, lives, this_process
 
 PIECE = 16 << 20
-"""Bytes between two looks at whether the transfer is cancelled: about two milliseconds."""
+"""Bytes copied between two checks for cancellation: about two milliseconds."""
 SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +43,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region lies: `size` bytes from `offset` of what is open as `fd`, whose inode is `inode`."""
+    """Location of a region: `size` bytes from `offset` of the memfd that its owner has open as `fd`, with inode
+    `inode`."""
 
     fd: int
     inode: int
@@ -52,12 +53,14 @@ class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _MemfdOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
     process: ProcessId
     regions: tuple[_MemfdRange, ...]
 
 
 def make_memory(size: int) -> int:
-    """A descriptor of a memfd with `size` bytes of zeros, which processes on this host can read. Raises OSError."""
+    """Return a descriptor of a new memfd of `size` zero bytes, which processes of this host can read. Raises OSError."""
     fd = os.memfd_create("trellis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -69,10 +72,10 @@ def make_memory(size: int) -> int:
 
 
 def open_memory(process: ProcessId, number: int, inode: int) -> int:
-    """A descriptor of our own for the memfd that `process`, on this host, has open as `number`. Raises NotFromHere, OSError."""
+    """Open the memfd that `process`, on this host, has open as descriptor `number`. Raises NotFromHere and OSError."""
     strange = NotFromHere(f"descriptor {number} of process {process.pid} is not the memory it offered")
     path = f"/proc/{process.pid}/fd/{number}"
-    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
+    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might block or have side effects
         raise strange
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -85,7 +88,7 @@ def open_memory(process: ProcessId, number: int, inode: int) -> int:
 
 
 def shared_memory(size: int) -> mmap.mmap:
-    """`size` bytes of zeros that peers on this host can read, freed with the object. Raises OSError."""
+    """Return `size` zero bytes that peers on this host can read, freed with the object. Raises OSError."""
     fd = make_memory(size)
     try:
         return mmap.mmap(fd, size)  # keeps a descriptor of its own
@@ -94,7 +97,10 @@ def shared_memory(size: int) -> mmap.mmap:
 
 
 class SharedMemory:
-    """Raises TransferError for regions that were not made by `shared_memory`."""
+    """The method for host memory of one host.
+
+    Raises TransferError for regions that were not made by `shared_memory`.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         memories = tuple(_memory(region) for region in regions)
@@ -121,7 +127,7 @@ class SharedMemory:
 
 
 class MemfdMapping:
-    """A whole memfd, read-only, as long as this object lives. Raises OSError."""
+    """A whole memfd, mapped as long as this object lives, read-only by default. Raises OSError."""
 
     def __init__(self, fd: int, size: int, protection: int = mmap.PROT_READ, flags: int = mmap.MAP_SHARED) -> None:
         self.address: int = _libc.mmap(None, size, protection, flags, fd, 0)
@@ -131,7 +137,7 @@ class MemfdMapping:
 
 
 def _map(owner: _MemfdOwner) -> list[MemfdMapping]:
-    """Raises NotFromHere."""
+    """Map a peer's regions. Raises NotFromHere."""
     try:
         return [_open(owner, memory) for memory in owner.regions]
     except OSError as error:
@@ -150,7 +156,7 @@ def _open(owner: _MemfdOwner, memory: _MemfdRange) -> MemfdMapping:
 
 
 def _memory(region: Region) -> _MemfdRange:
-    """The memfd in which a region of this process lies, found by the kernel's own table."""
+    """Find the memfd that contains a region of this process, by the kernel's table of mappings."""
     if region.device >= 0:
         raise TransferError("the KV cache is in a GPU's memory")
     start, offset, inode = _mapping_at(region)
@@ -163,7 +169,7 @@ def _memory(region: Region) -> _MemfdRange:
 
 
 def _mapping_at(region: Region) -> tuple[int, int, int]:
-    """Address, offset in its file and inode of the mapping that holds all of a region."""
+    """Return address, file offset and inode of the mapping that contains the whole region."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(address, 16) for address in span.split("-"))
