@@ -1,4 +1,5 @@
-"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the next one."""
+"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the
+next one."""
 
 import asyncio
 import itertools
@@ -39,8 +40,9 @@ class _Running(NamedTuple):
 class ServiceClient(Generic[InfoT]):
     """The service that is hosted at `address` (ipc:// or tcp://).
 
-    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed` returns a reason
-    once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it takes.
+    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed`
+    returns a reason once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it
+    takes.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class ServiceClient(Generic[InfoT]):
     def begin(
         self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
     ) -> int:
-        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must follow.
+        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must
+        follow.
 
         Raises EngineNotReady and InvalidRequest.
         """

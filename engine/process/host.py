@@ -1,7 +1,9 @@
-"""A service's own process, `python -m engine.process.host MODULE:INTERFACE`: serves it to any number of clients over a local ZMQ socket.
+"""A service's own process, `python -m engine.process.host MODULE:INTERFACE`: serves it to any number of clients over a
+local ZMQ socket.
 
-Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line `ready` on standard
-output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which still drains.
+Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
+`ready` on standard output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to
+the parent too, which still drains.
 """
 
 import asyncio
@@ -63,7 +65,8 @@ class ServiceHost:
         self._socket.close(linger_ms=100)
 
     def send(self, client: "_Client", replies: list[wire.Reply]) -> bool:
-        """Send replies, divided if needed; return False if the client's queue is full. Forgets a client that has gone."""
+        """Send replies, divided if needed; return False if the client's queue is full. Forgets a client that has
+        gone."""
         payload = wire.encode(wire.Replies(client.generation, replies))
         if len(payload) > wire.MAX_MESSAGE_BYTES:
             return all(self.send(client, [reply]) for reply in _divided(replies))
@@ -255,7 +258,8 @@ class _HostProcess:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Start the service and serve it until the parent ends. Raises EngineFailure if it cannot start or stops working."""
+        """Start the service and serve it until the parent ends. Raises EngineFailure if it cannot start or stops
+        working."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         socket = bind(self._address)
@@ -265,7 +269,8 @@ class _HostProcess:
                 if await self._completed(service.start()):
                     await self._serve(ServiceHost(self._interface, service, socket))
             finally:
-                # A broken library may block while it closes, and the parent waits for the end of the process to start another.
+                # A broken library may block while it closes, and the parent waits for the end of the process to start
+                # another.
                 threading.Thread(target=self._exit_by_force, daemon=True).start()
                 await service.close()
         finally:
@@ -281,7 +286,8 @@ class _HostProcess:
             host.close()
 
     async def _completed(self, work: Any) -> bool:
-        """Wait for `work` and raise its exception; return False if the host was told to stop first, after cancelling `work`."""
+        """Wait for `work` and raise its exception; return False if the host was told to stop first, after cancelling
+        `work`."""
         task, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -293,7 +299,8 @@ class _HostProcess:
         return False
 
     def _stop_at_end_of_input(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread, which a stuck step cannot hinder: wait for the parent to go, then stop, by force if the loop does not react."""
+        """In a thread, which a stuck step cannot hinder: wait for the parent to go, then stop, by force if the loop
+        does not react."""
         while os.read(self._channel.input, 4096):
             pass
         loop.call_soon_threadsafe(self._stop.set)

@@ -60,7 +60,7 @@ class _MemfdOwner(msgspec.Struct, frozen=True, array_like=True):
 
 
 def make_memory(size: int) -> int:
-    """Return a descriptor of a new memfd of `size` zero bytes, which processes of this host can read. Raises OSError."""
+    """Return a descriptor of a new memfd of `size` zero bytes, readable by processes of this host. Raises OSError."""
     fd = os.memfd_create("trellis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)

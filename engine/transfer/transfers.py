@@ -111,7 +111,7 @@ class Transfers:
                 continue
             except TransferError:
                 raise
-            except Exception as error:  # a bad offer or a library's bug may cost one request its KV blocks, not the engine
+            except Exception as error:  # a bad offer or a library's bug costs one request its KV blocks
                 logger.exception("a read by %s failed", offer.method)
                 raise TransferError(f"{offer.method}: {type(error).__name__}") from error
             self._works.put(offers, offer.method)

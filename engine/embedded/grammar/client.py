@@ -1,4 +1,8 @@
-"""The parent's side of the grammar worker: start it when it is first needed, ask it, kill it when it takes too long."""
+"""The parent's side of the grammar worker: starts it on first use, asks it, and kills it when it takes too long.
+
+A lost worker is replaced when the next grammar needs one; nothing depends on it in between, so there is no supervisor
+and no pause.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,14 @@ class WorkerTimeoutError(Exception):
 
 
 class GrammarWorker:
-    """One worker process, replaced when it is lost. One `compile` at a time."""
+    """One worker process, replaced when it is lost. Call `compile` one at a time."""
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
         self._process: asyncio.subprocess.Process | None = None
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:
-        """The worker's answer. Raises WorkerTimeoutError, or EngineFailure if the worker cannot be started."""
+        """Return the worker's reply. Raises WorkerTimeoutError, and EngineFailure if the worker cannot be started."""
         process = self._process or await self._start()
         try:
             async with asyncio.timeout(timeout):
@@ -47,7 +51,7 @@ class GrammarWorker:
             raise
 
     async def close(self) -> None:
-        """Kill the worker, if it runs. It holds nothing that could be lost."""
+        """Kill the worker if it runs; it has no state."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
