@@ -28,8 +28,11 @@ def output_here(request: GenerateRequest) -> int:
 
 
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
-    tokens."""
+    """Check a request's prompt and image spans.
+
+    Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
+    tokens.
+    """
     prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
         raise InvalidRequest("the prompt is empty", _PARAM)
@@ -41,8 +44,10 @@ def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> No
 
 
 def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
-    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes. Raises
-    InvalidRequest."""
+    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes.
+
+    Raises InvalidRequest.
+    """
     if request.media is not None or request.encoding is not None:
         raise InvalidRequest("this engine takes images as embeddings alone", _PARAM)
     if not request.images:

@@ -180,8 +180,10 @@ class _Host:
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:
-        """Read the remaining output of the ended process, but do not wait for a child of its own that keeps the pipe
-        open."""
+        """Read the remaining output of the ended process.
+
+        A grandchild that keeps the pipe open is not waited for.
+        """
         await asyncio.wait([self._control])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._log_ended.wait(), 0.5)

@@ -1,5 +1,7 @@
-"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the
-next one."""
+"""Clients of services that run in another process (`engine/process/host.py`).
+
+A client outlives its host and finds the next one.
+"""
 
 import asyncio
 import itertools
@@ -114,8 +116,9 @@ class ServiceClient(Generic[InfoT]):
     def begin(
         self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
     ) -> int:
-        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must
-        follow.
+        """Begin a call and return its key.
+
+        `put` receives each result, `fail` the error if it ends with one; `end` must follow.
 
         Raises EngineNotReady and InvalidRequest.
         """

@@ -74,8 +74,10 @@ class Cuda:
             self._call("cudaSetDevice", before.value)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the handle of the allocation that contains an address of the current device, and the address's offset
-        in it."""
+        """Return the handle of the allocation that contains an address, and the address's offset in it.
+
+        The address belongs to the current device.
+        """
         self._call("cudaFree", None)  # creates the device's context if there is none
         base, _ = self.allocation(address)
         handle = Handle()

@@ -1,5 +1,6 @@
-"""KV blocks on GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two
-GPUs.
+"""KV blocks on GPUs of one host.
+
+The reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
 
 A handle names a whole allocation, which may contain a region at any offset. Memory from CUDA's virtual memory
 management (PyTorch's `expandable_segments`) and from its asynchronous pools has no such handle: the method `auto` then

@@ -132,8 +132,9 @@ class Nixl:
 
 
 class _Agent:
-    """A NIXL agent with our regions registered. It serves them to peers by a thread of its own (`served`), or reads one
-    peer, by polling.
+    """A NIXL agent with our regions registered.
+
+    It serves them to peers by a thread of its own (`served`), or reads one peer, by polling.
 
     All calls into NIXL's agent are made under its lock.
     """
@@ -259,8 +260,10 @@ def has_rdma() -> bool:
 
 
 def _load() -> ModuleType:
-    """Import NIXL's bindings. Its Python layer above them imports pickle, configures logging, and adds nothing that is
-    used here."""
+    """Import NIXL's bindings.
+
+    Its Python layer above them imports pickle, configures logging, and adds nothing that is used here.
+    """
     try:
         return import_module("nixl_cu13._bindings")
     except ImportError as error:

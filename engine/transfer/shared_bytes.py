@@ -1,5 +1,6 @@
-"""Bytes that processes of one host pass to each other without copying: each in a memfd, sent as the number of its
-descriptor.
+"""Bytes that processes of one host pass to each other without copying.
+
+They lie in a memfd, and only the number of its descriptor is sent.
 
 Embeddings are megabytes, made in one process, cached in a second and used in a third. The process that keeps them has
 one descriptor open for each; a reader maps them and needs none.
@@ -35,8 +36,10 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedBytes:
-    """The bytes of one memfd. Its descriptor is closed with the object; the memory is freed when nobody has it open or
-    mapped."""
+    """The bytes of one memfd.
+
+    Its descriptor is closed with the object; the memory is freed when nobody has it open or mapped.
+    """
 
     def __init__(self, fd: int) -> None:
         """Take ownership of the descriptor."""
@@ -48,8 +51,10 @@ class SharedBytes:
 
     @classmethod
     def of(cls, data: "Buffer") -> Self:
-        """Copy contiguous bytes into new shared memory. `write` takes half as long as copying into a mapping. Raises
-        OSError."""
+        """Copy contiguous bytes into new shared memory.
+
+        `write` takes half as long as copying into a mapping. Raises OSError.
+        """
         view = memoryview(data).cast("B")
         memory = cls(make_memory(len(view)))
         while view:

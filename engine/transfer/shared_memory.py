@@ -43,8 +43,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a region: `size` bytes from `offset` of the memfd that its owner has open as `fd`, with inode
-    `inode`."""
+    """Location of a region: `size` bytes from `offset` of a memfd.
+
+    Its owner has the memfd open as descriptor `fd`; `inode` identifies it.
+    """
 
     fd: int
     inode: int
