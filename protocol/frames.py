@@ -71,7 +71,7 @@ class FrameReader:
         """Yield the frames that `chunk` completes."""
         self._buffer += chunk
         while len(self._buffer) >= HEADER_BYTES:
-            size, failed = size_of(self._buffer[:HEADER_BYTES], self._max_bytes)
+            size, failed = size_of(bytes(self._buffer[:HEADER_BYTES]), self._max_bytes)
             end = HEADER_BYTES + size
             if len(self._buffer) < end:
                 return

@@ -24,7 +24,8 @@ from engine.process.wire import HostOptions
 
 _STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
-_LAST_LINES, _LAST_CHARACTERS = 20, 16384
+_LAST_LINES = 20
+_LAST_CHARACTERS = 16384
 _LONGEST_PATH = 100
 """Maximum bytes in the path of a Unix socket; the system's own limit is 107."""
 

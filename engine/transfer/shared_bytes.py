@@ -45,7 +45,8 @@ class SharedBytes:
         """Take ownership of the descriptor."""
         facts = os.fstat(fd)
         self.fd = fd
-        self._inode, self._size = facts.st_ino, facts.st_size
+        self._inode = facts.st_ino
+        self._size = facts.st_size
         _open.add(fd)
         finalize(self, _close, fd).atexit = False
 
