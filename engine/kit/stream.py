@@ -200,6 +200,11 @@ class EventFeed(Generic[T]):
         self._closed = False
         self._changed = asyncio.Event()
 
+    @property
+    def consumers(self) -> int:
+        """Number of iterations in progress."""
+        return len(self._waiting)
+
     def put(self, event: T) -> None:
         for waiting in self._waiting.values():
             waiting.append(event)

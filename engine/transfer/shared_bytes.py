@@ -22,7 +22,7 @@ from engine.transfer.shared_memory import MemfdMapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20
 """Bytes from which sharing pays: fewer are copied in the time that opening a descriptor takes."""
-_open: set[int] = set()
+open_descriptors: set[int] = set()
 """Descriptors of this process's `SharedBytes`."""
 
 
@@ -47,7 +47,7 @@ class SharedBytes:
         self.fd = fd
         self._inode = facts.st_ino
         self._size = facts.st_size
-        _open.add(fd)
+        open_descriptors.add(fd)
         finalize(self, _close, fd).atexit = False
 
     @classmethod
@@ -99,7 +99,7 @@ def shared_or_copied(data: "Buffer") -> Data:
 
 def crowded() -> bool:
     """Whether shared bytes use more than a quarter of the descriptors this process may open."""
-    return len(_open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    return len(open_descriptors) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def readable(data: Data) -> bytes | memoryview:
@@ -134,7 +134,7 @@ def _mapped(fd: int, size: int) -> memoryview:
 
 
 def _close(fd: int) -> None:
-    _open.discard(fd)
+    open_descriptors.discard(fd)
     os.close(fd)
 
 
