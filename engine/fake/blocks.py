@@ -37,6 +37,10 @@ class FakeBlocks:
         """Number of blocks that running sequences reference."""
         return len(self._users) + self._partial
 
+    @property
+    def hashes(self) -> set[int]:
+        return {*self._users, *self._idle}
+
     def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[Image]) -> "FakeSequenceBlocks":
         """Return the blocks of a new sequence.
 
