@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.configuration_utils import PreTrainedConfig
 
-from engine.embedded.models.embeddings import PromptImages
 from engine.kit.checks import ImageTokens
-from engine.types import GenerateRequest
 
 TOWERS = {
     "llava": ("vision_tower", "multi_modal_projector"),
@@ -39,13 +36,3 @@ def drop_tower(module: Any) -> Any:
     for name in TOWERS.get(module.config.model_type, ()):
         setattr(module.model, name, None)
     return module
-
-
-def rope_positions(module: Any, request: GenerateRequest, images: PromptImages) -> tuple[torch.Tensor, int]:
-    """A prompt's positions in time, height and width, int64 [3, tokens], and what is added to those of the tokens that follow."""
-    prompt, grids = torch.tensor([request.prompt_token_ids]), torch.tensor([image.grid for image in request.images])
-    is_image = torch.zeros(prompt.shape, dtype=torch.int)
-    for places in images.places:
-        is_image[0, torch.from_numpy(places)] = 1
-    positions, delta = module.model.get_rope_index(prompt, is_image, image_grid_thw=grids)
-    return positions[:, 0], int(delta)

@@ -10,8 +10,7 @@ from engine.config import EmbeddedConfig, EncoderConfig
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
-    from engine.embedded.models.native.model import NativeModel
-    from engine.embedded.models.torch.model import Model
+    from engine.embedded.models.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +22,13 @@ class UnsupportedModelError(ValueError):
     """This model, or this machine, has no fast path; the message says why."""
 
 
-def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
-    """The model as the device runs it best, or as `attention` says, one at a time. Raises EngineFailure."""
+def load_runner(config: EmbeddedConfig) -> "ModelRunner":
+    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises EngineFailure."""
     with _loading:
         return _load(config)
 
 
-def _load(config: EmbeddedConfig) -> "Model | NativeModel":
+def _load(config: EmbeddedConfig) -> "ModelRunner":
     if device_of(config).type == "cuda":
         return _on_gpu(config)
     if asked := _fp8_settings(config):
@@ -37,36 +36,36 @@ def _load(config: EmbeddedConfig) -> "Model | NativeModel":
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
     if config.attention == "auto":
-        from engine.embedded.models.native.model import NativeModel  # noqa: PLC0415
+        from engine.embedded.models.native.runner import NativeRunner  # noqa: PLC0415
 
         try:
-            return NativeModel(config)
+            return NativeRunner(config)
         except UnsupportedModelError as error:
             log.warning("the model is computed by transformers, which is slower: %s", error)
-    from engine.embedded.models.torch.model import Model  # noqa: PLC0415
+    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
-    return Model(config)
+    return TorchRunner(config)
 
 
-def _on_gpu(config: EmbeddedConfig) -> "Model":
-    from engine.embedded.models.torch.model import Model  # noqa: PLC0415
+def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
+    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     asked = _fp8_settings(config)
     if config.attention == "sdpa":
         if asked:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
-        return Model(config)
+        return TorchRunner(config)
     try:
-        from engine.embedded.models.cuda.model import CudaModel  # noqa: PLC0415 - needs Triton and FlashInfer
+        from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
 
-        return CudaModel(config)
+        return CudaRunner(config)
     except (ImportError, UnsupportedModelError) as error:
         if asked:
             raise EngineFailure(f"{asked} cannot be used: {error}") from error
         if config.attention == "flashinfer":
             raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
         log.warning("attention is torch's own, which is slow on a GPU: %s", error)
-    return Model(config)
+    return TorchRunner(config)
 
 
 def _fp8_settings(config: EmbeddedConfig) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
-from engine.embedded.models.native.structures import Layer, Matrix, Model
+from engine.embedded.models.native.structures import NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.threads import compute_threads
 
 _ALIGNMENT = 64
@@ -41,7 +41,7 @@ class Weights:
             + self._words(config.hidden, config.intermediate)
         )
         self._arena, self._used = zeros((matrices,), torch.int32), 0
-        self.layers = (Layer * config.layers)(
+        self.layers = (NativeLayer * config.layers)(
             *(self._layer(f"model.layers.{index}.") for index in range(config.layers))
         )
         self.embedding = self._matrix(["model.embed_tokens"])
@@ -52,10 +52,10 @@ class Weights:
                 done.result()
         self._work.clear()
 
-    def describe(self, cache: torch.Tensor, block_size: int) -> Model:
+    def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """The whole model for the compiled code; valid while this and `cache` live."""
         config = self._config
-        return Model(
+        return NativeModel(
             layers=self.layers,
             embedding=self.embedding,
             head=self.head,
@@ -70,8 +70,8 @@ class Weights:
             scale=config.head_dim**-0.5,
         )
 
-    def _layer(self, prefix: str) -> Layer:
-        return Layer(
+    def _layer(self, prefix: str) -> NativeLayer:
+        return NativeLayer(
             qkv=self._matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"]),
             out=self._matrix([f"{prefix}self_attn.o_proj"]),
             gate_up=self._matrix([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], interleaved=True),
@@ -80,7 +80,7 @@ class Weights:
             mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
         )
 
-    def _matrix(self, names: list[str], *, interleaved: bool = False) -> Matrix:
+    def _matrix(self, names: list[str], *, interleaved: bool = False) -> NativeMatrix:
         """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`."""
         weights = [self._checkpoint.weight(f"{name}.weight") for name in names]
         outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
@@ -92,7 +92,7 @@ class Weights:
                 self._packing(weight, start, index if interleaved else first, len(weights) if interleaved else 1)
             )
             first += -(-len(weight) // self._panel)
-        return Matrix(start, self._bias(names), outputs, inputs)
+        return NativeMatrix(start, self._bias(names), outputs, inputs)
 
     def _packing(self, weight: torch.Tensor, start: int, first: int, step: int) -> Callable[[], None]:
         return lambda: self._code.pack(weight.data_ptr(), *weight.shape, start, first, step)

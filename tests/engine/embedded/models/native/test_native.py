@@ -13,10 +13,10 @@ from engine.embedded.models.load import UnsupportedModelError
 from engine.embedded.models.native import build
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
-from engine.embedded.models.native.model import NativeModel
-from engine.embedded.models.torch.model import Model
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.native.runner import NativeRunner
+from engine.embedded.models.torch.runner import TorchRunner
 from tests.engine.embedded.test_equivalence import OPTIONS, add, make_core, run, tokens
+from tests.support.steps import Part, step_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 331,  # neither a multiple of a panel nor of its half
@@ -36,18 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Tokens:
-    """A sequence as a model sees it."""
-
-    def __init__(self, length: int, seed: int, blocks: range) -> None:
-        self.tokens = torch.randint(
-            3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
-        self.blocks, self.slot, self.images = list(blocks), 0, None
-
-
-def chunk(sequence: Any, start: int, length: int) -> Chunk:
-    return Chunk(sequence, start, length, True, 0)
+def tokens_of(length: int, seed: int) -> list[int]:
+    return torch.randint(
+        3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def make_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
@@ -66,47 +58,39 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_folder(tmp_path_factory.mktemp(request.param), request.param, **KINDS[request.param])
 
 
-def load(folder: Path, **options: Any) -> NativeModel:
-    return NativeModel(
+def load(folder: Path, **options: Any) -> NativeRunner:
+    return NativeRunner(
         EmbeddedConfig(model=str(folder), **{"num_blocks": 64, "threads": 2, "max_seq_len": 256, **options})
     )
 
 
-def every_row(model: NativeModel, chunks: list[Chunk]) -> torch.Tensor:
-    return model.forward(chunks, list(range(sum(chunk.length for chunk in chunks))))
-
-
 def test_logits_are_those_of_transformers(folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequence = Tokens(150, 1, range(3, 8))
+    tokens = tokens_of(150, 1)
     with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+        expected = reference(torch.tensor([tokens])).logits[0]
     for threads in (1, 3):
-        logits = every_row(load(folder, threads=threads), [chunk(sequence, 0, 150)])
+        logits = load(folder, threads=threads).forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)]))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path) -> None:
     model = load(folder)
-    whole = every_row(model, [chunk(Tokens(100, 1, range(4)), 0, 100)])
-    sequence, others = (
-        Tokens(100, 1, range(4, 8)),
-        [Tokens(70, seed, range(8 + 3 * seed, 11 + 3 * seed)) for seed in range(9)],
-    )
+    sequence = Part(tokens_of(100, 1), list(range(4)), 0, 100)
+    whole = model.forward(step_of([sequence]))
+    sequence = sequence._replace(table=list(range(4, 8)))
+    others = [Part(tokens_of(70, seed), list(range(8 + 3 * seed, 11 + 3 * seed)), 0, 1) for seed in range(9)]
     parts = []
     for start, length in ((0, 5), (5, 60), (65, 1), (66, 30), (96, 1), (97, 1), (98, 1), (99, 1)):
-        company = [chunk(other, start // 2, 1 + (seed + start) % 3) for seed, other in enumerate(others[: start % 10])]
-        before = sum(part.length for part in company)
-        parts.append(every_row(model, [*company, chunk(sequence, start, length)])[before:])
+        mine = sequence._replace(start=start, length=length)
+        company = [
+            other._replace(start=start // 2, length=1 + (seed + start) % 3)
+            for seed, other in enumerate(others[: start % 10])
+        ]
+        members = sorted([*company, mine], key=lambda part: part.length > 1)
+        before = sum(part.length for part in members[: members.index(mine)])
+        parts.append(model.forward(step_of(members))[before : before + length])
     assert torch.equal(torch.cat(parts), whole)
-
-
-def test_only_the_rows_that_are_asked_for_come_back(folder: Path) -> None:
-    model = load(folder)
-    chunks = [chunk(Tokens(40, 1, range(2)), 0, 40), chunk(Tokens(9, 2, range(2, 3)), 0, 9)]
-    whole = every_row(model, chunks)
-    assert torch.equal(model.forward(chunks, [39, 3, 48]), whole[[39, 3, 48]])
-    assert model.forward(chunks, []).shape == (0, SIZES["vocab_size"])
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -115,11 +99,11 @@ def test_the_engine_runs_it_and_says_what_the_slow_twin_says(
 ) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)
     outputs = []
-    for attention, kind in (("auto", NativeModel), ("sdpa", Model)):
+    for attention, kind in (("auto", NativeRunner), ("sdpa", TorchRunner)):
         core = make_core(folder, attention=attention, threads=1, num_blocks=24, max_num_tokens=48)
-        assert type(core.model) is kind
+        assert type(core.runner) is kind
         for index in range(12):
-            add(core, str(index), Tokens(20 + 7 * index, index // 2, range(0)).tokens, max_tokens=12)
+            add(core, str(index), tokens_of(20 + 7 * index, index // 2), max_tokens=12)
         deltas = run(core)
         outputs.append([tokens(deltas[str(index)]) for index in range(12)])
     assert outputs[0] == outputs[1]
@@ -129,8 +113,8 @@ def test_weights_that_bfloat16_holds_may_be_of_any_type(tmp_path: Path) -> None:
     narrow = load(make_folder(tmp_path / "narrow"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float32)
     reference.save_pretrained(tmp_path / "wide")
-    sequence = [chunk(Tokens(20, 1, range(1)), 0, 20)]
-    assert torch.equal(every_row(narrow, sequence), every_row(load(tmp_path / "wide"), sequence))
+    step = step_of([Part(tokens_of(20, 1), [0], 0, 20)])
+    assert torch.equal(narrow.forward(step), load(tmp_path / "wide").forward(step))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +164,7 @@ def test_without_a_compiler_transformers_computes(
 ) -> None:
     monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
     core = make_core(make_folder(tmp_path / "model"), cache_dir=str(tmp_path / "cache"))
-    assert type(core.model) is Model
+    assert type(core.runner) is TorchRunner
     assert "no C++ compiler (no-such-compiler); install g++" in caplog.text
 
 
