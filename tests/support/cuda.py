@@ -57,6 +57,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+    # NumPy 2.4 converts no array of one element to a number, which the interpreter of Triton 3.6 asks for.
+    monkeypatch.setattr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     yield
     changed.restore()
 
