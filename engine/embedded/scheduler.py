@@ -128,16 +128,18 @@ class Scheduler:
         preempted = self.preemptions
         prompts: list[Sequence] = []
         chunks: list[Chunk] = []
+        size = self.blocks.block_size
         for sequence in list(self.running):  # decodes first
-            if sequence.remaining > 1:
+            start = sequence.computed
+            if len(sequence.tokens) + sequence.pending - start > 1:
                 prompts.append(sequence)
             elif (
-                not sequence.spent
-                and sequence.status is SequenceStatus.RUNNING
+                sequence.status is SequenceStatus.RUNNING
+                and not sequence.spent
                 and len(chunks) < self._max_num_tokens
-                and self._grow(sequence, 1)
+                and (start < len(sequence.tables[-1]) * size or self._grow(sequence, 1))
             ):
-                chunks.append(Chunk.next_of(sequence, 1))
+                chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
         budget = self._max_num_tokens - decodes
         for sequence in prompts:
@@ -152,8 +154,8 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.current]
         elif self.waiting:
             self._admit(budget, chunks)
-        for chunk in chunks:
-            chunk.sequence.computed = chunk.start + chunk.length
+        for sequence, start, length, _, _ in chunks:
+            sequence.computed = start + length
         if prompts or len(chunks) > decodes:
             chunks.sort(key=_is_long)
         return chunks
@@ -162,7 +164,8 @@ class Scheduler:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those behind a window are freed."""
         size, sliding = self.blocks.block_size, self.blocks.sliding
         for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.length
+            sequence, start, length, _, _ = chunk
+            end = start + length
             full = end // size
             if (full <= sequence.stored and not sliding) or not chunk.current:
                 continue

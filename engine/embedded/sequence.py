@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.embedded.kv.blocks import BlockKey, block_key, root_key
 from engine.kit.spans import MmKeys, mm_keys_of, overlaps_of
@@ -34,14 +34,6 @@ class SequenceStatus(Enum):
     """It has blocks, which another replica may read, and no slot."""
     FINISHED = "finished"
     """Ended or aborted: it has nothing."""
-
-
-class Taken(NamedTuple):
-    """What a sequence made of sampled tokens: how many it took, and, if the last of them ended the output, why."""
-
-    count: int
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -111,27 +103,44 @@ class Sequence:
     @property
     def spent(self) -> bool:
         """Whether the pending token is the last one that is computed here."""
+        if not self.pending:
+            return False
         last = 1 if self.request.prefill_only else self.request.sampling.max_tokens
-        return self.pending > 0 and self.num_output + self.pending >= last
+        return len(self.tokens) - self.num_prompt + self.pending >= last
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions still have to be reported."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
-    def take(self, sampled: tuple[int, ...], eos_token_ids: tuple[int, ...], context_length: int) -> Taken:
-        """Append sampled tokens to the output, up to the one that ends it or has the sampler fail (`SamplerState.error`)."""
-        if self.request.sampling.max_tokens == 0:
-            return Taken(0, "length")
-        count = 0
+    def take(
+        self, sampled: tuple[int, ...], eos_token_ids: tuple[int, ...], context_length: int
+    ) -> tuple[int, FinishReason | None, int | None]:
+        """Append sampled tokens to the output, up to the one that ends it or has the sampler fail (`SamplerState.error`).
+
+        Returns how many were taken, and the finish and stop reason if the last of them ended the output.
+        """
+        sampling, sampler = self.request.sampling, self.sampler
+        if sampling.max_tokens == 0:
+            return 0, "length", None
+        taken = 0
         for token in sampled:
-            count += 1
+            if taken and sampler.error:
+                break
             self.tokens.append(token)
-            self.sampler.accept(token)
-            finish, stop = self._ending(token, eos_token_ids, context_length)
-            if finish is not None or self.sampler.error:
-                return Taken(count, finish, stop)
-        return Taken(count)
+            sampler.accept(token)
+            taken += 1
+            length = len(self.tokens)
+            count = length - self.num_prompt
+            if count > sampling.min_tokens:
+                if token in sampling.stop_token_ids:
+                    return taken, "stop", token
+                # A grammar allows the end of sequence only when the output is complete: nothing could follow it.
+                if token in eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
+                    return taken, "stop", None
+            if count >= sampling.max_tokens or length >= context_length:
+                return taken, "length", None
+        return taken, None, None
 
     def extend_keys(self, block_size: int) -> list[BlockKey]:
         """Return the keys of all full blocks of `tokens`."""
@@ -143,18 +152,3 @@ class Sequence:
             if overlaps:
                 self.mm_keys[key] = mm_keys_of(overlaps)
         return self.keys
-
-    def _ending(
-        self, token: int, eos_token_ids: tuple[int, ...], context_length: int
-    ) -> tuple[FinishReason | None, int | None]:
-        """Finish and stop reason after `token`, the newest of the output."""
-        sampling, count = self.request.sampling, len(self.tokens) - self.num_prompt
-        if count > sampling.min_tokens:
-            if token in sampling.stop_token_ids:
-                return "stop", token
-            # A grammar allows the end of sequence only when the output is complete: nothing could follow it.
-            if token in eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
-                return "stop", None
-        if count >= sampling.max_tokens or len(self.tokens) >= context_length:
-            return "length", None
-        return None, None

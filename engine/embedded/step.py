@@ -77,7 +77,7 @@ def step_input(chunks: list[Chunk], reported: list[PromptRows], dtype: torch.dty
     else:
         for end, count in zip(accumulate(lengths), sampled, strict=True):
             rows += range(end - count, end)
-    with_images = any([sequence.images is not None for sequence in sequences])
+    with_images = any(sequence.images is not None for sequence in sequences)
     return StepInput(
         tokens=tokens,
         positions=positions,

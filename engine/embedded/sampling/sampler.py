@@ -120,7 +120,7 @@ class SamplerState:
         return banned
 
     def accept(self, token_id: int) -> None:
-        """A token was appended to the output."""
+        """Note that a token was appended to the output."""
         self._note(token_id)
         if self.matcher is not None:
             accepted = self.matcher.accept(token_id)

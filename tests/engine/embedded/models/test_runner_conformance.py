@@ -3,6 +3,7 @@
 The CUDA runner is here in Triton's interpreter, where Triton is installed; on a GPU `cuda/test_cuda_engine.py` runs it.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,10 +78,8 @@ def runner(load: Any, folder: Path) -> ModelRunner:
     return loaded
 
 
-try:
+with contextlib.suppress(pytest.skip.Exception):  # without Triton
     from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
-except pytest.skip.Exception:  # without Triton
-    pass
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
