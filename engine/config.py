@@ -49,6 +49,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
     threads: int = 0
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    """Instruction set of the compiled path on a CPU."""
     guide_timeout_seconds: float = 15.0
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
     """How KV blocks move between replicas; empty for not at all."""

@@ -58,6 +58,8 @@ def _check_servable(settings: Settings) -> None:
     """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
     if (lacking_of_role := role_shortage(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
+    if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
+        _check_instruction_set(settings)
     if settings.otel_endpoint:
         try:
             from server.http import tracing  # noqa: F401, PLC0415 - most replicas do without
@@ -74,6 +76,17 @@ def _check_servable(settings: Settings) -> None:
         lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
         if lacking is not None:
             raise SettingsError("; ".join(lacking))
+
+
+def _check_instruction_set(settings: Settings) -> None:
+    """Raises SettingsError for one that this processor lacks."""
+    from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
+    from engine.errors import EngineFailure  # noqa: PLC0415
+
+    try:
+        chosen(settings.cpu_isa)
+    except EngineFailure as error:
+        raise SettingsError(str(error)) from error
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:

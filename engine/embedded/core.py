@@ -235,7 +235,9 @@ class EngineCore:
             first = report_prompts(reported, logits) if reported else 0
             sampling = [chunk for chunk in chunks if chunk.sampled]
             if not sampling:
-                return _LaunchedStep(chunks, [], Drawn(torch.empty(0, dtype=torch.int64, device=logits.device)), started)
+                return _LaunchedStep(
+                    chunks, [], Drawn(torch.empty(0, dtype=torch.int64, device=logits.device)), started
+                )
             states = [chunk.sequence.sampler for chunk in sampling]
             drawn = self._sampler.draw(logits[first:] if first else logits, states)
             if self._overlap:

@@ -213,6 +213,8 @@ class EmbeddedEngine:
             model=config.model,
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),
+            compute_path=runner.compute_path,
+            instruction_set=runner.instruction_set,
             context_length=runner.context_length,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,

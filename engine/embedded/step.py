@@ -32,12 +32,12 @@ class Chunk(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """The first `count` rows of a chunk predict prompt tokens whose log-probabilities are wanted."""
+    """The first `num_rows` rows of a chunk predict prompt tokens whose log-probabilities are wanted."""
 
     chunk: Chunk
     row: int
     """The chunk's first flat row."""
-    count: int
+    num_rows: int
 
 
 def prompt_rows(chunks: list[Chunk]) -> list[PromptRows]:
@@ -71,7 +71,7 @@ def step_input(chunks: list[Chunk], reported: list[PromptRows], dtype: torch.dty
         tokens += sequence.tokens[start : start + length]
         positions += range(start, start + length)
     assert len(tokens) == len(positions), "only a decode computes a pending token"
-    rows = [row for report in reported for row in range(report.row, report.row + report.count)]
+    rows = [row for report in reported for row in range(report.row, report.row + report.num_rows)]
     if sum(sampled) == len(tokens):
         rows += range(len(tokens))
     else:

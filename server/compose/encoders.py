@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.encoder import Encoder, PromptEncoder
 from engine.errors import EngineFailure
@@ -24,9 +25,7 @@ def has_vision(settings: Settings, folder: Path | None) -> bool:
         return folder is None
     if settings.engine == "trtllm" or folder is None:
         return False
-    from engine.embedded.vision import facts  # noqa: PLC0415 - the fake engine does without
-
-    return facts.has_vision(folder)
+    return not read_model_facts(folder).no_images
 
 
 def encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry) -> Encoder | None:

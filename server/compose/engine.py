@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from engine.base import Engine
@@ -79,11 +80,16 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             arguments=arguments,
             processors=_processors(settings, folder),
         )
+    return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+
+
+def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
+    """Without logits processors."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir.expanduser())}
     if settings.disaggregation_mode == "aggregated":
         values["kv_transfer"] = ""
-    return EmbeddedConfig(model=str(folder), processors=_processors(settings, folder), **values)
+    return EmbeddedConfig(model=str(folder), **values)
 
 
 def serving_engine(settings: Settings, local: Engine, registry: CollectorRegistry) -> Engine:

@@ -66,7 +66,7 @@ class _ReplicaSettings(BaseSettings):
     device: str = Field("auto", description="Torch device; auto takes CUDA when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and KV cache; auto takes bfloat16 where the device computes it fast, else float32",
+        description="Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on a CPU, whichever it is",
     )
     quantization: Literal["none", "fp8"] = Field(
         "none",
@@ -103,6 +103,10 @@ class _ReplicaSettings(BaseSettings):
         0,
         ge=0,
         description="Compute threads of the embedded engine; 0 takes the cores that it may use, a container's quota counted in",
+    )
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = Field(
+        "auto",
+        description="Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has",
     )
     fake_token_delay_ms: float = Field(
         0.0, ge=0, description="Pause between the tokens of the fake engine, in milliseconds"

@@ -100,7 +100,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(runner, "_SHORT_PROMPT", 0)  # a graph for a step of every size would leave nothing to the others
+    monkeypatch.setattr(
+        runner, "_SHORT_PROMPT", 0
+    )  # a graph for a step of every size would leave nothing to the others
     monkeypatch.setattr(
         decode_attention, "_PROGRAMS", 4
     )  # as many as are worth dividing a sequence for when they run in turn

@@ -74,7 +74,11 @@ class ModelRunner(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    """Type that activations and embeddings have."""
+    """Type of activations, and of embeddings that are passed in."""
+    compute_path: str
+    """What computes, for reports: native, cuda or transformers."""
+    instruction_set: str
+    """Level of the processor's instructions that is used; empty on a GPU."""
     vocab_size: int
     context_length: int
     """Most tokens of a sequence."""

@@ -109,7 +109,12 @@ class LlamaDecoder:
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
 
     def _attend(
-        self, qkv: torch.Tensor, index: int, positions: torch.Tensor, attention: CudaAttention | _Stub, step: AttentionStep
+        self,
+        qkv: torch.Tensor,
+        index: int,
+        positions: torch.Tensor,
+        attention: CudaAttention | _Stub,
+        step: AttentionStep,
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.heads
         keys, values = attention.layer(index)
@@ -173,7 +178,9 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
     for part in (tokens[:1], tokens[1:]):
         rows = torch.arange(len(part), device=device)
         parts.append(
-            decoder(decoder.embed(part.long()), part, stub, AttentionStep(rows, len(part), part, part, None), None).float()
+            decoder(
+                decoder.embed(part.long()), part, stub, AttentionStep(rows, len(part), part, part, None), None
+            ).float()
         )
     return torch.cat(parts)
 

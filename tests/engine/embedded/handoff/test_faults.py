@@ -266,7 +266,8 @@ def test_a_handoff_that_lies_is_refused(tiny_model: Path, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "beyond", [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": LeaseWord(1 << 40, 1)}]
+    "beyond",
+    [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": LeaseWord(1 << 40, 1)}],
 )
 def test_what_is_beyond_the_peers_memory_is_not_read(
     tiny_model: Path, expected: list[int], beyond: dict[str, Any]

@@ -96,7 +96,9 @@ def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) ->
         attend(query, keys, values, tables, positions, out)
     for row in range(rows):
         length = int(positions[row]) + 1
-        key, value = (part[tables[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
+        key, value = (
+            part[tables[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values)
+        )
         expected = functional.scaled_dot_product_attention(query[row][:, None].float(), key, value, enable_gqa=True)
         same(out[row], expected[:, 0])
 

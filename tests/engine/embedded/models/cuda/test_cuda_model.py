@@ -125,7 +125,13 @@ def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None 
         params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **(sampling or {})})
         request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
         state = SamplerState(
-            params, prompt, core.runner.eos_token_ids, params.seed or 0, None, core.runner.vocab_size, core.runner.device
+            params,
+            prompt,
+            core.runner.eos_token_ids,
+            params.seed or 0,
+            None,
+            core.runner.vocab_size,
+            core.runner.device,
         )
         logprobs = None if params.prompt_logprobs is None else [None]
         core.add(
