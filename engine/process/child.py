@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.config import EngineConfig, more_stop_seconds
+from engine.config import EngineConfig
 from engine.errors import EngineFailure
 from engine.process import wire
 
@@ -53,7 +53,7 @@ class EngineProcess:
         self._folder = None if address else _private_folder()
         self.address = address or f"ipc://{self._folder}/engine.sock"
         self._options = msgspec.json.encode(wire.HostOptions(config, self.address, log_level)) + b"\n"
-        self._stop_seconds = _STOP_SECONDS + more_stop_seconds(config)
+        self._stop_seconds = _STOP_SECONDS + config.extra_stop_seconds
         self._on_death = on_death
         self._host: _Host | None = None
         self._watcher: asyncio.Task[None] | None = None

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from engine.base import Engine
-from engine.config import create_engine, more_stop_seconds
+from engine.create import create_engine
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kit.stream import DeltaStream
 from engine.process import stdio, wire
@@ -267,7 +267,7 @@ def _stop_at_end_of_input(
 
 def _exit_by_force(options: wire.HostOptions) -> None:
     """In a thread: end the process, unless it ends by itself in time."""
-    time.sleep(STOP_SECONDS + more_stop_seconds(options.config))
+    time.sleep(STOP_SECONDS + options.config.extra_stop_seconds)
     wire.remove_socket_file(options.address)
     os._exit(1)
 
