@@ -267,9 +267,7 @@ async def test_the_context_goes_on_into_tensorrt_llm(
         return result
 
     monkeypatch.setattr(trt.LLM, "generate_async", noting)
-    engine = TrtllmEngine(
-        TrtllmConfig(model=str(tmp_path), arguments={"enable_iter_perf_stats": True})
-    )
+    engine = TrtllmEngine(TrtllmConfig(model=str(tmp_path), arguments={"enable_iter_perf_stats": True}))
     await engine.start()
     try:
         for trace in ({}, {"traceparent": PARENT, "tracestate": "vendor=one"}):
