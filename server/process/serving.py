@@ -60,7 +60,7 @@ def serve(
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    server = Server(config, settings.shutdown_grace_seconds, started)
+    server = DrainingServer(config, settings.shutdown_grace_seconds, started)
     if parent is not None:
         threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
     server.run(sockets=[listener])
@@ -89,7 +89,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Keeps the port open while it drains, so that probes and new requests get an answer.
 
     The first signal lets running requests finish, within the grace period; at its end, or at a second signal, the engine is closed and

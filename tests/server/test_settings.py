@@ -1,8 +1,11 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -31,6 +34,37 @@ def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.Monk
     defaults = Settings()
     monkeypatch.chdir(tmp_path)
     assert Settings() == defaults
+
+
+def literal_defaults(files: Iterable[Path], value: Callable[[ast.expr], ast.expr]) -> Iterator[tuple[str, str, Any]]:
+    """Class, field and default of the annotated fields whose default, found by `value`, is a literal."""
+    for path in files:
+        classes = (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+        )
+        for each in classes:
+            for field in each.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
+                    default = value(field.value)
+                    if isinstance(default, ast.Constant):
+                        yield each.name, field.target.id, default.value
+
+
+def test_no_default_is_written_twice() -> None:
+    """What settings are handed to (engine configurations and limits) has the defaults; the settings refer to them."""
+    settings = {
+        name: default
+        for _, name, default in literal_defaults(
+            (ROOT / "server/settings").glob("*.py"),
+            lambda call: call.args[0] if isinstance(call, ast.Call) and call.args else call,
+        )
+    }
+    assert settings["port"] == 8000, "settings are found"
+    product = [path for package in ("engine", "multimodal", "routers") for path in (ROOT / package).rglob("*.py")]
+    ours = [path for path in product if not path.name.startswith("llm_")]  # those are TensorRT-LLM's
+    fields = [field for field in literal_defaults(ours, lambda value: value) if field[0].endswith(("Config", "Limits"))]
+    assert ("EmbeddedConfig", "max_batch_size", 32) in fields
+    assert [(owner, name) for owner, name, default in fields if name in settings and settings[name] == default] == []
 
 
 def test_help_shows_every_setting_with_default_and_description() -> None:
