@@ -45,8 +45,8 @@ READS_ENVIRONMENT = {
 }
 # Class names that still mean several things: to be emptied.
 DOUBLES = {
-    "Answer", "Cleared", "CompletionLogprobs", "Connection", "Embeddings", "Layer", "Lease", "Mapping", "Memory", "Model",
-    "Observer", "Owner", "Pool", "Prefill", "Process", "Prompt", "Prompts", "Rank", "Removed", "Replica", "Run", "Runtime", "Step",
+    "Answer", "Cleared", "CompletionLogprobs", "Connection", "Embeddings", "Family", "Layer", "Lease", "Mapping", "Memory", "Method", "Model",
+    "Observer", "Owner", "Pool", "Prefill", "Process", "Prompt", "Prompts", "Rank", "Removed", "Replica", "Run", "Runtime", "Service", "Step",
     "Stored", "Welcome", "Work",
 }  # fmt: skip
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")

@@ -6,6 +6,7 @@ them can show the sum. What the engine says of itself is not summed: each proces
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -46,8 +47,9 @@ class ServerMetrics:
         self._speed = 0.0
         self._engine: AdmissionEngine | None = None
         self.polled = Polled(self.registry, {"model_name": model_name})
-        """For numbers to be shown with the label model_name; cheap to read, since they are also read between pages."""
+        """For numbers that are shown with the label model_name."""
         self.polled_unlabelled = Polled(self.registry, {})
+        self._updates = [self.polled.update, self.polled_unlabelled.update]
         self.polled.gauge(
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for the engine",
@@ -87,6 +89,10 @@ class ServerMetrics:
             page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
         return generate_latest(page)
 
+    def watch(self, update: Callable[[], None]) -> None:
+        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be cheap."""
+        self._updates.append(update)
+
     @property
     def iteration(self) -> int:
         """Steps that the engine has made, as far as it has said."""
@@ -122,8 +128,8 @@ class ServerMetrics:
             self._poll()
 
     def _poll(self) -> None:
-        self.polled.update()
-        self.polled_unlabelled.update()
+        for update in self._updates:
+            update()
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats

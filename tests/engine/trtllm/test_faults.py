@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import TrtllmConfig, TrtllmEncoderConfig
+from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
 from engine.kit import logits
@@ -100,7 +100,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
 async def test_an_encoders_refusals_are_one_requests_while_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
+    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
     await encoder.start()
     kind = found("tensorrt_llm.llmapi.MultimodalEncoder")
     try:
@@ -260,20 +260,21 @@ async def test_metrics_show_how_long_loading_took_and_the_size_of_things() -> No
 
 HANGING = """
 import sys, threading
-from engine.config import TrtllmConfig
+from dataclasses import replace
 from engine.process import host
+from engine.process.engine_service import ENGINE
 from engine.trtllm import library
 
-TrtllmConfig.extra_stop_seconds = 0.0
 library.shutdown = lambda llm: threading.Event().wait()
 library.is_alive = lambda llm: False
-sys.exit(host.main())
+sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 """
 
 
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
     """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
-    options = HostOptions(TrtllmConfig(model=str(folder)), f"ipc://{tmp_path}/engine.sock", "info")
+    config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
+    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}
     process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     try:
@@ -304,7 +305,7 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
     for made in (
         TrtllmEngine(TrtllmConfig(model=str(folder))),
-        TrtllmEncoder(TrtllmEncoderConfig(model=str(folder))),
+        TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode")),
     ):
         with pytest.raises(ZeroDivisionError):
             async with made:
