@@ -27,10 +27,12 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
 
 
 class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How PyTorch loads and runs a model, or its vision tower. The fields mean what the settings of the same names say."""
+    """How PyTorch runs a model, or its vision tower. The fields mean what the settings of the same names say."""
 
     model: str
-    """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image processor."""
+    """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image
+    processor.
+    """
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -40,7 +42,9 @@ class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
-    """The PyTorch engine. 0 takes the default that the setting of the same name documents (`server/settings/engine.py`)."""
+    """The PyTorch engine. 0 takes the default that the setting of the same name documents
+    (`server/settings/engine.py`).
+    """
 
     quantization: str = "none"
     kv_cache_dtype: str = "auto"

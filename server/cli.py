@@ -1,5 +1,5 @@
-"""`python -m server`: reads the settings, opens the port, and serves by one process or several; `config` shows with what, `doctor` whether
-this machine can.
+"""The command line, `python -m server`: serve (the default), `config` to print the settings, `doctor` to check this
+machine.
 """
 
 import logging
@@ -16,14 +16,14 @@ from server.settings import EngineArgsError, Settings, read_settings
 from server.settings.environment import visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
-"""What the first argument may be; `serve` is what is meant without."""
+"""Values of the first argument; `serve` is the default."""
 _WRONG_SETTINGS = 2
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Run a command and return the exit code. Serving lasts until a signal."""
     started = time.monotonic()
     if "--version" in arguments:
         sys.stdout.write(f"trellis {__version__}\n")
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _listing(settings: Settings) -> list[str]:
-    """What `config` prints; making it finds what is wrong with the engine's arguments."""
+    """Return what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
     from server.compose import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
 
     return list(engine_args.listing(settings))
 
 
 def _check_servable(settings: Settings) -> None:
-    """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
+    """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
     if (lacking_of_role := shortage(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
     if settings.otel_endpoint:
@@ -79,7 +79,7 @@ def _check_servable(settings: Settings) -> None:
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
-    """Serve with `settings`; several API processes are started with the same `arguments`."""
+    """Serve with `settings`. Several API processes are started with the same `arguments`."""
     from server.process import launch, logs, serving  # noqa: PLC0415
 
     logs.configure(settings.log_level, settings.log_format)
@@ -96,7 +96,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
 
 
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:
-    """One line for each wrong setting, with its name and without its value, which may be a secret."""
+    """Yield one line for each wrong setting, with its name but without its value, which may be a secret."""
     if isinstance(error, EngineArgsError):
         yield from error.faults
         return

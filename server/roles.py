@@ -1,4 +1,6 @@
-"""The roles of a replica, one record each. What differs between roles is a field here; nothing else asks for the role by name."""
+"""The roles of a replica, one record each. What differs between roles is a field here; nothing else asks for the role
+by name.
+"""
 
 from __future__ import annotations
 

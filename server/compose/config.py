@@ -71,7 +71,9 @@ def spelled(text: bytes, tokenizer: Tokenizer) -> list[int]:
 
 
 def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfig, ...]:
-    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot spell the text."""
+    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot
+    spell the text.
+    """
     if not settings.enable_test_logits_processor or folder is None:
         return ()
     ends = read_model_facts(folder).eos_token_ids

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 
 async def add_encoders(to: Composition, folder: Path | None) -> Failed:
-    """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other replicas."""
+    """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other
+    replicas.
+    """
     encoder = _encoder(to, folder)
     prompt_encoder = _prompt_encoder(to, folder)
     for one in (encoder, prompt_encoder):
@@ -56,7 +58,9 @@ def _has_vision(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes the images of chats, or of other replicas' chats, not yet started; None if the model takes none."""
+    """Return what encodes the images of chats, or of other replicas' chats, not yet started; None if the model takes
+    none.
+    """
     settings, name = to.settings, to.replica.model_name
     if not _has_vision(settings, folder):
         return None
@@ -79,7 +83,9 @@ def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
 
 
 def _prompt_encoder(to: Composition, folder: Path | None) -> PromptEncoder | None:
-    """Return what encodes all images of a prompt, not yet started: TensorRT-LLM's encoder, on an encode replica, or encode replicas."""
+    """Return what encodes all images of a prompt, not yet started: TensorRT-LLM's encoder, on an encode replica, or
+    encode replicas.
+    """
     settings, name = to.settings, to.replica.model_name
     if settings.engine != "trtllm":
         return None

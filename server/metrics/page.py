@@ -1,7 +1,8 @@
-"""The server's own metrics: of the engine, of the queue before it and of the event loop; and the page that shows all of them.
+"""The registry of an application, the metrics of its engine, queue and event loop, and the page that shows all metrics.
 
-With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR), so that any of
-them can show the sum. What the engine says of itself is not summed: each process asks the same engine.
+With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR),
+so that any of them can show the sum. What the engine reports of itself is not summed: each process asks the same
+engine.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _STATS_PAUSE = 0.1
 
 
 class _Collected:
-    """Metrics that have been collected already, for a registry."""
+    """Metrics that are already collected, for a registry."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -36,7 +37,9 @@ class _Collected:
 
 
 class ServerMetrics:
-    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API processes."""
+    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
+    processes.
+    """
 
     def __init__(self, model_name: str, folder: Path | None) -> None:
         self.registry = CollectorRegistry()
@@ -59,13 +62,13 @@ class ServerMetrics:
         self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds",
-            "How late the event loop runs a timer",
+            "Seconds by which the event loop runs a timer late",
             registry=self.registry,
             buckets=_LAG_BUCKETS,
         )
         self._last_lag = Gauge(
             "event_loop_lag_last_seconds",
-            "The latest event_loop_lag_seconds",
+            "Latest value of event_loop_lag_seconds",
             registry=self.registry,
             multiprocess_mode="livemax",
         )
@@ -90,21 +93,23 @@ class ServerMetrics:
         return generate_latest(page)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be cheap."""
+        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be
+        cheap.
+        """
         self._updates.append(update)
 
     @property
     def iteration(self) -> int:
-        """Steps that the engine has made, as far as it has said."""
+        """Number of steps that the engine has reported."""
         return self._stats.iteration if self._stats is not None else 0
 
     async def watch_engine(self, engine: AdmissionEngine) -> None:
-        """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
+        """Keep the engine's newest facts and statistics. Ends when the engine closes."""
         self._engine = engine
         self._info = engine.info
         self._step = Histogram(
             "trtllm_iteration_duration_seconds",
-            "The engine's steps, sampled: at most ten a second, in each API process",
+            "Duration of the engine's steps, sampled: at most ten per second in each API process",
             ["model_name"],
             registry=self.registry,
             buckets=_STEP_BUCKETS,
@@ -118,7 +123,9 @@ class ServerMetrics:
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until cancelled."""
+        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until
+        cancelled.
+        """
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)

@@ -1,7 +1,7 @@
 """Several API processes on one port and one engine: started, watched, restarted, and ended together.
 
-Each child gets a socket of its own, bound to the shared port (SO_REUSEPORT), so that the kernel spreads connections evenly. Metrics are
-kept in a private folder, from which any child shows the sum.
+Each child gets a socket of its own, bound to the shared port (SO_REUSEPORT), so that the kernel spreads connections
+evenly. Metrics are kept in a private folder, from which any child shows the sum.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 
 def launch(settings: Settings, arguments: Sequence[str], listener: socket.socket, started: float) -> int:
-    """Serve by `settings.api_processes` processes with the same arguments until a signal or a failure; returns the exit code.
+    """Serve by `settings.api_processes` processes with the same arguments until a signal or a failure; returns the exit
+    code.
 
     `listener` only reserves the port.
     """
@@ -129,7 +130,9 @@ class Launcher:
             self._stop()
 
     def _stop(self) -> None:
-        """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where they stand."""
+        """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where
+        they stand.
+        """
         self._stops += 1
         for supervisor in self._supervisors:
             supervisor.stop()

@@ -221,7 +221,8 @@ def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
 )
 def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
-    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text');"
+    code += "print(os.environ['TLLM_LOG_LEVEL'])"
     variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen
