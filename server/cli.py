@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.roles import role_of, shortage
+from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings, read_settings
 from server.settings.environment import visible_devices
 
@@ -58,7 +58,7 @@ def _listing(settings: Settings) -> list[str]:
 
 def _check_servable(settings: Settings) -> None:
     """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
-    if (lacking_of_role := shortage(settings)) is not None:
+    if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
     if settings.otel_endpoint:
         try:

@@ -21,8 +21,7 @@ from engine.trtllm.arguments import Effective
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.process.serving import listen
-from server.roles import role_of
-from server.roles import shortage as role_shortage
+from server.roles import missing_setting, role_of
 from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
 from server.settings.environment import visible_devices
 
@@ -174,7 +173,7 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
 
 def check_role(settings: Settings) -> Iterator[Finding]:
     """Check that the role has what it needs, and list what it does to the engine's arguments."""
-    role, lacking = role_of(settings), role_shortage(settings)
+    role, lacking = role_of(settings), missing_setting(settings)
     if not role.needs and lacking is None:
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
