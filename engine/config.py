@@ -61,6 +61,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    """Instruction set of the compiled path on a CPU."""
     guide_timeout_seconds: float = 15.0
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
     """How KV blocks move between replicas; empty if they do not."""

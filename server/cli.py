@@ -60,6 +60,8 @@ def _check_servable(settings: Settings) -> None:
     """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
     if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
+    if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
+        _check_instruction_set(settings)
     if settings.otel_endpoint:
         try:
             from server.http import tracing  # noqa: F401, PLC0415 - most replicas do without
@@ -76,6 +78,17 @@ def _check_servable(settings: Settings) -> None:
         lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
         if lacking is not None:
             raise SettingsError("; ".join(lacking))
+
+
+def _check_instruction_set(settings: Settings) -> None:
+    """Raise SettingsError if this processor lacks the instruction set."""
+    from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
+    from engine.errors import EngineFailure  # noqa: PLC0415
+
+    try:
+        chosen(settings.cpu_isa)
+    except EngineFailure as error:
+        raise SettingsError(str(error)) from error
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:

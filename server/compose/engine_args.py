@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from engine.errors import EngineFailure
 from engine.trtllm.arguments import (
     ENCODER_DEFAULTS,
     ArgumentLayer,
@@ -23,6 +24,7 @@ from engine.trtllm.arguments import (
     problems,
     taken,
 )
+from server.compose.config import embedded_config
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 
@@ -93,6 +95,9 @@ def listing(settings: Settings) -> Iterator[str]:
     for name in type(settings).model_fields:
         origin = "set" if name in settings.model_fields_set else "default"
         yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
+    if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
+        yield "# the embedded engine computes with"
+        yield from _computing(settings)
     if settings.engine == "trtllm":
         found = effective(settings)
         name = "llmapi.MultimodalEncoder" if role_of(settings).core == "encoder" else "LLM"
@@ -101,6 +106,21 @@ def listing(settings: Settings) -> Iterator[str]:
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         for name, reason in found.ignored.items():
             yield f"# {name} is ignored: {reason}"
+
+
+def _computing(settings: Settings) -> Iterator[str]:
+    """Yield lines on the device, the type and the code, if the model's folder is present. Raises EngineArgsError."""
+    from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
+    from engine.embedded.models.load import forecast  # noqa: PLC0415 - torch: most commands do without
+
+    try:
+        folder = present_model(settings.model, settings.cache_dir)
+        if folder is None:
+            yield "# known once the model has been fetched or converted, at the first start"
+            return
+        yield from (f"{name}: {value}" for name, value in forecast(embedded_config(settings, folder)))
+    except (EngineFailure, ModelError) as error:
+        raise EngineArgsError([str(error)]) from error
 
 
 def _backend(found: Effective, settings: Settings) -> str:

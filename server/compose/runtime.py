@@ -56,6 +56,8 @@ def _facts(info: EngineInfo) -> dict[str, object]:
     return {
         "device": info.device,
         "dtype": info.dtype,
+        "compute_path": info.compute_path or None,
+        "instruction_set": info.instruction_set or None,
         "context_length": info.context_length,
         "kv_block_size": info.block_size,
         "total_kv_blocks": info.num_blocks,

@@ -14,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 
+from engine.types import EngineInfo
 from routers.state import Replica
 from server.app import create_app
 from server.http.connection import Connection
@@ -189,14 +190,21 @@ class DrainingServer(uvicorn.Server):
             return
         info = replica.engine.info
         log.info(
-            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once; after %.1f s",
+            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once%s; after %.1f s",
             at,
             name,
             info.context_length,
             info.num_blocks * info.block_size,
             info.max_num_seqs,
+            _computing(info),
             seconds,
         )
+
+
+def _computing(info: EngineInfo) -> str:
+    """Return the type, device and code that an engine computes with; nothing for the fake one."""
+    how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
+    return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
 
 
 def _calm_collector() -> None:

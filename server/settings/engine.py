@@ -58,7 +58,7 @@ class EngineSettings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default(EmbeddedConfig, "dtype"),
-        description="Type of weights and KV cache; auto takes bfloat16 if the device computes it fast, else float32",
+        description="Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU",
     )
     quantization: Literal["none", "fp8"] = Field(
         default(EmbeddedConfig, "quantization"),
@@ -119,6 +119,11 @@ class EngineSettings(BaseSettings):
         ge=0,
         description="Compute threads of the embedded engine; 0 takes the available cores, within the container's CPU "
         "quota",
+    )
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = Field(
+        default(EmbeddedConfig, "cpu_isa"),
+        description="Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the "
+        "processor has",
     )
     fake_token_delay_ms: float = Field(
         0.0, ge=0, description="Pause between two tokens of the fake engine, in milliseconds"

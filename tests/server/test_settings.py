@@ -1,6 +1,7 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from engine.config import FakeConfig
+from engine.embedded.models.native import levels
 from server.cli import explain, main
 from server.compose.config import engine_config
 from server.settings import Settings, example, read_settings
@@ -237,3 +240,40 @@ def test_the_engines_process_gets_the_level(monkeypatch: pytest.MonkeyPatch) -> 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Settings().max_n = 3
+
+
+def test_an_instruction_set_that_the_processor_lacks_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(levels, "_features", frozenset)
+    assert main(["--cpu-isa", "avx512", "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: CPU_ISA=avx512 cannot be used: this processor has portable and lacks abm, avx2, "
+    )
+    assert main(["--cpu-isa", "sse9"]) == 2
+
+
+def test_config_shows_what_the_model_is_computed_with(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*arguments: str) -> str:
+        assert main(["config", "--device", "cpu", "--cpu-isa", "portable", *arguments]) == 0
+        return capsys.readouterr().out.partition("# the embedded engine computes with\n")[2]
+
+    native = "device: cpu\ndtype: float32\ncompute_path: native{}\ninstruction_set: portable\n"
+    assert shown("--model", str(tiny_model)) == native.format(", or transformers if bfloat16 would change the weights")
+    narrow = tmp_path / "narrow"
+    shutil.copytree(tiny_model, narrow)
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in load_file(tiny_model / "model.safetensors").items()},
+        narrow / "model.safetensors",
+    )
+    assert shown("--model", str(narrow)) == native.format("")
+    bfloat16 = shown("--model", str(tiny_model), "--dtype", "bfloat16")
+    assert bfloat16.startswith(
+        "device: cpu\ndtype: bfloat16\ncompute_path: transformers (dtype bfloat16 and load format auto are not"
+    )
+    assert shown("--cache-dir", str(tmp_path)).startswith("# known once the model has been fetched or converted")
+    monkeypatch.setattr(levels, "_features", frozenset)
+    assert main(["config", "--model", str(tiny_model), "--cpu-isa", "avx2"]) == 2
+    assert "CPU_ISA=avx2 cannot be used" in capsys.readouterr().err
