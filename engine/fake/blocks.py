@@ -36,6 +36,10 @@ class FakeBlocks:
         """Blocks held by live sequences."""
         return len(self._users) + self._partial
 
+    @property
+    def hashes(self) -> set[int]:
+        return {*self._users, *self._idle}
+
     def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[Image]) -> "FakeSequenceBlocks":
         """Blocks for a new sequence: those of its prompt that are known already, as far as a token is left to compute."""
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)

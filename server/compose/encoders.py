@@ -66,9 +66,9 @@ def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
         return None
     if to.role.serves_encodings or not settings.encode_urls:
         return _tower(settings, folder)
-    from engine.replicas.encoders import EncodePeers, EncoderPool  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.encoders import EncodePool, EncoderPool  # noqa: PLC0415 - most replicas do without
 
-    peers = EncodePeers(
+    peers = EncodePool(
         settings.encode_urls,
         to.internal_secret,
         settings.encode_attempts,
@@ -100,10 +100,10 @@ def _prompt_encoder(to: Composition, folder: Path | None) -> PromptEncoder | Non
         return TrtllmEncoder(config)
     if to.role.serves_encodings or not settings.encode_urls:
         return None
-    from engine.replicas.encoders import PromptEncoderPool, PromptPeers  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.encoders import PromptEncodePool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
 
     metrics = PeerMetrics(to.metrics.registry, name, "encode")
-    peers = PromptPeers(settings.encode_urls, to.internal_secret, settings.encode_attempts, metrics)
+    peers = PromptEncodePool(settings.encode_urls, to.internal_secret, settings.encode_attempts, metrics)
     to.replica.peers["encode"] = lambda: peers.counts
     return PromptEncoderPool(peers, name)
 

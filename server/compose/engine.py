@@ -83,12 +83,12 @@ def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
     """
     if not to.role.remote_prefill:
         return local
-    from engine.replicas.pool import PeerPool  # noqa: PLC0415
     from engine.replicas.prefill_engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.prefill_pool import PrefillPool  # noqa: PLC0415
 
     settings, name = to.settings, to.replica.model_name
     observer = PeerMetrics(to.metrics.registry, name, "prefill")
-    pool = PeerPool(settings.prefill_urls, to.internal_secret, settings.prefill_attempts, observer)
+    pool = PrefillPool(settings.prefill_urls, to.internal_secret, settings.prefill_attempts, observer)
     min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
     engine = DisaggregatedEngine(local, pool, name, min_tokens, observer)
     to.replica.peers["prefill"] = lambda: pool.counts

@@ -4,11 +4,11 @@ from functools import partial
 from pathlib import Path
 
 from engine.kit.tasks import in_thread
+from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
-from engine.replicas.routing.upstream import Header
 from multimodal.text.routed_prompts import RoutedPrompts
 from routers.state import RequestRouter
 from server.compose.composition import Composition, Failed, never
@@ -23,11 +23,13 @@ async def add_router(to: Composition, folder: Path | None) -> Failed:
     """Find the replicas behind this router, and give it what forwards requests to them."""
     settings, replica = to.settings, to.replica
     tokenizer, template = await in_thread(partial(load_text, settings, folder))
-    fleet = _fleet(settings, RoutingMetrics(to.metrics.registry, replica.model_name))
+    observer = RoutingMetrics(to.metrics.registry, replica.model_name)
+    fleet = _fleet(settings, observer)
     to.stack.push_async_callback(fleet.close)
     await fleet.start()
+    to.metrics.watch(lambda: observer.update(fleet))
     to.health.check("replicas", lambda: "" if fleet.healthy else "No replica is ready.")
-    replica.peers["replica"] = lambda: (len(fleet.replicas), sum(one.available for one in fleet.replicas))
+    replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
     replica.router = RequestRouter(fleet, prompts, settings.session_header)
     return never
