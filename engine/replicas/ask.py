@@ -13,7 +13,8 @@ from engine import errors, trace
 from engine.handoff import MAX_BYTES, decode_encoding, decode_handoff
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaClient, ReplicaConnection
 from engine.replicas.encode_answers import decode_embeddings
-from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, FrameReader, PrefillInfo
+from protocol.frames import FrameReader
+from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillInfo
 
 I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
 T = TypeVar("T")
@@ -32,7 +33,8 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
 }
 """By the code of the error envelope. Other codes are failures of one request, except for these:"""
 _OF_THE_REPLICA = frozenset(
-    {"invalid_api_key", "forbidden", "unknown_url", "method_not_allowed", "unsupported_media_type", "replicas_differ"}
+    {"invalid_api_key", "forbidden", "unknown_url", "wrong_replica", "method_not_allowed"}
+    | {"unsupported_media_type", "replicas_differ"}
 )
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
@@ -23,10 +24,22 @@ from server.settings import Settings
 log = logging.getLogger(__name__)
 
 
-async def add_encoders(to: Composition, folder: Path | None) -> Failed:
-    """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other
-    replicas.
-    """
+class Encoders(NamedTuple):
+    """What encodes images, as far as there is anything: for chats here, and, as a service, for other replicas."""
+
+    encoder: Encoder | None
+    prompt_encoder: PromptEncoder | None
+    service: EncodeService | None
+
+
+async def add_encode_service(to: Composition, folder: Path | None) -> Failed:
+    """Start what encodes images for other replicas, and does nothing else."""
+    to.replica.service = (await start_encoders(to, folder)).service
+    return never
+
+
+async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
+    """Start what encodes images, if the model takes any: for chats here, or for other replicas."""
     encoder = _encoder(to, folder)
     prompt_encoder = _prompt_encoder(to, folder)
     for one in (encoder, prompt_encoder):
@@ -35,17 +48,12 @@ async def add_encoders(to: Composition, folder: Path | None) -> Failed:
                 to.replica.loading = "The model is loading, or no encode replica answers."
             to.stack.push_async_callback(one.close)
             await one.start()
-    if not to.role.serves_encodings:
-        to.replica.encoder = encoder
-        to.replica.prompt_encoder = prompt_encoder
-        return never
-    service = _service(to, encoder, prompt_encoder)
+    service = _service(to, encoder, prompt_encoder) if to.role.serves_encodings else None
     if service is not None:
         to.stack.push_async_callback(service.close)
-        to.replica.encoding = service
         if not to.role.has_engine:
             await _add_canary(to, service, encoder, prompt_encoder, folder)
-    return never
+    return Encoders(encoder, prompt_encoder, service)
 
 
 def _has_vision(settings: Settings, folder: Path | None) -> bool:
