@@ -19,13 +19,14 @@ COMMANDS = ("serve", "config", "doctor")
 """Values of the first argument; `serve` is the default."""
 _WRONG_SETTINGS = 2
 _ENVIRONMENT = {
-    # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else runs; those that never
-    # spin are slow to wake (docs/log.md has the figures).
+    # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
+    # runs; those that never spin are slow to wake (docs/log.md has the figures).
     "GOMP_SPINCOUNT": "20000",
     # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
     "UCX_CUDA_IPC_CACHE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread would keep a gigabyte.
+    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread
+    # would keep a gigabyte.
     "PILLOW_BLOCK_SIZE": "64m",
 }
 """Defaults that libraries read when they are loaded, for this process and those that it starts."""

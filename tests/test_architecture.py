@@ -46,7 +46,7 @@ READS_ENVIRONMENT = {
 # Class names that still mean several things: to be emptied.
 DOUBLES = {
     "Answer", "CompletionLogprobs", "Embeddings", "Layer", "Mapping", "Memory", "Method", "Model", "Owner", "Prefill",
-    "Process", "Prompts", "Replica", "Run", "Service", "Step", "Welcome",
+    "Process", "Prompts", "Replica", "Run", "Running", "Service", "Step", "Welcome",
 }  # fmt: skip
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
