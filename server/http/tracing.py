@@ -99,7 +99,7 @@ class Tracing:
 
 
 class _Process(Resource):
-    """The resource of all spans. The exporter hashes it for each one; the library's hash makes JSON of it every time."""
+    """The resource of all spans. The exporter hashes it for each one, and the library's hash makes JSON every time."""
 
     __hash__ = object.__hash__
 
