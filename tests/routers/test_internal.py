@@ -10,7 +10,8 @@ import pytest
 from engine import handoff
 from engine.handoff import decode_handoff
 from engine.process.attachments import detach
-from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest, pieces
+from protocol.frames import FrameReader
+from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers import leased
 from tests.support.disaggregated import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from tests.support.http import application
@@ -64,6 +65,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")):
             refused = await client.request(method, path)
             assert refused.status_code == 404 and "prefill replica" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["code"] == "wrong_replica"
         assert (await client.post("/tokenize")).status_code == 404
         assert "/prefill" not in (await client.get("/openapi.json")).text
         assert (await client.get("/health/ready")).status_code == (await client.get("/metrics")).status_code == 200

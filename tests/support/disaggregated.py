@@ -1,4 +1,4 @@
-"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes of their own."""
+"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,15 @@ from engine.base import Engine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from engine.kit.stream import DeltaStream
-from engine.replicas.pool import PeerPool
+from engine.replicas.pool import R, ReplicaPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
+from engine.replicas.prefill_pool import PrefillPool
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.app import create_app
-from server.http.connection import Connection
+from server.http.connection import HttpConnection
 from server.process.serving import listen, url_of
 from server.settings import Settings
 from tests.support.http import ServerProcess
@@ -37,7 +38,7 @@ PROMPT = tuple(range(10, 80))
 
 
 class Seen:
-    """An `Observer` that remembers."""
+    """A `RemoteObserver` that remembers."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -71,11 +72,11 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replica]]:
+async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, ReplicaState]]:
     """URL and inner life of a replica without a model."""
     given = {"engine": "fake", "engine_process": False, "disaggregation_mode": role, "internal_secret": SECRET}
     app = create_app(Settings(**{**given, **settings}))
-    http: Any = partial(Connection, head_seconds=5.0)
+    http: Any = partial(HttpConnection, head_seconds=5.0)
     server = _Server(
         uvicorn.Config(
             app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1
@@ -86,19 +87,19 @@ async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replic
     while not (server.started and server.lifespan.state["replica"].ready):
         assert not serving.done()
         await asyncio.sleep(0.005)
-    life: Replica = server.lifespan.state["replica"]
-    assert life.core is not None
+    life: ReplicaState = server.lifespan.state["replica"]
+    assert life.service is not None
     try:
         yield url_of(listener), life
     finally:
-        await life.core.close()
+        await life.service.close()
         server.should_exit = True
         await serving
         listener.close()
 
 
 @asynccontextmanager
-async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, Replica]]:
+async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, ReplicaState]]:
     """URL, engine and inner life of a prefill replica with the fake engine."""
     async with replica("prefill", **settings) as (url, life):
         assert life.engine is not None
@@ -118,7 +119,7 @@ async def decode_engine(
     """A started decode engine over a fake one."""
     seen = Seen()
     engine = DisaggregatedEngine(
-        FakeEngine(FakeConfig(**fake)), PeerPool(urls, secret, attempts, seen), model, min_tokens, seen
+        FakeEngine(FakeConfig(**fake)), PrefillPool(urls, secret, attempts, seen), model, min_tokens, seen
     )
     await engine.start()
     try:
@@ -136,6 +137,10 @@ async def pair(
         yield peer, engine, seen
 
 
+def replica_at(pool: ReplicaPool[R], url: str) -> R:
+    return next(replica for replica in pool.replicas if replica.url == url)
+
+
 async def busy(engine: Engine) -> DeltaStream:
     """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
     stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
@@ -151,7 +156,10 @@ def answer_of(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> b
 async def bare_peer(
     after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()
 ) -> AsyncIterator[str]:
-    """URL of a peer that answers probes, the first ones with the bytes `probes`, and a prefill with the bytes `after` and nothing more."""
+    """URL of a replica that answers probes with `info`, and a prefill with the bytes `after` and nothing more.
+
+    The first probes are answered with the bytes `probes`.
+    """
     answer = answer_of(msgspec.msgpack.encode(info))
     answers = [*probes]
     writers: list[asyncio.StreamWriter] = []
