@@ -1,36 +1,11 @@
 """The second seam: images in, embeddings out. What encodes them may be a process here, another replica, or TensorRT-LLM's own encoder."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
-from engine.transfer.shared_bytes import Data
-from engine.types import Encoding
-
-Detail = Literal["auto", "low", "high"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class ImageInput(msgspec.Struct, frozen=True):
-    """An image as it came: the bytes of a PNG, JPEG, WEBP or GIF file, checked to be one and to be within the limits, not yet decoded."""
-
-    data: bytes
-    detail: Detail = "auto"
-    """`low` has it scaled down to 512 pixels a side at most before the model's own processing; the others leave it as it is."""
-
-
-class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt needs of an image: the text that takes the place of its placeholder, and embeddings for the image tokens in it."""
-
-    text: str
-    """As the model's processor expands one placeholder, special tokens included. Tokenised, it has `rows` image tokens."""
-    rows: int
-    data: Data
-    """The embeddings, row by row: contiguous [rows, hidden size of the language model], of `dtype`."""
-    dtype: Dtype
-    grid: tuple[int, int, int] = (0, 0, 0)
-    """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
+from engine.media import EncodedMedia, Encoding, MediaInput
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +14,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its options."""
     placeholder: str
-    """What the chat template writes for one image, to be replaced by `EncodedImage.text`."""
+    """What the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
     image_token_id: int
     """The token whose embeddings are replaced."""
     hidden_size: int
@@ -67,7 +42,7 @@ class Encoder(Protocol):
         """Load the tower. Raises EngineFailure, with nothing left running, if it cannot."""
         ...
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         """Encode images, in order. Raises InvalidRequest (param `image`) for what cannot be decoded or is beyond the limits,
         EngineUnavailable and EngineFailure. Cancelling gives it up.
         """
@@ -88,7 +63,7 @@ class PromptEncoder(Protocol):
 
     async def start(self) -> None: ...
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+    async def encode(self, prompt: str, images: Sequence[MediaInput]) -> Encoding:
         """`prompt` is text as the chat template makes it, with a placeholder for each image. Raises as `Encoder.encode` does."""
         ...
 

@@ -5,7 +5,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Delta, Encoding, EngineInfo, Handoff
+from engine.media import Encoding
+from engine.types import Delta, EngineInfo, Handoff
 from protocol import internal
 
 VERSION = 1

@@ -157,9 +157,7 @@ class Processor:
             request = GenerateRequest(
                 request_id=f"{unique}-{index}",
                 prompt_token_ids=tuple(prompt.ids),
-                images=prompt.images,
                 media=prompt.media,
-                encoding=prompt.encoding,
                 sampling=sampled,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",

@@ -13,7 +13,7 @@ from engine.errors import EngineNotReady
 from engine.replicas.encode_service import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from multimodal.processor import Processor
-from multimodal.text.prompt import ImagePrompts
+from multimodal.text.prompt import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 
@@ -65,7 +65,7 @@ class Replica:
     engine: AdmissionEngine | None = None
     """Set once it has started, together with the processor."""
     processor: Processor | None = None
-    images: ImagePrompts | None = None
+    images: MediaPrompts | None = None
     """What puts images into chats; set, if the model takes any, with the processor."""
     encoder: Encoder | None = None
     """What makes embeddings of the images in chats, here or elsewhere; set, if there is one, before the engine is."""

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineNotReady, InvalidRequest
+from engine.media import EncodedMedia, MediaInput
 
 PLACEHOLDER = "<image>"
 IMAGE_TOKEN_ID = 259
@@ -46,7 +47,7 @@ class FakeEncoder:
     async def start(self) -> None:
         self._started = True
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is closed" if self._closed else "the encoder has not started")
         for image in images:
@@ -69,7 +70,7 @@ class FakeEncoder:
         for work in self._running:
             work.cancel()
 
-    def _encode(self, image: ImageInput) -> EncodedImage:
+    def _encode(self, image: MediaInput) -> EncodedMedia:
         seed = blake3(image.detail.encode()).update(image.data)
         data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
-        return EncodedImage(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")
+        return EncodedMedia(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")

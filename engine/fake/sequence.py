@@ -8,6 +8,7 @@ from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.blocks import FakeSequenceBlocks
 from engine.kit.stream import DeltaStream
+from engine.media import Unexpanded
 from engine.types import FinishReason, GenerateRequest, Handoff
 
 BACKEND = "fake"
@@ -79,18 +80,18 @@ def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -
 
 def state_of(request: GenerateRequest, first: tuple[int, ...]) -> bytes:
     """What is handed over after the token `first`."""
-    images = [(image.key, image.start, image.length) for image in request.images]
+    images = [(image.key, image.start, image.length) for image in request.spans]
     return blake2b(repr((request.prompt_token_ids, images, first)).encode(), digest_size=16).digest()
 
 
-def check_images(request: GenerateRequest) -> None:
-    """Of a prompt that `check_prompt` has passed. Raises InvalidRequest for images that are not encoded, EngineUnavailable for embeddings
-    that are lost.
+def check_media(request: GenerateRequest) -> None:
+    """Check the media of a prompt that has passed `check_prompt`. Raises InvalidRequest for media that are not encoded,
+    EngineUnavailable for embeddings that are lost.
     """
-    if request.media is not None or request.encoding is not None:
+    if isinstance(request.media, Unexpanded):
         raise InvalidRequest("the fake engine takes images as embeddings alone", "prompt")
     reads = request.handoff is not None and request.handoff.state
-    if not reads and not all(image.data for image in request.images):
+    if not reads and not all(image.data for image in request.spans):
         raise EngineUnavailable("the images' embeddings are not here, so that the prompt cannot be computed")
 
 
@@ -107,4 +108,4 @@ def check_handoff(request: GenerateRequest) -> None:
 
 def _seen(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
     """What it says of the images: with the tokenizer that makes tokens of bytes, digits."""
-    return tuple((ord(digit) + 3) % vocab_size for image in request.images for digit in image.key[:8])
+    return tuple((ord(digit) + 3) % vocab_size for image in request.spans for digit in image.key[:8])

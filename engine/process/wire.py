@@ -16,7 +16,7 @@ import zmq
 import engine.errors
 from engine.config import EngineConfig
 from engine.kv_events import KvEvent
-from engine.process.attachments import attach, count, data_of, detach
+from engine.process.attachments import attach, data_of, detach
 from engine.stats import IterationStats
 from engine.transfer.base import TransferError
 from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, readable
@@ -174,7 +174,7 @@ def unpack(frames: Sequence[bytes]) -> Commands:
     commands: list[Command] = []
     for command in batch.commands:
         if isinstance(command, Generate):
-            needed = [index for index in range(count(command.request)) if index not in command.shared]
+            needed = [index for index in range(len(data_of(command.request))) if index not in command.shared]
             parts: dict[int, Data] = dict(zip(needed, rest, strict=False))
             try:
                 parts |= {index: opened(reference) for index, reference in command.shared.items()}

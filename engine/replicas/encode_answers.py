@@ -12,8 +12,9 @@ import msgspec
 from blake3 import blake3
 
 from engine import handoff
-from engine.encoder import EncodedImage, EncoderInfo
+from engine.encoder import EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
+from engine.media import EncodedMedia
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
 from engine.transfer.shared_bytes import Data, readable
@@ -103,7 +104,7 @@ class EmbeddingStore:
         self._inline_bytes = inline_bytes
         self._observer = observer
 
-    async def put(self, images: Sequence[EncodedImage], inline: bool) -> tuple[bytes, Place | None]:
+    async def put(self, images: Sequence[EncodedMedia], inline: bool) -> tuple[bytes, Place | None]:
         """The answer, as bytes, and what has to be freed once it is read. Raises QueueFull if there is no room for it anywhere."""
         parts = [readable(image.data) for image in images]
         size = sum(map(len, parts))
@@ -151,7 +152,7 @@ class EmbeddingStore:
             raise
 
 
-async def fetch(found: Embeddings, arena: Arena | None, seconds: float) -> list[EncodedImage]:
+async def fetch(found: Embeddings, arena: Arena | None, seconds: float) -> list[EncodedMedia]:
     """The images of an answer, their embeddings here. Raises TransferError."""
     parts: list[Data] = [ref.data for ref in found.images]
     if found.offers:
@@ -161,7 +162,7 @@ async def fetch(found: Embeddings, arena: Arena | None, seconds: float) -> list[
         if await asyncio.to_thread(_digest, [readable(part) for part in parts]) != found.digest:
             raise TransferError("they were given up before they had been read")
     return [
-        EncodedImage(text=ref.text, rows=ref.rows, data=part, dtype=ref.dtype, grid=ref.grid)
+        EncodedMedia(text=ref.text, rows=ref.rows, data=part, dtype=ref.dtype, grid=ref.grid)
         for ref, part in zip(found.images, parts, strict=True)
     ]
 
@@ -177,7 +178,7 @@ def check_images(images: Sequence[EmbeddingRef], expected: int, hidden_size: int
 _encoded = msgspec.msgpack.Encoder().encode
 
 
-def _ref(image: EncodedImage, data: bytes = b"") -> EmbeddingRef:
+def _ref(image: EncodedMedia, data: bytes = b"") -> EmbeddingRef:
     return EmbeddingRef(
         text=image.text, rows=image.rows, dtype=image.dtype, size=len(image.data), grid=image.grid, data=data
     )

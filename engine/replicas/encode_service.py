@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine import handoff
-from engine.encoder import Encoder, ImageInput, PromptEncoder
+from engine.encoder import Encoder, PromptEncoder
 from engine.errors import InvalidRequest
+from engine.media import MediaInput
 from engine.replicas.encode_answers import EmbeddingStore, EncodeObserver, encode_info
 from engine.transfer.arena import Place
 from protocol.internal import VERSION, EncodeInfo, EncodeRequest
@@ -26,7 +27,7 @@ class EncodeService(Protocol):
         """Requests that were answered."""
         ...
 
-    async def encode(self, request: EncodeRequest, images: Sequence[ImageInput]) -> tuple[bytes, Place | None]:
+    async def encode(self, request: EncodeRequest, images: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
         """The answer, as bytes, and what is to be freed once it is read. Raises as `Encoder` does."""
         ...
 
@@ -51,7 +52,7 @@ class ImageService:
     def healthy(self) -> bool:
         return self._encoder.healthy
 
-    async def encode(self, request: EncodeRequest, images: Sequence[ImageInput]) -> tuple[bytes, Place | None]:
+    async def encode(self, request: EncodeRequest, images: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
         started = time.perf_counter()
         encoded = await self._encoder.encode(images)
         self.served += 1
@@ -79,7 +80,7 @@ class PromptService:
     def healthy(self) -> bool:
         return self._encoder.healthy
 
-    async def encode(self, request: EncodeRequest, images: Sequence[ImageInput]) -> tuple[bytes, Place | None]:
+    async def encode(self, request: EncodeRequest, images: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
         if not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
         started = time.perf_counter()

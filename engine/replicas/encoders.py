@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from engine.encoder import EncodedImage, Encoder, EncoderInfo, ImageInput
+from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.tasks import all_of
-from engine.process.attachments import detach_images
+from engine.media import EncodedMedia, Encoding, MediaInput
+from engine.process.attachments import detach_media
 from engine.replicas.ask import ENCODE, ENCODE_PROMPT, Lease
 from engine.replicas.encode_answers import Embeddings, check_images, encode_info, fetch
 from engine.replicas.peers import Observer, Peer
 from engine.replicas.pool import Pool, is_final
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
-from engine.types import Encoding
-from protocol.internal import MOST_IMAGE_BYTES, MOST_IMAGES, VERSION, EncodeInfo, EncodeRequest, pieces
+from protocol.internal import MAX_MEDIA_BYTES, MAX_MEDIA, VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
 T = TypeVar("T")
@@ -61,11 +61,11 @@ class EncodePeers(Pool[EncodePeer]):
         infos = (peer.info for peer in self._peers.values() if peer.available and peer.info is not None)
         return next((info for info in infos if (info.version, info.model, info.backend) == wanted), None)
 
-    async def encode(self, images: Sequence[ImageInput], mine: EncodeInfo) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput], mine: EncodeInfo) -> list[EncodedMedia]:
         """A batch. Raises as `Encoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
 
-        async def ask(peer: EncodePeer) -> list[EncodedImage]:
+        async def ask(peer: EncodePeer) -> list[EncodedMedia]:
             if not (peer.inline or self._arena is None):
                 try:
                     return await self._fetched(peer, _body(mine, images), name, len(images), mine)
@@ -88,7 +88,7 @@ class EncodePeers(Pool[EncodePeer]):
 
     async def _fetched(
         self, peer: EncodePeer, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo
-    ) -> list[EncodedImage]:
+    ) -> list[EncodedMedia]:
         """Raises TransferError too."""
         lease = await peer.ask(body, name, count)
         try:
@@ -161,7 +161,7 @@ class EncoderPool:
             await asyncio.sleep(_LOOK_SECONDS)
         self._mine = mine
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         mine = self._mine
         if self._closed or mine is None:
             raise EngineNotReady("the encoder is starting or closing")
@@ -178,7 +178,7 @@ class EncoderPool:
         if self._local is not None:
             await self._local.close()
 
-    async def _batch(self, images: Sequence[ImageInput], mine: EncodeInfo) -> list[EncodedImage]:
+    async def _batch(self, images: Sequence[MediaInput], mine: EncodeInfo) -> list[EncodedMedia]:
         try:
             return await self._peers.encode(images, mine)
         except EngineError as error:
@@ -212,7 +212,7 @@ class PromptPeers(Pool[PromptPeer]):
     def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer) -> None:
         super().__init__(urls, secret, attempts, observer, "encode")
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput], mine: EncodeInfo) -> Encoding:
+    async def encode(self, prompt: str, images: Sequence[MediaInput], mine: EncodeInfo) -> Encoding:
         """Raises as `PromptEncoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
 
@@ -249,25 +249,25 @@ class PromptEncoderPool:
     async def start(self) -> None:
         await self._peers.start()
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+    async def encode(self, prompt: str, images: Sequence[MediaInput]) -> Encoding:
         return await self._peers.encode(prompt, images, self._mine)
 
     async def close(self) -> None:
         await self._peers.close()
 
 
-def _body(mine: EncodeInfo, images: Sequence[ImageInput], *, prompt: str = "", inline: bool = False) -> list[bytes]:
-    bare, parts = detach_images(images)
+def _body(mine: EncodeInfo, images: Sequence[MediaInput], *, prompt: str = "", inline: bool = False) -> list[bytes]:
+    bare, parts = detach_media(images)
     raw = msgspec.Raw(msgspec.msgpack.encode(bare))
     return pieces(EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline), parts)
 
 
-def _batches(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
+def _batches(images: Sequence[MediaInput]) -> Iterator[list[MediaInput]]:
     """In order, each within what one request may have."""
-    batch: list[ImageInput] = []
+    batch: list[MediaInput] = []
     size = 0
     for image in images:
-        if batch and (len(batch) == MOST_IMAGES or size + len(image.data) > MOST_IMAGE_BYTES):
+        if batch and (len(batch) == MAX_MEDIA or size + len(image.data) > MAX_MEDIA_BYTES):
             yield batch
             batch, size = [], 0
         batch.append(image)

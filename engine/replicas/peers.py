@@ -14,9 +14,10 @@ import msgspec
 
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.spans import overlaps_of
+from engine.media import MediaSpan
 from engine.replicas import ask as client
 from engine.replicas.ask import PREFILL, Lease, PeerError, Service
-from engine.types import Handoff, Image
+from engine.types import Handoff
 from protocol.internal import PrefillInfo
 
 PROBE_SECONDS = 2.0
@@ -100,7 +101,7 @@ class Prefixes:
         self._keys.clear()
 
 
-def block_keys(tokens: Sequence[int], block_size: int, salt: str, images: Sequence[Image] = ()) -> list[int]:
+def block_keys(tokens: Sequence[int], block_size: int, salt: str, images: Sequence[MediaSpan] = ()) -> list[int]:
     """A key for each whole block but one that ends the prompt, whose last token is always computed. It stands for all tokens and images so
     far.
     """

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from engine.errors import ContextOverflow, EngineError, EngineUnavailable, InvalidRequest
-from engine.kit.spans import expands
+from engine.media import Unexpanded
 from engine.process.attachments import detach
 from engine.replicas.ask import CONNECT_SECONDS, Lease
 from engine.replicas.discovery import RESOLVE_SECONDS, Addresses, wait_for_first
@@ -166,8 +166,8 @@ class PeerPool(Pool[PrefillPeer]):
     async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease[Handoff]:
         """Have a peer prefill, the one with the least to compute before the first token. Raises as it does. The caller closes the lease."""
         prompt = request.prompt_token_ids
-        reuses = request.sampling.prompt_logprobs is None and not expands(request)
-        keys = block_keys(prompt, mine.block_size, request.cache_salt, request.images) if reuses else []
+        reuses = request.sampling.prompt_logprobs is None and not isinstance(request.media, Unexpanded)
+        keys = block_keys(prompt, mine.block_size, request.cache_salt, request.spans) if reuses else []
         bare, data = detach(request)
         parts = await asyncio.to_thread(_copied, data) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))

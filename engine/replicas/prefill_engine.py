@@ -19,9 +19,9 @@ from engine.base import Engine
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
-from engine.kit.spans import expands
 from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
+from engine.media import Unexpanded
 from engine.replicas.ask import Lease
 from engine.replicas.peers import Observer
 from engine.replicas.pool import PeerPool, is_final
@@ -127,7 +127,7 @@ class _Run:
             if (
                 engine.min_tokens is not None
                 and len(request.prompt_token_ids) < engine.min_tokens
-                and not expands(request)
+                and not isinstance(request.media, Unexpanded)
             ):
                 self._compute("short")
             elif (lease := await self._prefilled()) is None:
@@ -169,8 +169,9 @@ class _Run:
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
         """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
-        # The embeddings stay: who is preempted computes its prompt again.
-        local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
+        # Embeddings stay with the request: a preempted sequence computes its prompt again. A backend's own media were used up.
+        media = None if isinstance(self._request.media, Unexpanded) else self._request.media
+        local = self._generate(replace(self._request, handoff=handoff, media=media))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
         with trace.span("transfer"):
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

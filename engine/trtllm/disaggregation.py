@@ -6,8 +6,8 @@ import msgspec
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
-from engine.kit.spans import expands
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, Held
+from engine.media import Encoding, PromptMedia, Unexpanded
+from engine.types import Delta, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"
 T = TypeVar("T")
@@ -36,9 +36,10 @@ class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
-def context_keywords(encoding: Encoding | None) -> dict[str, Any]:
+def context_keywords(media: PromptMedia | None) -> dict[str, Any]:
     """Keywords of the DisaggregatedParams of a prefill. Raises InvalidRequest."""
-    return {"request_type": "context_only"} | ({} if encoding is None else _fields(_decoded(encoding, EncoderState)))
+    fields = _fields(_decoded(media, EncoderState)) if isinstance(media, Encoding) else {}
+    return {"request_type": "context_only", **fields}
 
 
 def generation_keywords(handoff: Handoff) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
             "the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?"
         )
     state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
-    held = Held(state, tuple(result.prompt_token_ids) if expands(request) else ())
+    held = Held(state, tuple(result.prompt_token_ids) if isinstance(request.media, Unexpanded) else ())
     return msgspec.structs.replace(delta, finish_reason=None, held=held)
 
 

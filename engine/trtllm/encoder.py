@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from engine.config import TrtllmConfig
-from engine.encoder import ImageInput
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.media import Encoding, MediaInput
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
 from engine.trtllm.media import decoded
-from engine.types import Encoding
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class TrtllmEncoder:
         self.load_seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded the encoder of %s in %.1f s", self._config.model, self.load_seconds)
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+    async def encode(self, prompt: str, images: Sequence[MediaInput]) -> Encoding:
         """Encode a prompt's `images`, in order: `prompt` is text as a chat template makes it, with the model's placeholders for them and
         its special tokens, since none are added. Cancelling aborts. Raises InvalidRequest, EngineUnavailable and EngineFailure.
         """

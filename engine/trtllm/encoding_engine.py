@@ -11,11 +11,11 @@ from engine.config import TrtllmConfig
 from engine.errors import EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.stream import DeltaStream, EventFeed, Latest
 from engine.kv_events import KvEvent
+from engine.media import MediaFiles
 from engine.stats import IterationStats
 from engine.trtllm.disaggregation import BACKEND
 from engine.trtllm.encoder import TrtllmEncoder
-from engine.trtllm.media import inputs_of
-from engine.types import Delta, EngineInfo, GenerateRequest, Held, Media
+from engine.types import Delta, EngineInfo, GenerateRequest, Held
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class EncodingEngine:
         self._stats.close()
         self._events.close()
 
-    async def _encode(self, media: Media, stream: DeltaStream) -> None:
+    async def _encode(self, media: MediaFiles, stream: DeltaStream) -> None:
         try:
-            encoding = await self._inner.encode(media.text, inputs_of(media))
+            encoding = await self._inner.encode(media.text, media.files)
             stream.put(Delta((), finish_reason="stop", held=Held(handoff.encode(encoding))))
         except EngineError as error:
             stream.fail(error)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from engine.config import TrtllmConfig
-from engine.encoder import ImageInput
 from engine.errors import EngineFailure
 from engine.handoff import decode_encoding
+from engine.media import Encoding, MediaFiles, MediaInput
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
-from engine.types import Encoding, GenerateRequest, Media, SamplingParams
+from engine.types import GenerateRequest, SamplingParams
 
 
 class HostedEncoder:
@@ -39,11 +39,9 @@ class HostedEncoder:
             await self.close()
             raise
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
+    async def encode(self, prompt: str, images: Sequence[MediaInput]) -> Encoding:
         """As `TrtllmEncoder.encode`."""
-        media = Media(
-            text=prompt, images=tuple(image.data for image in images), details=tuple(image.detail for image in images)
-        )
+        media = MediaFiles(prompt, tuple(images))
         request_id, nothing = f"encode-{next(self._ids)}", SamplingParams(max_tokens=0)
         async with aclosing(
             self._client.generate(

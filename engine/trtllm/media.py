@@ -6,32 +6,25 @@ from collections.abc import Callable, Sequence
 
 from PIL.Image import Image
 
-from engine.encoder import ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.kit.image_file import decode
 from engine.kit.stream import DeltaStream
-from engine.types import Delta, Media
+from engine.media import MediaInput
+from engine.types import Delta
 
 log = logging.getLogger(__name__)
 
 
-async def decoded(images: Sequence[ImageInput], max_pixels: int) -> list[Image]:
+async def decoded(images: Sequence[MediaInput], max_pixels: int) -> list[Image]:
     """In RGB and upright, one after the other. Raises InvalidRequest (param `image`)."""
     return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
-
-
-def inputs_of(media: Media) -> list[ImageInput]:
-    """A prompt's images, one by one."""
-    if not media.details:
-        return [ImageInput(data) for data in media.images]
-    return [ImageInput(data, detail) for data, detail in zip(media.images, media.details, strict=True)]
 
 
 class Deferred:
     """A request that begins once its images are decoded. `stream` is there at once; ended before, it never begins."""
 
     def __init__(
-        self, images: Sequence[ImageInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
+        self, images: Sequence[MediaInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
     ) -> None:
         self.stream = DeltaStream(self._abort)
         self._images = images

@@ -3,8 +3,7 @@
 from collections import OrderedDict
 from typing import NamedTuple
 
-from engine.encoder import EncodedImage
-from engine.kit.checks import ITEM_BYTES
+from engine.media import ITEM_BYTES, EncodedMedia
 
 
 class CacheStats(NamedTuple):
@@ -20,7 +19,7 @@ class CacheStats(NamedTuple):
 
 
 class EmbeddingCache:
-    """Embeddings and their text by `multimodal/media/keys.py: image_key`, of at most `capacity_bytes`; with 0 nothing is ever found.
+    """Embeddings and their text by `multimodal/media/encoded_prompts.py: media_key`, of at most `capacity_bytes`; with 0 nothing is ever found.
 
     `hidden_size` is that of the language model: embeddings are contiguous [rows, hidden size]. It belongs to one event loop.
     """
@@ -28,7 +27,7 @@ class EmbeddingCache:
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
         self._capacity = capacity_bytes
         self._hidden_size = hidden_size
-        self._entries: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._entries: OrderedDict[str, EncodedMedia] = OrderedDict()
         self._bytes = 0
         self._hits = self._misses = self._evictions = 0
 
@@ -37,7 +36,7 @@ class EmbeddingCache:
         utilisation = self._bytes / self._capacity if self._capacity else 0.0
         return CacheStats(self._hits, self._misses, self._evictions, len(self._entries), self._bytes, utilisation)
 
-    def get(self, key: str) -> EncodedImage | None:
+    def get(self, key: str) -> EncodedMedia | None:
         """The image, which is then the most recently used one."""
         image = self._entries.get(key)
         if image is None:
@@ -47,7 +46,7 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return image
 
-    def put(self, key: str, image: EncodedImage) -> bool:
+    def put(self, key: str, image: EncodedMedia) -> bool:
         """Keep the image, if it fits the cache at all: one that does not is refused, and evicts nothing. Returns whether it is kept. Raises
         ValueError for data that is no contiguous [rows, hidden size].
         """
@@ -69,6 +68,6 @@ class EmbeddingCache:
         return True
 
 
-def _size(image: EncodedImage) -> int:
+def _size(image: EncodedMedia) -> int:
     """Bytes of the embeddings and of the text."""
     return len(image.data) + len(image.text.encode())

@@ -68,6 +68,8 @@ class Embeddings:
     data: bytes
     auxiliary: Mapping[str, Tensor]
     """The file's other tensors."""
+    file: bytes
+    """The file as it came, which names the embeddings in caches."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -103,7 +105,7 @@ def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
         raise InvalidMedia(f"An image's embeddings must have the shape [rows, {hidden_size}].")
     if not _finite(main):
         raise InvalidMedia("An image's embeddings have values that are not finite.")
-    return Embeddings(shape[0], _DTYPES[main.dtype], main.data, tensors)
+    return Embeddings(shape[0], _DTYPES[main.dtype], main.data, tensors, file)
 
 
 def _tensors(file: bytes) -> dict[str, Tensor]:

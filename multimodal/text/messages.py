@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.encoder import Detail
+from engine.media import Detail, MediaKind
 from multimodal.errors import RequestError
 from protocol.chat import ChatCompletionRequest, ChatMessage, ContentPart
 
@@ -13,12 +13,13 @@ _REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
 
 
 @dataclass(frozen=True)
-class Attachment:
-    """An image that a message refers to; `param` names where."""
+class MediaRef:
+    """What a content part of a message names: a file, by its URL; `param` is the part's place in the request."""
 
     url: str
     detail: Detail
     param: str
+    kind: MediaKind = "image"
 
 
 def to_template(message: ChatMessage, vision: bool = False) -> dict[str, Any]:
@@ -65,12 +66,12 @@ def template_variables(body: ChatCompletionRequest, allowed: Sequence[str]) -> d
     return {**asked, "add_generation_prompt": prompts, "continue_final_message": continues}
 
 
-def attachments(messages: Sequence[ChatMessage]) -> list[Attachment]:
-    """The images of all messages, in order. `to_template` has found their parts whole."""
-    return list(_attachments(messages))
+def media_refs(messages: Sequence[ChatMessage]) -> list[MediaRef]:
+    """Return the media of all messages, in order. `to_template` has checked their content parts."""
+    return list(_media_refs(messages))
 
 
-def check_count(images: Sequence[Attachment], most: int) -> None:
+def check_count(images: Sequence[MediaRef], most: int) -> None:
     """Raises RequestError if a request has more than `most` images."""
     if len(images) > most:
         raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
@@ -85,13 +86,13 @@ def check_marks(messages: Sequence[dict[str, Any]], marks: Iterable[str]) -> Non
             raise RequestError(f"The text of a message must not have {mark!r}, which stands for an image.", "messages")
 
 
-def _attachments(messages: Sequence[ChatMessage]) -> Iterator[Attachment]:
+def _media_refs(messages: Sequence[ChatMessage]) -> Iterator[MediaRef]:
     for place, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type == "image_url" and part.image_url is not None:
                 image, param = part.image_url, f"messages.{place}.content.{index}.image_url"
                 url, detail = (image, None) if isinstance(image, str) else (image.url, image.detail)
-                yield Attachment(url, detail or "auto", param)
+                yield MediaRef(url, detail or "auto", param)
 
 
 def _content(message: ChatMessage, vision: bool) -> str | list[dict[str, Any]]:

@@ -7,8 +7,8 @@ from typing import TypeVar
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.sampling import COMPLETION_MAX_TOKENS, Limits, tokens_asked_for
-from multimodal.text.messages import attachments, check_marks, template_variables, to_template
-from multimodal.text.prompt import ImagePrompts, Prompt
+from multimodal.text.messages import check_marks, media_refs, template_variables, to_template
+from multimodal.text.prompt import MediaPrompts, Prompt
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 from protocol.chat import ChatCompletionRequest
@@ -26,13 +26,13 @@ _OWN_TOKENS = 64
 class Prompts:
     """Makes the prompts of one model. Without a `template` it has no chat, without `images` it takes none."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, images: ImagePrompts | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, images: MediaPrompts | None = None) -> None:
         self.tokenizer = tokenizer
         self._template = template
         self._images = images
 
     async def of_chat(self, body: ChatCompletionRequest, info: EngineInfo, limits: Limits, choices: int) -> Prompt:
-        """Render messages, fetch and encode their images, and tokenise, for so many requests to the engine (`ImagePrompts`). Raises
+        """Render messages, fetch and encode their images, and tokenise, for so many requests to the engine (`MediaPrompts`). Raises
         RequestError, and the encoder's errors.
         """
         template, images = self._template, self._images
@@ -51,8 +51,8 @@ class Prompts:
             self._check_length(text, body, info, "messages")
             return _truncated(await self.encoded(text, body.add_special_tokens is True), body, info)
 
-        if images is not None and (attached := attachments(body.messages)):
-            return await images.prompt(text, attached, tokenised, choices)
+        if images is not None and (refs := media_refs(body.messages)):
+            return await images.prompt(text, refs, tokenised, choices)
         return Prompt(await tokenised(text))
 
     async def of_completion(self, prompt: str | list[int], body: CompletionRequest, info: EngineInfo) -> Prompt:

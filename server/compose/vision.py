@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
-from multimodal.media.backend_vision import BackendVision
+from multimodal.media.backend_prompts import BackendPrompts
 from multimodal.media.cache import EmbeddingCache
+from multimodal.media.encoded_prompts import EncodedPrompts
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
-from multimodal.media.vision import Vision
-from multimodal.text.prompt import ImagePrompts
+from multimodal.text.prompt import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from routers.state import Replica
 from server.metrics.page import ServerMetrics
@@ -17,7 +17,7 @@ from server.settings import Settings
 
 def image_prompts(
     settings: Settings, folder: Path | None, replica: Replica, tokenizer: Tokenizer, metrics: ServerMetrics
-) -> ImagePrompts | None:
+) -> MediaPrompts | None:
     """What the processor of this replica needs for images; None if the model takes none."""
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
@@ -32,7 +32,7 @@ def image_prompts(
         hidden_size = replica.encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         metrics.watch_cache(cache)
-        return Vision(replica.encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
+        return EncodedPrompts(replica.encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendVision(MediaLoader(limits), settings.max_images, replica.prompt_encoder)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, replica.prompt_encoder)
     return None

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from engine.base import Engine
-from engine.encoder import Encoder, ImageInput, PromptEncoder
+from engine.encoder import Encoder, PromptEncoder
 from engine.errors import EngineError
+from engine.media import MediaInput
 from engine.types import GenerateRequest, SamplingParams
 
 CACHE_SALT = "trellis-health-check"
@@ -102,7 +103,7 @@ def encoder_probe(encoder: Encoder) -> Probe:
     """One tiny image."""
 
     async def probe() -> None:
-        await encoder.encode([ImageInput(tiny_image())])
+        await encoder.encode([MediaInput(tiny_image())])
 
     return probe
 
@@ -111,7 +112,7 @@ def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
     """One tiny image of `prompt`, which has a placeholder for it."""
 
     async def probe() -> None:
-        await encoder.encode(prompt, [ImageInput(tiny_image())])
+        await encoder.encode(prompt, [MediaInput(tiny_image())])
 
     return probe
 

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from engine import handoff
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, QueueFull
 from engine.fake.encoder import IMAGE_TOKEN_ID, PLACEHOLDER, FakeEncoder
+from engine.media import EncodedMedia, MediaInput
 from engine.replicas import encode_answers as embeddings
 from engine.replicas.encode_answers import decode_embeddings, fetch
 from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
-from protocol.internal import MEDIA_TYPE, MOST_IMAGES, VERSION, EncodeInfo, FrameReader
+from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo, FrameReader
 from routers import leased as leased_answers
 from routers.state import Replica
 from tests.support.disaggregated import BEARER, SECRET, replica
@@ -31,7 +31,7 @@ async def post(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.
     return await client.post("/encode", content=body, headers={**BEARER, "content-type": MEDIA_TYPE, **headers})
 
 
-async def answer_to(client: httpx.AsyncClient, images: Sequence[ImageInput], **fields: Any) -> list[EncodedImage]:
+async def answer_to(client: httpx.AsyncClient, images: Sequence[MediaInput], **fields: Any) -> list[EncodedMedia]:
     """Of an answer that holds nothing."""
     (found,) = FrameReader(1 << 24).feed((await post(client, body_of(images, **fields))).content)
     assert not found.failed, found.payload
@@ -89,7 +89,7 @@ def test_the_fake_encoders_text_has_a_token_for_each_row() -> None:
     assert tokenizer.encode(f"a{PLACEHOLDER * 3}b").count(IMAGE_TOKEN_ID) == 3
 
 
-NO_IMAGE = [ImageInput(b"GIF? no")]
+NO_IMAGE = [MediaInput(b"GIF? no")]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ NO_IMAGE = [ImageInput(b"GIF? no")]
         (body_of(pages(1))[:-1], 400, "its parts are to have"),
         (body_of(pages(1), version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(pages(1), model="other"), 409, "'other'; this replica has 'fake'"),
-        (body_of([]), 400, f"0 images; from 1 to {MOST_IMAGES}"),
-        (body_of(pages(MOST_IMAGES + 1)), 400, f"{MOST_IMAGES + 1} images; from 1 to {MOST_IMAGES}"),
+        (body_of([]), 400, f"0 images; from 1 to {MAX_MEDIA}"),
+        (body_of(pages(MAX_MEDIA + 1)), 400, f"{MAX_MEDIA + 1} images; from 1 to {MAX_MEDIA}"),
         (body_of([image(1, size=2 << 20)]), 400, "the most is 1048576"),
         (body_of(NO_IMAGE), 400, "cannot be decoded"),
         (bytes(34 << 20), 413, "exceeds"),
@@ -202,7 +202,7 @@ async def test_without_room_they_come_within_the_answer(monkeypatch: pytest.Monk
 
 
 class Broken(FakeEncoder):
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         await asyncio.sleep(0.2)
         raise ValueError("a bug")
 

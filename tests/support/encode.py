@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from engine.encoder import EncodedImage, Encoder, ImageInput
+from engine.encoder import Encoder
 from engine.fake.encoder import FakeEncoder
-from engine.process.attachments import detach_images
+from engine.media import EncodedMedia, MediaInput
+from engine.process.attachments import detach_media
 from engine.replicas.ask import ENCODE, Lease, ask
 from engine.replicas.encode_answers import Embeddings
 from engine.replicas.encoders import EncodePeers, EncoderPool
@@ -24,17 +25,17 @@ SIZE = 16 * 64 * 4
 """Bytes of a fake image's embeddings."""
 
 
-def image(index: int, size: int = 100, detail: Any = "auto") -> ImageInput:
-    return ImageInput(b"\x89PNG\r\n\x1a\n" + str(index).zfill(size).encode(), detail)
+def image(index: int, size: int = 100, detail: Any = "auto") -> MediaInput:
+    return MediaInput(b"\x89PNG\r\n\x1a\n" + str(index).zfill(size).encode(), detail)
 
 
-def body_of(images: Sequence[ImageInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    bare, parts = detach_images(images)
+def body_of(images: Sequence[MediaInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
+    bare, parts = detach_media(images)
     raw = msgspec.Raw(msgspec.msgpack.encode(bare))
     return b"".join(pieces(EncodeRequest(version, model, raw, [*map(len, parts)], **fields), parts))
 
 
-async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
+async def expected(images: Sequence[MediaInput]) -> list[EncodedMedia]:
     """What one encoder makes of them."""
     encoder = FakeEncoder()
     await encoder.start()
@@ -42,7 +43,7 @@ async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
 
 
 @asynccontextmanager
-async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[Lease[Embeddings]]:
+async def leased(url: str, images: Sequence[MediaInput], **fields: Any) -> AsyncIterator[Lease[Embeddings]]:
     """What a replica hands over, held until the end."""
     async with httpx.AsyncClient(headers=BEARER) as http:
         lease = await ask(http, ENCODE, url, [body_of(images, **fields)], {})
@@ -90,6 +91,6 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def pages(count: int, start: int = 0) -> list[ImageInput]:
+def pages(count: int, start: int = 0) -> list[MediaInput]:
     """Different images."""
     return [image(index) for index in itertools.islice(itertools.count(start), count)]

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from PIL import Image
 
 from engine.base import Engine
-from engine.encoder import ImageInput
 from engine.handoff import handoff_of
+from engine.media import MediaInput
 from engine.types import GenerateRequest, Handoff
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,11 +90,11 @@ def model_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> ImageInput:
+def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> MediaInput:
     """A small file."""
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, form)
-    return ImageInput(buffer.getvalue())
+    return MediaInput(buffer.getvalue())
 
 
 async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:

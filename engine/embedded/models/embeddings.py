@@ -22,10 +22,10 @@ class PromptImages:
 
     def __init__(self, request: GenerateRequest, takes: ImageTokens) -> None:
         tokens = np.array(request.prompt_token_ids)
-        self._images = request.images
+        self._images = request.spans
         self.places = [
             image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.token_id)
-            for image in request.images
+            for image in request.spans
         ]
         """The positions of each image's tokens."""
         self.positions: tuple[torch.Tensor, int] | None = None
@@ -64,14 +64,14 @@ class PromptImages:
                     yield index, first, last
 
 
-class ImageRows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The flat rows of a step that are images' tokens, and their embeddings, [rows, hidden size]."""
 
     rows: list[int]
     embeddings: torch.Tensor
 
 
-def image_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.device) -> ImageRows | None:
+def embedding_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.device) -> EmbeddingRows | None:
     """None for a step without image tokens, as most are."""
     rows: list[int] = []
     parts: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def image_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.dev
                 rows += [row + place for place in places]
                 parts.append(embeddings)
         row += chunk.length
-    return ImageRows(rows, torch.cat(parts)) if parts else None
+    return EmbeddingRows(rows, torch.cat(parts)) if parts else None
 
 
 def lost_chunks(chunks: "Sequence_[Chunk]") -> "list[Chunk]":

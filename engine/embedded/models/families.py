@@ -43,7 +43,7 @@ def drop_tower(module: Any) -> Any:
 
 def rope_positions(module: Any, request: GenerateRequest, images: PromptImages) -> tuple[torch.Tensor, int]:
     """A prompt's positions in time, height and width, int64 [3, tokens], and what is added to those of the tokens that follow."""
-    prompt, grids = torch.tensor([request.prompt_token_ids]), torch.tensor([image.grid for image in request.images])
+    prompt, grids = torch.tensor([request.prompt_token_ids]), torch.tensor([image.grid for image in request.spans])
     is_image = torch.zeros(prompt.shape, dtype=torch.int)
     for places in images.places:
         is_image[0, torch.from_numpy(places)] = 1

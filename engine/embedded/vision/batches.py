@@ -14,8 +14,9 @@ from engine.embedded.threads import compute_threads
 from engine.embedded.vision.facts import VisionFacts
 from engine.embedded.vision.processing import ImageProcessing, Prepared
 from engine.embedded.vision.tower import Tower
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _GPU_IMAGES = 8
@@ -43,15 +44,15 @@ class BatchEncoder:
         )
         self._try_out()
 
-    def encode(self, images: Sequence[ImageInput]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
+    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
         """The outcome for each image, by its index, as soon as it is known. Raises as `embed`."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[ImageInput]) -> Iterator[Prepared | EngineError]:
+    def prepare(self, images: Sequence[MediaInput]) -> Iterator[Prepared | EngineError]:
         """Begin, in other threads, with what comes before the tower. May be called from any thread."""
         return self._pool.map(self._prepare, images)
 
-    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
+    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
         """The outcome for each image, by its index, as soon as it is known.
 
         Raises torch.AcceleratorError when the device works no more for this process.
@@ -63,7 +64,7 @@ class BatchEncoder:
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
-    def _prepare(self, image: ImageInput) -> Prepared | EngineError:
+    def _prepare(self, image: MediaInput) -> Prepared | EngineError:
         try:
             return self._processing.prepare(image)
         except EngineError as error:
@@ -72,7 +73,7 @@ class BatchEncoder:
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
-    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedImage | EngineError]]:
+    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
         try:
             data = self._tower.encode([*images.values()])
         except EngineError as error:
@@ -85,7 +86,7 @@ class BatchEncoder:
         return [
             (
                 index,
-                EncodedImage(
+                EncodedMedia(
                     text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid
                 ),
             )
@@ -96,7 +97,7 @@ class BatchEncoder:
         """What cannot work shall fail now; and the first image shall not be slower than others."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
-        (((_, outcome),),) = self.encode([ImageInput(file.getvalue())])
+        (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])
         if isinstance(outcome, EngineError):
             raise EngineFailure(f"the model cannot encode images: {outcome}")
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import Options
 from engine.embedded.vision.process import EncoderProcess
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
+from engine.media import EncodedMedia, MediaInput
 
 _BATCHES = 2
 _BATCH_IMAGES = 8
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Job:
-    image: ImageInput
-    done: asyncio.Future[EncodedImage]
+    image: MediaInput
+    done: asyncio.Future[EncodedMedia]
     alone: bool = False
     """To be sent in a batch of its own: it was in a batch that ended the process, or took too long, and may be why."""
 
@@ -73,7 +74,7 @@ class EmbeddedEncoder:
         self._process, self._info = await EncoderProcess.start(self._options)
         self._supervisor = asyncio.create_task(self._supervise(self._process), name="image-encoder")
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is starting, restarting or closing")
         loop = asyncio.get_running_loop()

@@ -9,7 +9,8 @@ import struct
 import msgspec
 
 from engine.config import EncoderConfig
-from engine.encoder import Detail, Dtype, EncoderInfo
+from engine.encoder import EncoderInfo
+from engine.media import Detail, Dtype
 from engine.process.wire import Failed
 
 HEADER = struct.Struct("<I")
@@ -34,7 +35,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An `EncodedImage` whose data, `size` bytes, follow, or the descriptor for them."""
+    """An `EncodedMedia` whose data, `size` bytes, follow, or the descriptor for them."""
 
     text: str
     rows: int

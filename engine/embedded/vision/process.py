@@ -14,8 +14,9 @@ import msgspec
 
 import engine
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Welcome, packed
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 from engine.process import wire
 from engine.process.child import environment
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
@@ -62,7 +63,7 @@ class EncoderProcess:
             await self.stop()
             raise
 
-    async def send(self, images: Sequence[ImageInput]) -> bool:
+    async def send(self, images: Sequence[MediaInput]) -> bool:
         """Whether the process has taken the images, whose results `receive` will return; else it has gone."""
         try:
             await self._write(packed(Batch([(image.detail, len(image.data)) for image in images])))
@@ -72,7 +73,7 @@ class EncoderProcess:
             return False
         return True
 
-    async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
+    async def receive(self) -> dict[int, EncodedMedia | EngineError] | None:
         """Outcomes of the oldest batch that still lacks some, by index; None if the process has gone."""
         try:
             results = msgspec.msgpack.decode(await self._message(), type=Answer).results
@@ -144,10 +145,10 @@ class EncoderProcess:
             return [memory.copy() if crowded() else memory for memory in map(SharedBytes, fds)]
 
 
-def _image(result: Encoded, data: Data | None) -> EncodedImage | EngineFailure:
+def _image(result: Encoded, data: Data | None) -> EncodedMedia | EngineFailure:
     if data is None:
         return EngineFailure("the server has too many files open to take the embeddings of an image")
-    return EncodedImage(text=result.text, rows=result.rows, data=data, dtype=result.dtype, grid=result.grid)
+    return EncodedMedia(text=result.text, rows=result.rows, data=data, dtype=result.dtype, grid=result.grid)
 
 
 async def _until_readable(channel: socket.socket) -> None:

@@ -23,9 +23,9 @@ from transformers import (
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.facts import VisionFacts
-from engine.encoder import ImageInput
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
+from engine.media import MediaInput
 
 _PROCESSORS: dict[str, Any] = {
     "llava": LlavaProcessor,
@@ -90,7 +90,7 @@ class ImageProcessing:
         )
         """All that decides what becomes of an image."""
 
-    def prepare(self, image: ImageInput) -> Prepared:
+    def prepare(self, image: MediaInput) -> Prepared:
         """Raises InvalidRequest."""
         with self._room.take(pixels(image)):
             picture = decode(image, self._max_pixels)

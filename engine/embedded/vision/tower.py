@@ -13,8 +13,8 @@ from engine.embedded.models.load import device_of, dtype_of
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
-from engine.encoder import Dtype
 from engine.errors import EngineFailure
+from engine.media import Dtype
 from engine.transfer.shared_bytes import Data, shared_or_copied
 
 _LANGUAGE_MODELS = ("language_model", "text_model")

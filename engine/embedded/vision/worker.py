@@ -19,8 +19,8 @@ import msgspec
 
 from engine.embedded.vision.facts import vision_facts
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Result, Welcome, packed
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
 
@@ -50,7 +50,7 @@ def main() -> NoReturn:
         threading.Thread(target=_serve, args=(options, channel, loaded, batches), daemon=True).start()
         while True:
             batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
-            images = [ImageInput(_receive(channel, size), detail) for detail, size in batch.images]
+            images = [MediaInput(_receive(channel, size), detail) for detail, size in batch.images]
             batches.put(loaded.result().prepare(images))
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -79,9 +79,9 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
         os._exit(1)  # without this thread the process is of no use
 
 
-def _send(channel: socket.socket, outcomes: "dict[int, EncodedImage | EngineError]") -> None:
+def _send(channel: socket.socket, outcomes: "dict[int, EncodedMedia | EngineError]") -> None:
     channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes.items()})))
-    data = [outcome.data for outcome in outcomes.values() if isinstance(outcome, EncodedImage)]
+    data = [outcome.data for outcome in outcomes.values() if isinstance(outcome, EncodedMedia)]
     for inline in data:
         if not isinstance(inline, SharedBytes):
             channel.sendall(inline)
@@ -89,7 +89,7 @@ def _send(channel: socket.socket, outcomes: "dict[int, EncodedImage | EngineErro
         socket.send_fds(channel, [b"\0"], shared)
 
 
-def _result(outcome: EncodedImage | EngineError) -> Result:
+def _result(outcome: EncodedMedia | EngineError) -> Result:
     if isinstance(outcome, EngineError):
         return wire.failed(0, outcome)
     return Encoded(

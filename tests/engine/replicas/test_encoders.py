@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.encoder import FakeEncoder
+from engine.media import EncodedMedia, MediaInput
 from engine.replicas import ask as client
 from engine.replicas import encoders
 from routers.state import Replica
@@ -51,7 +51,7 @@ async def test_images_go_to_several_replicas_and_come_back_in_order(inline_kb: i
 
 
 async def test_batches_are_bounded_by_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "MOST_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(encoders, "MAX_MEDIA_BYTES", 1000)
     batches = list(encoders._batches([image(0, 400), image(1, 400), image(2, 400), image(3, 5000), image(4, 100)]))
     assert [[len(one.data) for one in batch] for batch in batches] == [[408, 408], [408], [5008], [108]]
 
@@ -172,7 +172,7 @@ async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None
         encoder_of([one, two]) as (encoder, _, seen),
     ):
         with pytest.raises(InvalidRequest, match="cannot be decoded") as caught:
-            await encoder.encode([image(1), ImageInput(b"GIF? no")])
+            await encoder.encode([image(1), MediaInput(b"GIF? no")])
         assert caught.value.param == "image" and seen.outcomes == {"invalid": 1}
 
 
@@ -210,7 +210,7 @@ async def test_memory_that_cannot_be_read_is_sent_instead_from_then_on() -> None
 
 
 class Liar(FakeEncoder):
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
         return (await super().encode(images))[1:]
 
 

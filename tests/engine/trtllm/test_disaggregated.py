@@ -15,10 +15,11 @@ from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig
 from engine.errors import EngineFailure, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.media import Encoding
 from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, SamplingParams
+from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
 from tests.support.trtllm import found, handed_over, picture, trt  # noqa: F401 - a fixture for every test here
 
 PROMPT = tuple(range(10, 80))
@@ -198,7 +199,7 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
             **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
         )
         result = _Result(params, (1, 2, 3))
-        asked = msgspec.structs.replace(request(), encoding=encoding)
+        asked = msgspec.structs.replace(request(), media=encoding)
         handed = handoff.handoff_of(
             "trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked)
         )

@@ -19,6 +19,7 @@ from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
 from engine.kit import logits
+from engine.media import Encoding
 from engine.process.wire import HostOptions
 from engine.trtllm import engine as engine_module
 from engine.trtllm.disaggregation import BACKEND, EncoderState
@@ -26,7 +27,6 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_stats
-from engine.types import Encoding
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.http import application
@@ -93,7 +93,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
     encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
     async with running(folder, "prefill") as engine:
         with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):
-            await handed_over(engine, request(encoding=encoding))
+            await handed_over(engine, request(media=encoding))
         assert engine.healthy and await tokens(engine, request())
 
 

@@ -168,7 +168,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         await encoder.close()
     wanted = request(prompt_token_ids=(5, IMAGE, 6), ignore_eos=True)
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
-        handed = decode_handoff(encode(await handed_over(prefill, msgspec.structs.replace(wanted, encoding=encoding))))
+        handed = decode_handoff(encode(await handed_over(prefill, msgspec.structs.replace(wanted, media=encoding))))
         context = calls[-1][1]
         assert handed.prompt_token_ids == (5, *[IMAGE] * 16, 6)
         rest = await tokens(decode, msgspec.structs.replace(wanted, handoff=handed))

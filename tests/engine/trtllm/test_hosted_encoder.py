@@ -12,12 +12,13 @@ import pytest
 
 from engine.config import TrtllmConfig, create_engine
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.media import Encoding
 from engine.process.child import EngineProcess
 from engine.trtllm.disaggregation import EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.encoding_engine import EncodingEngine
 from engine.trtllm.hosted_encoder import HostedEncoder
-from engine.types import Encoding, GenerateRequest, SamplingParams
+from engine.types import GenerateRequest, SamplingParams
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.trtllm import model_folder, picture
 

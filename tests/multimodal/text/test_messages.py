@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from multimodal.errors import RequestError
-from multimodal.text.messages import Attachment, attachments, to_template
+from multimodal.text.messages import MediaRef, media_refs, to_template
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, byte_tokenizer
 from protocol.chat import ChatMessage
@@ -65,10 +65,10 @@ def test_attachments_are_in_the_order_of_all_messages() -> None:
         ChatMessage(role="assistant", content="c"),
         message({"type": "image_url", "image_url": {"url": "u", "detail": None}}, role="tool"),
     ]
-    assert attachments(conversation) == [
-        Attachment("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
-        Attachment("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
-        Attachment("u", "auto", "messages.3.content.0.image_url"),
+    assert media_refs(conversation) == [
+        MediaRef("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
+        MediaRef("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
+        MediaRef("u", "auto", "messages.3.content.0.image_url"),
     ]
 
 

@@ -14,7 +14,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
-from engine.embedded.models.embeddings import image_rows
+from engine.embedded.models.embeddings import embedding_rows
 from engine.embedded.models.families import auto_class
 from engine.embedded.models.load import UnsupportedModelError, dtype_of
 from engine.embedded.models.torch.model import Model
@@ -70,7 +70,7 @@ class CudaModel(Model):
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         self._attention.note_blocks(chunks)
         count = sum(chunk.length for chunk in chunks)
-        images = image_rows(chunks, self.dtype, self.device)
+        images = embedding_rows(chunks, self.dtype, self.device)
         if images is not None:
             self._decoder.show(images.embeddings)
         shown = images.rows if images is not None else []

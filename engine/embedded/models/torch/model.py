@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.embeddings import image_rows
+from engine.embedded.models.embeddings import embedding_rows
 from engine.embedded.models.families import auto_class, drop_tower, image_tokens, rope_positions
 from engine.embedded.models.load import device_of, dtype_of
 from engine.embedded.models.pending import PendingTokens
@@ -93,7 +93,7 @@ class Model(PendingTokens):
     def _inputs_of(self, chunks: Sequence_[Chunk]) -> dict[str, torch.Tensor]:
         """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
         tokens = torch.tensor([[token for chunk in chunks for token in self.tokens(chunk)]], device=self.device)
-        images = image_rows(chunks, self.dtype, self.device)
+        images = embedding_rows(chunks, self.dtype, self.device)
         if images is None:
             return {"input_ids": tokens}
         embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
