@@ -1,33 +1,32 @@
-"""The queue in front of an engine: no more sequences inside than it runs at once, the others in order, within bounds of number and time."""
+"""The queue in front of an engine: it admits as many sequences as the engine runs at once and bounds how many wait, and how long."""
 
 import asyncio
 import contextvars
 import heapq
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
 from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
 from engine.process.attachments import data_of
 from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest, PromptReport
+from engine.types import Delta, EngineInfo, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30
-"""Bytes of images, or of their embeddings, that requests in the queue may hold."""
+"""Maximum bytes of images and image embeddings that queued requests may hold."""
 
 
 class AdmissionEngine:
-    """An engine around `engine` that lets at most `engine.info.max_num_seqs` sequences in.
+    """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
-    Further ones wait, in order of priority and arrival. With `max_queue_size` waiting, or MOST_WAITING_BYTES of images, the next
-    one raises QueueFull; one that waited `queue_timeout` seconds raises QueueTimeout. The wait counts in `PromptReport.queue_seconds`.
+    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait, the next request
+    raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout. `PromptReport.queue_seconds` includes the wait.
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
@@ -35,10 +34,9 @@ class AdmissionEngine:
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
         self._inside = 0
-        self._queue: dict[_AdmittedStream, int] = {}
-        """The bytes of images of each."""
+        self._queue: dict[_Waiting, None] = {}
         self._waiting_bytes = 0
-        self._order: list[tuple[float, int, _AdmittedStream]] = []
+        self._order: list[tuple[float, int, _Waiting]] = []
         self._arrivals = itertools.count()
 
     @property
@@ -51,32 +49,27 @@ class AdmissionEngine:
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of queued sequences."""
         return len(self._queue)
 
     async def start(self) -> None:
         await self._engine.start()
 
-    def generate(self, request: GenerateRequest) -> DeltaIterator:
+    def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
             capacity = self._engine.info.max_num_seqs
         except EngineNotReady as error:
             return DeltaStream.failed(error)
-        stream = _AdmittedStream(self, self._engine, request)
         if self._inside < capacity:
-            self._admit(stream)
-        elif len(self._queue) >= self._max_queue_size:
+            return self._admit(request)
+        if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
-        elif (size := sum(map(len, data_of(request)))) and self._waiting_bytes + size > MOST_WAITING_BYTES:
+        size = sum(map(len, data_of(request)))
+        if size and self._waiting_bytes + size > MOST_WAITING_BYTES:
             return DeltaStream.failed(
                 QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
             )
-        else:
-            self._queue[stream] = size
-            self._waiting_bytes += size
-            heapq.heappush(self._order, (rank(request.priority, time.monotonic()), next(self._arrivals), stream))
-            stream.wait(self._queue_timeout)
-        return stream
+        return self._enqueue(request, size)
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._engine.kv_events()
@@ -85,102 +78,82 @@ class AdmissionEngine:
         return self._engine.stats()
 
     async def close(self) -> None:
-        for stream in list(self._queue):
-            self.leave(stream)
-            stream.refuse(EngineNotReady("the engine is closing"))
+        for waiting in list(self._queue):
+            self._refuse(waiting, EngineNotReady("the engine is closing"))
         await self._engine.close()
 
-    def leave(self, stream: "_AdmittedStream") -> None:
-        """Take `stream` out of the queue."""
-        self._waiting_bytes -= self._queue.pop(stream)
+    def _admit(self, request: GenerateRequest) -> DeltaStream:
+        stream = self._engine.generate(request)
+        self._inside += 1
+        stream.when_done(self._release)
+        return stream
+
+    def _enqueue(self, request: GenerateRequest, size: int) -> DeltaStream:
+        waiting = _Waiting(request, size)
+        waiting.stream = DeltaStream(lambda: self._abort(waiting))
+        waiting.timer = asyncio.get_running_loop().call_later(self._queue_timeout, self._give_up, waiting)
+        self._queue[waiting] = None
+        self._waiting_bytes += size
+        heapq.heappush(self._order, (rank(request.priority, waiting.arrived), next(self._arrivals), waiting))
+        return waiting.stream
+
+    def _release(self) -> None:
+        """Admit the first in the queue in the place of a sequence that has left the engine."""
+        self._inside -= 1
+        while self._queue:
+            waiting = heapq.heappop(self._order)[2]
+            if waiting in self._queue:
+                self._leave(waiting)
+                waiting.enter(waiting.context.run(self._admit, waiting.request))
+                return
+
+    def _give_up(self, waiting: "_Waiting") -> None:
+        seconds = time.monotonic() - waiting.arrived
+        self._refuse(waiting, QueueTimeout(f"the request waited {seconds:.1f} s for its turn"))
+
+    def _refuse(self, waiting: "_Waiting", error: Exception) -> None:
+        self._leave(waiting)
+        waiting.stream.fail(error)
+
+    def _abort(self, waiting: "_Waiting") -> None:
+        if waiting.inner is not None:
+            waiting.inner.close()
+        else:
+            self._leave(waiting)
+
+    def _leave(self, waiting: "_Waiting") -> None:
+        """Take a request out of the queue."""
+        waiting.timer.cancel()
+        del self._queue[waiting]
+        self._waiting_bytes -= waiting.size
         if len(self._order) > 2 * len(self._queue):
             self._order = [entry for entry in self._order if entry[2] in self._queue]
             heapq.heapify(self._order)
 
-    def _admit(self, stream: "_AdmittedStream") -> None:
-        self._inside += 1
-        stream.admit().when_done(self._release)
 
-    def _release(self) -> None:
-        """A sequence has left the engine: let in the first that waits."""
-        self._inside -= 1
-        while self._queue:
-            stream = heapq.heappop(self._order)[2]
-            if stream in self._queue:
-                self._waiting_bytes -= self._queue.pop(stream)
-                self._admit(stream)
-                return
+class _Waiting:
+    """A request that had to queue. Once admitted, its consumer's stream receives the deltas of the engine's stream."""
 
+    stream: DeltaStream
+    timer: asyncio.TimerHandle
 
-class _AdmittedStream:
-    """The deltas of one request, which may have to wait in the queue before they begin."""
-
-    def __init__(self, admission: AdmissionEngine, engine: Engine, request: GenerateRequest) -> None:
-        self._admission = admission
-        self._engine = engine
-        self._request = request
-        self._context = contextvars.copy_context()  # whoever lets it in does so from another request's
-        self._arrived = time.monotonic()
+    def __init__(self, request: GenerateRequest, size: int) -> None:
+        self.request = request
+        self.size = size
+        self.context = contextvars.copy_context()  # it is admitted from within another request's context
+        self.arrived = time.monotonic()
+        self.inner: DeltaStream | None = None
         self._queue_seconds = 0.0
-        self._inner: DeltaIterator | None = None
-        self._timeout: asyncio.TimerHandle | None = None
-        self._called = asyncio.Event()
-        self._callbacks: list[Callable[[], object]] = []
 
-    def wait(self, timeout: float) -> None:
-        """Begin to wait, `timeout` seconds at most."""
-        self._timeout = asyncio.get_running_loop().call_later(timeout, self._give_up)
+    def enter(self, inner: DeltaStream) -> None:
+        """Pass the engine's deltas on."""
+        self.inner = inner
+        self._queue_seconds = time.monotonic() - self.arrived
+        inner.pipe(self._pass_on)
 
-    def admit(self) -> DeltaIterator:
-        """Enter the engine."""
-        self._queue_seconds = time.monotonic() - self._arrived
-        return self._go_on(self._context.run(self._engine.generate, self._request))
-
-    def refuse(self, error: Exception) -> None:
-        """End with `error`; the stream has left the queue."""
-        self._go_on(DeltaStream.failed(error))
-
-    def when_done(self, callback: Callable[[], object]) -> None:
-        if self._inner is None:
-            self._callbacks.append(callback)
-        else:
-            self._inner.when_done(callback)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._inner is None:
-            try:
-                await self._called.wait()
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-        assert self._inner is not None
-        delta = await anext(self._inner)
-        return self._with_wait(delta, delta.prompt) if delta.prompt is not None else delta
-
-    async def aclose(self) -> None:
-        if self._inner is None:
-            self._admission.leave(self)
-            self._go_on(DeltaStream(lambda: None))
-        assert self._inner is not None
-        await self._inner.aclose()
-
-    def _with_wait(self, delta: Delta, prompt: PromptReport) -> Delta:
-        prompt = msgspec.structs.replace(prompt, queue_seconds=prompt.queue_seconds + self._queue_seconds)
-        return msgspec.structs.replace(delta, prompt=prompt)
-
-    def _go_on(self, inner: DeltaIterator) -> DeltaIterator:
-        """Stop waiting: what comes now comes from `inner`."""
-        if self._timeout is not None:
-            self._timeout.cancel()
-        self._inner = inner
-        self._called.set()
-        for callback in self._callbacks:
-            inner.when_done(callback)
-        return inner
-
-    def _give_up(self) -> None:
-        self._admission.leave(self)
-        self.refuse(QueueTimeout(f"the request waited {time.monotonic() - self._arrived:.1f} s for its turn"))
+    def _pass_on(self, output: Delta | Exception) -> None:
+        if isinstance(output, Delta) and output.prompt is not None:
+            seconds = output.prompt.queue_seconds + self._queue_seconds
+            prompt = msgspec.structs.replace(output.prompt, queue_seconds=seconds)
+            output = msgspec.structs.replace(output, prompt=prompt)
+        self.stream.push(output)

@@ -9,8 +9,8 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from engine import handoff, trace
-from engine.base import DeltaIterator
 from engine.errors import EngineError, EngineFailure, EngineNotReady
+from engine.kit.stream import DeltaStream
 from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
@@ -81,7 +81,7 @@ class _Prefill:
         assert engine is not None, "the gate lets no request in before the engine is there"
         self._engine = engine
         self._request = request
-        self._stream: DeltaIterator | None = None
+        self._stream: DeltaStream | None = None
         self.held = f"the KV blocks of {request.request_id}"
 
     @property

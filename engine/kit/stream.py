@@ -67,9 +67,16 @@ class DeltaStream:
             self._error = error
             self._wake()
 
-    def pipe(self, sink: "Sink") -> None:
-        """In the place of iteration: have `sink` called with every delta as it comes, those that wait included, and with an error if that
-        is the end. A task for each request, woken for each token, costs several times as much.
+    def push(self, output: Delta | Exception) -> None:
+        """Deliver what another stream's `pipe` passed on: a delta, or the error that ends the stream."""
+        if isinstance(output, Exception):
+            self.fail(output)
+        else:
+            self.put(output)
+
+    def pipe(self, sink: Sink) -> None:
+        """Instead of iterating, call `sink` with each delta as it comes, including those delivered already, and with the error if the
+        stream ends with one. A task for each request, woken for each token, would cost several times as much.
         """
         self._sink = sink
         deltas, self._deltas = self._deltas, []
@@ -191,8 +198,11 @@ class EventFeed(Generic[T]):
         self._changed = asyncio.Event()
 
     def put(self, event: T) -> None:
+        self.put_all((event,))
+
+    def put_all(self, events: Sequence[T]) -> None:
         for waiting in self._waiting.values():
-            waiting.append(event)
+            waiting.extend(events)
         self._notify()
 
     def close(self) -> None:

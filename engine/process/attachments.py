@@ -11,7 +11,7 @@ from engine.transfer.shared_bytes import Data
 from engine.types import GenerateRequest
 
 
-def data_of(request: GenerateRequest) -> Sequence[Data]:
+def data_of(request: GenerateRequest) -> list[Data]:
     """The bytes of embeddings, or of files, in order."""
     match request.media:
         case MediaSpans(spans):
@@ -21,7 +21,7 @@ def data_of(request: GenerateRequest) -> Sequence[Data]:
     return []
 
 
-def detach(request: GenerateRequest) -> tuple[GenerateRequest, Sequence[Data]]:
+def detach(request: GenerateRequest) -> tuple[GenerateRequest, list[Data]]:
     """Return the request without the bytes of its media, and the bytes."""
     parts = data_of(request)
     return attach(request, [b""] * len(parts)), parts

@@ -1,4 +1,4 @@
-"""The engine host as a child process: spawned, watched, restarted and never left behind."""
+"""A service host as a child process: spawned, watched, restarted and never left behind."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,16 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from engine.config import EngineConfig, more_stop_seconds
+from engine.config import EngineConfig
 from engine.errors import EngineFailure
-from engine.process import wire
+from engine.process.engine_service import ENGINE
+from engine.process.service import Interface
+from engine.process.sockets import remove_socket_file
+from engine.process.wire import HostOptions
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
@@ -36,8 +39,8 @@ peer that has died (docs/decisions/0012)."""
 log = logging.getLogger(__name__)
 
 
-class EngineProcess:
-    """One engine host at a time, at `address`; an empty one makes an ipc:// address in a private folder.
+class ServiceProcess:
+    """One host of a service at a time, at `address`; an empty one makes an ipc:// address in a private folder.
 
     A host that dies is restarted, after pauses that grow from 0.5 to 30 seconds, unless `on_death` is "exit" or it never got ready in
     the first place: then this gives up, and `wait_failed` says why. The host ends with this process, however that ends.
@@ -45,15 +48,18 @@ class EngineProcess:
 
     def __init__(
         self,
-        config: EngineConfig,
+        interface: Interface[Any, Any],
+        config: msgspec.Struct,
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
         log_level: str = "info",
     ) -> None:
         self._folder = None if address else _private_folder()
-        self.address = address or f"ipc://{self._folder}/engine.sock"
-        self._options = msgspec.json.encode(wire.HostOptions(config, self.address, log_level)) + b"\n"
-        self._stop_seconds = _STOP_SECONDS + more_stop_seconds(config)
+        self.address = address or f"ipc://{self._folder}/service.sock"
+        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, log_level)
+        self._interface = interface
+        self._options = msgspec.json.encode(options) + b"\n"
+        self._stop_seconds = _STOP_SECONDS + interface.more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -72,10 +78,12 @@ class EngineProcess:
         """
         self._failure = asyncio.get_running_loop().create_future()
         try:
-            self._host = await _Host.spawn(self._options)
+            self._host = await _Host.spawn(self._interface, self._options)
         except OSError as error:
-            raise EngineFailure(f"the engine process cannot be spawned: {error}") from error
-        self._watcher = asyncio.create_task(self._watch(self._host, self._failure), name="engine-process")
+            raise EngineFailure(f"the {self._interface.noun} process cannot be spawned: {error}") from error
+        self._watcher = asyncio.create_task(
+            self._watch(self._host, self._failure), name=f"{self._interface.noun}-process"
+        )
 
     async def wait_failed(self) -> str:
         """Return the reason, with the host's last words, once this has given up."""
@@ -90,7 +98,7 @@ class EngineProcess:
         if self._host is not None:
             await self._host.stop(self._stop_seconds)
             self._host = None
-        wire.remove_socket_file(self.address)
+        remove_socket_file(self.address)
         if self._folder is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._folder.rmdir()
@@ -110,20 +118,34 @@ class EngineProcess:
 
     async def _restart(self, reason: str) -> "_Host":
         while True:
-            log.error("%s\nthe engine process is restarted in %.2g s", reason, self._pause)
+            log.error("%s\nthe %s process is restarted in %.2g s", reason, self._interface.noun, self._pause)
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             try:
-                return await _Host.spawn(self._options)
+                return await _Host.spawn(self._interface, self._options)
             except OSError as error:
-                reason = f"the engine process cannot be spawned: {error}"
+                reason = f"the {self._interface.noun} process cannot be spawned: {error}"
+
+
+class EngineProcess(ServiceProcess):
+    """The host of an engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        address: str = "",
+        on_death: Literal["restart", "exit"] = "restart",
+        log_level: str = "info",
+    ) -> None:
+        super().__init__(ENGINE, config, address, on_death, log_level)
 
 
 class _Host:
     """One child process: what it prints goes on to standard error, and its last lines are kept."""
 
-    def __init__(self, process: Process, log_pipe: int) -> None:
+    def __init__(self, noun: str, process: Process, log_pipe: int) -> None:
         self.process = process
+        self._noun = noun
         self.ready_at: float | None = None
         self._tail = ""
         self._log_pipe = log_pipe
@@ -132,13 +154,13 @@ class _Host:
         asyncio.get_running_loop().add_reader(log_pipe, self._read_log)
 
     @classmethod
-    async def spawn(cls, options: bytes) -> "_Host":
+    async def spawn(cls, interface: Interface[Any, Any], options: bytes) -> "_Host":
         """Raises OSError."""
         # A pipe of our own, since asyncio takes no process for ended while a child of that process holds its standard error.
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
-            command = (sys.executable, "-m", "engine.process.host")
+            command = (sys.executable, "-m", "engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment(), start_new_session=True
             )
@@ -149,7 +171,7 @@ class _Host:
             os.close(log_end)
         assert process.stdin is not None
         process.stdin.write(options)
-        return cls(process, log_pipe)
+        return cls(interface.noun, process, log_pipe)
 
     async def wait(self) -> str:
         """Wait for the end of the process and say what became of it."""
@@ -157,7 +179,7 @@ class _Host:
         await self._read_to_end()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         when = "died" if self.ready_at is not None else "failed to start"
-        return "\n".join([f"the engine process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
+        return "\n".join([f"the {self._noun} process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
     async def stop(self, seconds: float) -> None:
         """End the process: by the end of its input, after `seconds` by SIGKILL."""
@@ -210,7 +232,7 @@ def environment() -> dict[str, str]:
 def _private_folder() -> Path:
     """A new folder that only this user may enter, with a path short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="trellis-"))
-    if len(str(folder)) < _LONGEST_PATH - len("/engine.sock"):
+    if len(str(folder)) < _LONGEST_PATH - len("/service.sock"):
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="trellis-", dir="/tmp"))

@@ -1,64 +1,84 @@
-"""An engine that lives in another process: the `Engine` that talks to `engine/process/host`. It outlives its host and finds the next one."""
+"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the next one."""
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.stream import DeltaStream, EventFeed, Latest
 from engine.kv_events import KvEvent
 from engine.process import wire
-from engine.process.attachments import data_of
+from engine.process.engine_service import ENGINE
+from engine.process.service import Interface
+from engine.process.sockets import Buffer, LoopSocket, context
 from engine.stats import IterationStats
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import EngineInfo, GenerateRequest
 
 _RECONNECT_MS = 50
+InfoT = TypeVar("InfoT")
 
 
-class EngineClient:
-    """The engine served at `address` (ipc:// or tcp://).
+class _Running(NamedTuple):
+    """A call that the host has accepted, and the shared memory that stays open until the call has ended."""
 
-    When the host goes, running requests raise EngineDied, and new ones EngineNotReady until a host is back. `failed` returns a reason
-    once it is known that no host will ever come (`EngineProcess.wait_failed`); without it, `start` waits as long as it takes.
+    decode: Callable[[bytes], Any]
+    put: Callable[[Any], object]
+    fail: Callable[[Exception], object]
+    shared: list[SharedBytes]
+
+
+class ServiceClient(Generic[InfoT]):
+    """The service that is hosted at `address` (ipc:// or tcp://).
+
+    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed` returns a reason
+    once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it takes.
     """
 
-    def __init__(self, address: str, failed: Callable[[], Awaitable[str]] | None = None) -> None:
+    def __init__(
+        self, interface: Interface[Any, Any], address: str, failed: Callable[[], Awaitable[str]] | None = None
+    ) -> None:
+        self._interface = interface
         self._address = address
         self._failed = failed
         self._link: _Link | None = None
         self._ready = asyncio.Event()
-        self._info: EngineInfo | None = None
-        self._engine_healthy = False
+        self._info: InfoT | None = None
+        self._service_healthy = False
         self._shares = False
         self._sample = SharedBytes.of(b"\0")
-        """For the host to try whether it can open such."""
         self._heard = 0.0
         self._generation = 0
         self._keys = itertools.count()
         self._running: dict[int, _Running] = {}
-        self._outbox: list[wire.Command] = []
-        self._topics: set[wire.Topic] = set()
-        self._stats: Latest[IterationStats] = Latest()
-        self._events: EventFeed[KvEvent] = EventFeed()
+        self._outbox: list[tuple[wire.Command, list[Buffer]]] = []
+        self._topics: dict[str, Callable[[Any], object]] = {}
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> InfoT:
         if self._info is None:
-            raise EngineNotReady("the engine has not started")
+            raise EngineNotReady(f"the {self._interface.noun} has not started")
         return self._info
 
     @property
     def healthy(self) -> bool:
-        return self._ready.is_set() and self._engine_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
+        return self._ready.is_set() and self._service_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the host can open memory of this process."""
+        return self._shares
 
     async def start(self) -> None:
+        """Connect, and wait until a host answers."""
         self._loop = asyncio.get_running_loop()
         self._link = _Link(self._address, self._greet, self._receive, self._lose)
         ready = asyncio.ensure_future(self._ready.wait())
@@ -75,130 +95,167 @@ class EngineClient:
             if failed is not None:
                 failed.cancel()
 
-    def generate(self, request: GenerateRequest) -> DeltaStream:
+    async def call(self, method: str, argument: Any) -> Any:
+        """Return the result of a call that has one. Raises EngineError; cancelling cancels the call."""
+        done: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(settle_future: Callable[[Any], None], value: Any) -> None:
+            if not done.done():
+                settle_future(value)
+
+        key = self.begin(method, argument, partial(settle, done.set_result), partial(settle, done.set_exception))
+        try:
+            return await done
+        finally:
+            self.end(key, cancel=done.cancelled())
+
+    def begin(
+        self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
+    ) -> int:
+        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must follow.
+
+        Raises EngineNotReady and InvalidRequest.
+        """
         if not self._ready.is_set():
-            return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
-        if wire.largest(request, self._shares) > wire.MAX_MESSAGE_BYTES:
-            return DeltaStream.failed(InvalidRequest("the prompt, images included, is too large", "prompt"))
+            raise EngineNotReady(f"the {self._interface.noun} is starting, restarting or closing")
+        found = self._interface.methods[method]
+        bare, parts = found.detach(argument)
         key = next(self._keys)
-        stream = DeltaStream(lambda: self._abort(key))
-        self._running[key] = _Running(stream, [part for part in data_of(request) if isinstance(part, SharedBytes)])
-        self._send(wire.Generate(key, request))
-        return stream
+        command, frames = wire.call(key, method, wire.encode(bare), parts, self._shares)
+        if wire.largest(command, frames) > wire.MAX_MESSAGE_BYTES:
+            raise InvalidRequest(found.too_large, found.parameter)
+        shared = [part for part in parts if isinstance(part, SharedBytes)]
+        self._running[key] = _Running(found.decode_result, put, fail, shared)
+        self._send(command, frames)
+        return key
 
-    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        self._subscribe("kv_events")
-        async with aclosing(self._events.batches()) as batches:
-            async for events in batches:
-                yield events
+    def end(self, key: int, *, cancel: bool) -> None:
+        """Forget a call that has ended, or cancel it. Idempotent."""
+        if self._running.pop(key, None) is not None and cancel and self._ready.is_set():
+            self._send(wire.Cancel(key))
 
-    def stats(self) -> AsyncIterator[IterationStats]:
-        self._subscribe("stats")
-        return self._stats.values()
+    def subscribe(self, topic: str, put: Callable[[Any], object]) -> None:
+        """Have `put` called with each report on `topic`, from now on and again from the beginning at each new host."""
+        self._topics[topic] = put
+        if self._ready.is_set():
+            self._send(wire.Subscribe(topic))
 
     async def close(self) -> None:
         if self._ready.is_set():
-            self._outbox.append(wire.Goodbye())
+            self._outbox.append((wire.Goodbye(), []))
             self._flush()
         self._ready.clear()
         if self._link is not None:
             self._link.close()
             self._link = None
-        self._fail_all(EngineNotReady("the engine is closing"))
-        self._stats.close()
-        self._events.close()
+        self._fail_all(EngineNotReady(f"the {self._interface.noun} is closing"))
 
-    def _abort(self, key: int) -> None:
-        if self._running.pop(key, None) is not None and self._ready.is_set():
-            self._send(wire.Abort(key))
-
-    def _subscribe(self, topic: wire.Topic) -> None:
-        """Subscribe from now on, and again at each new host. Once more is no harm: the host begins anew."""
-        self._topics.add(topic)
-        if self._ready.is_set():
-            self._send(wire.Subscribe(topic))
-
-    def _send(self, command: wire.Command) -> None:
-        """Send with all else of this turn of the loop."""
+    def _send(self, command: wire.Command, frames: Sequence[Buffer] = ()) -> None:
+        """Send together with all other commands of this pass of the loop."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(command)
+        self._outbox.append((command, [*frames]))
 
     def _flush(self) -> None:
-        """Send the outbox; the commands in it are void if the host they were meant for has gone."""
-        commands, self._outbox = self._outbox, []
-        if not commands or self._link is None:
+        """Send the outbox; its commands are void if their host has died meanwhile."""
+        outbox, self._outbox = self._outbox, []
+        if not outbox or self._link is None:
             return
-        frames = wire.pack(self._generation, commands, self._shares)
-        if len(frames[0]) <= wire.MAX_MESSAGE_BYTES:
-            self._link.send(frames)
-        else:
-            for command in commands:
-                self._link.send(wire.pack(self._generation, [command], self._shares))
+        batch = wire.encode(wire.Commands(self._generation, [command for command, _ in outbox]))
+        if len(batch) <= wire.MAX_MESSAGE_BYTES:
+            self._link.send([batch, *(frame for _, frames in outbox for frame in frames)])
+            return
+        for command, frames in outbox:
+            self._link.send([wire.encode(wire.Commands(self._generation, [command])), *frames])
 
     def _greet(self) -> None:
-        """A host has accepted the connection: introduce ourselves."""
+        """Introduce this client to a host that has accepted the connection."""
         self._generation += 1
-        self._outbox = [wire.Hello(self._sample.reference), *map(wire.Subscribe, self._topics)]
+        self._outbox = [
+            (wire.Hello(self._sample.reference), []),
+            *((wire.Subscribe(name), []) for name in self._topics),
+        ]
         self._flush()
 
     def _lose(self) -> None:
-        """The host has gone: end all that runs there."""
+        """End the calls of a host that has gone."""
         self._ready.clear()
         self._outbox.clear()
-        self._fail_all(EngineDied("the engine process was lost while the request ran"))
+        self._fail_all(EngineDied(f"the {self._interface.noun} process was lost while the request ran"))
 
-    def _fail_all(self, error: EngineDied | EngineNotReady) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         running, self._running = self._running, {}
-        for request in running.values():
-            request.stream.fail(error)
+        for call in running.values():
+            call.fail(error)
 
     def _receive(self, frames: list[bytes]) -> None:
-        batch = wire.decode_reports(frames[-1])
+        batch = wire.decode_replies(frames[-1])
         if batch.generation != self._generation:
             return
         self._heard = time.monotonic()
-        for report in batch.reports:
-            if isinstance(report, wire.Output):
-                running = self._running.get(report.key)
+        for reply in batch.replies:
+            if isinstance(reply, wire.Output):
+                running = self._running.get(reply.key)
                 if running is not None:
-                    running.stream.put(report.delta)
-                    if report.delta.finish_reason is not None:
-                        del self._running[report.key]
+                    running.put(running.decode(reply.result))
             else:
-                self._note(report)
+                self._note(reply)
 
-    def _note(self, report: wire.Report) -> None:
-        match report:
+    def _note(self, reply: wire.Reply) -> None:
+        match reply:
             case wire.Failed():
-                running = self._running.pop(report.key, None)
+                running = self._running.pop(reply.key, None)
                 if running is not None:
-                    running.stream.fail(wire.error_of(report))
+                    running.fail(wire.error_of(reply))
             case wire.Welcome():
-                self._info, self._shares = report.info, report.shares
-                self._engine_healthy = True
+                self._info = msgspec.msgpack.decode(reply.info, type=self._interface.info)
+                self._shares = reply.shares
+                self._service_healthy = True
                 self._ready.set()
             case wire.Beat():
-                self._engine_healthy = report.healthy
-            case wire.Stats():
-                self._stats.publish(report.stats)
-            case wire.KvEvents():
-                for event in report.events:
-                    self._events.put(event)
+                self._service_healthy = reply.healthy
+            case wire.News():
+                self._topics[reply.topic](self._interface.topics[reply.topic].decode(reply.report))
             case wire.Dropped():
                 self._lose()
                 self._greet()
 
 
-class _Running(NamedTuple):
-    """A request that the host has, and what it has to open of ours, which stays open here until the request has ended."""
+class EngineClient(ServiceClient[EngineInfo]):
+    """An `Engine` that lives in another process."""
 
-    stream: DeltaStream
-    shared: list[SharedBytes]
+    def __init__(self, address: str, failed: Callable[[], Awaitable[str]] | None = None) -> None:
+        super().__init__(ENGINE, address, failed)
+        self._stats: Latest[IterationStats] = Latest()
+        self._events: EventFeed[KvEvent] = EventFeed()
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        stream = DeltaStream(lambda: self.end(key, cancel=True))
+        try:
+            key = self.begin("generate", request, stream.put, stream.fail)
+        except EngineError as error:
+            return DeltaStream.failed(error)
+        stream.when_done(lambda: self.end(key, cancel=False))
+        return stream
+
+    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        self.subscribe("kv_events", self._events.put_all)
+        async with aclosing(self._events.batches()) as batches:
+            async for events in batches:
+                yield events
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        self.subscribe("stats", self._stats.publish)
+        return self._stats.values()
+
+    async def close(self) -> None:
+        await super().close()
+        self._stats.close()
+        self._events.close()
 
 
 class _Link:
-    """A DEALER socket that connects, and connects again, to `address`, and says when the other side comes and goes."""
+    """A DEALER socket that connects to `address`, reconnects, and reports when the other side comes and goes."""
 
     def __init__(
         self,
@@ -209,16 +266,16 @@ class _Link:
     ) -> None:
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
-        self._dealer: zmq.Socket[bytes] = wire.context().socket(zmq.DEALER)
+        self._dealer: zmq.Socket[bytes] = context().socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._dealer.setsockopt(zmq.SNDHWM, 0)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         monitor = self._dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket = wire.LoopSocket(self._dealer, on_message)
-        self._monitor = wire.LoopSocket(monitor, self._observe)
+        self._socket = LoopSocket(self._dealer, on_message)
+        self._monitor = LoopSocket(monitor, self._observe)
         self._dealer.connect(address)
 
-    def send(self, frames: Sequence[wire.Buffer]) -> None:
+    def send(self, frames: Sequence[Buffer]) -> None:
         self._socket.send(frames)
 
     def close(self) -> None:
@@ -230,5 +287,5 @@ class _Link:
         if parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._on_connect()
         else:
-            self._socket.drain()  # what the host said last is true still
+            self._socket.drain()  # the host's last messages are still valid
             self._on_disconnect()

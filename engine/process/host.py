@@ -1,73 +1,72 @@
-"""The engine's own process, `python -m engine.host`: serves one engine to any number of `engine/process/client`s over a local ZMQ socket.
+"""A service's own process, `python -m engine.process.host MODULE:INTERFACE`: serves it to any number of clients over a local ZMQ socket.
 
-Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for as long as the host shall live. One line `ready` on
-standard output says that clients are served. SIGTERM and SIGINT do nothing: a service manager's go to the parent too, which still drains.
+Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line `ready` on standard
+output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which still drains.
 """
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import threading
 import time
-from contextlib import aclosing
 from functools import partial
-from typing import TextIO
+from typing import Any
 
 import msgspec
 import zmq
 
-from engine.base import Engine
-from engine.config import create_engine, more_stop_seconds
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
-from engine.kit.stream import DeltaStream
 from engine.process import stdio, wire
-from engine.types import Delta
+from engine.process.service import Interface, Method, Results, Service
+from engine.process.sockets import LoopSocket, context, remove_socket_file
+from engine.transfer.base import TransferError
 
 STOP_SECONDS = 2.0
-"""How long a host that was told to stop may take over it."""
-_SWITCH_SECONDS = (
-    0.0005  # how long the loop or the engine's thread keeps the interpreter from the other: a tenth of Python's default
-)
-_HIGH_WATER_MARK = 4096  # batches that may wait for a client before it counts as stuck
-_STATS_SECONDS = 0.1
-"""Least time between two reports of statistics: each wakes five threads of two processes, which a step on a few cores feels."""
+"""Time a host may take to stop, plus what its service asks for."""
+_SWITCH_SECONDS = 0.0005
+"""How long one thread may keep the interpreter from another: a tenth of Python's default."""
+_HIGH_WATER_MARK = 4096
+"""Batches queued for a client before it counts as stuck."""
 
 log = logging.getLogger(__name__)
 
 
-class EngineHost:
-    """Serves `engine`, once it has started, on a bound ROUTER socket. The identity of a connection is the client's name here."""
+class ServiceHost:
+    """Serves a started service on a bound ROUTER socket. A connection's identity is the client's name here."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
-        self.engine = engine
+    def __init__(self, interface: Interface[Any, Any], service: Service, socket: "zmq.Socket[bytes]") -> None:
+        self.interface = interface
+        self.service = service
         self._clients: dict[bytes, _Client] = {}
-        self._socket = wire.LoopSocket(socket, self._receive)
+        self._socket = LoopSocket(socket, self._receive)
 
     async def serve(self) -> None:
-        """Serve until the engine falls ill; raises EngineFailure then."""
+        """Serve until the service is unhealthy; raises EngineFailure then."""
         while True:
             await asyncio.sleep(wire.BEAT_SECONDS)
-            healthy = self.engine.healthy
+            healthy = self.service.healthy
             for client in list(self._clients.values()):
                 client.beat(healthy)
             if not healthy:
-                raise EngineFailure("the engine has stopped working")
+                raise EngineFailure(f"the {self.interface.noun} has stopped working")
 
     def close(self) -> None:
-        """Abort everything."""
+        """Cancel all calls."""
         for client in list(self._clients.values()):
             self.forget(client)
         self._socket.close(linger_ms=100)
 
-    def send(self, client: "_Client", reports: list[wire.Report]) -> bool:
-        """Send what fits the wire; False if the client takes nothing at present. Forgets a client that has gone."""
-        payload = wire.encode(wire.Reports(client.generation, reports))
+    def send(self, client: "_Client", replies: list[wire.Reply]) -> bool:
+        """Send replies, divided if needed; return False if the client's queue is full. Forgets a client that has gone."""
+        payload = wire.encode(wire.Replies(client.generation, replies))
         if len(payload) > wire.MAX_MESSAGE_BYTES:
-            return all(self.send(client, [report]) for report in _divided(reports))
+            return all(self.send(client, [reply]) for reply in _divided(replies))
         try:
             self._socket.send([client.identity, payload])
         except zmq.Again:
@@ -80,131 +79,160 @@ class EngineHost:
 
     def forget(self, client: "_Client") -> None:
         if self._clients.pop(client.identity, None) is not None:
-            client.abort_all()
+            client.cancel_all()
 
     def _receive(self, frames: list[bytes]) -> None:
         identity, *frames = frames
         try:
-            batch = wire.unpack(frames)
+            generation, commands = wire.unpack(frames)
         except ValueError as error:
-            log.warning("a message that is none was ignored: %s", error)
+            log.warning("ignored a malformed message: %s", error)
             return
-        for command in batch.commands:
+        for command, parts in commands:
             if isinstance(command, wire.Hello):
-                if identity in self._clients:
-                    self.forget(self._clients[identity])
-                client = self._clients[identity] = _Client(self, identity, batch.generation)
-                client.report(wire.Welcome(self.engine.info, wire.can_open(command.sample)))
-            elif identity in self._clients and self._clients[identity].generation == batch.generation:
-                self._clients[identity].obey(command)
+                self._welcome(identity, generation, command)
+            elif identity in self._clients and self._clients[identity].generation == generation:
+                self._clients[identity].obey(command, parts)
+
+    def _welcome(self, identity: bytes, generation: int, hello: wire.Hello) -> None:
+        if identity in self._clients:
+            self.forget(self._clients[identity])
+        client = self._clients[identity] = _Client(self, identity, generation)
+        client.reply(wire.Welcome(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
 
 
-def _divided(reports: list[wire.Report]) -> list[wire.Report]:
-    """`reports` with each that does not fit a message replaced by a failure of its request."""
-    fitting: list[wire.Report] = []
-    for report in reports:
-        if len(wire.encode(report)) + 64 <= wire.MAX_MESSAGE_BYTES:
-            fitting.append(report)
-        elif isinstance(report, wire.Output):
-            fitting.append(wire.failed(report.key, EngineFailure("the output is too large to pass between processes")))
+def _divided(replies: list[wire.Reply]) -> list[wire.Reply]:
+    """Replace each reply that does not fit a message by a failure of its call."""
+    fitting: list[wire.Reply] = []
+    for reply in replies:
+        if len(wire.encode(reply)) + 64 <= wire.MAX_MESSAGE_BYTES:
+            fitting.append(reply)
+        elif isinstance(reply, wire.Output):
+            fitting.append(wire.failed(reply.key, EngineFailure("the output is too large to pass between processes")))
         else:
-            log.error("a %s message is too large to send", type(report).__name__)
+            log.error("a %s message is too large to send", type(reply).__name__)
     return fitting
 
 
 class _Client:
-    """One connection: its running requests and its subscriptions, and what they have to report."""
+    """One connection: its running calls and subscriptions, and the replies that wait to be sent."""
 
-    def __init__(self, host: EngineHost, identity: bytes, generation: int) -> None:
+    def __init__(self, host: ServiceHost, identity: bytes, generation: int) -> None:
         self.identity = identity
         self.generation = generation
         self._loop = asyncio.get_running_loop()
         self._host = host
-        self._requests: dict[int, DeltaStream] = {}
-        self._subscriptions: dict[wire.Topic, asyncio.Task[None]] = {}
-        self._outbox: list[wire.Report] = []
+        self._calls: dict[int, Results] = {}
+        self._subscriptions: dict[str, asyncio.Task[None]] = {}
+        self._outbox: list[wire.Reply] = []
         self._dropped = False
 
-    def obey(self, command: wire.Command) -> None:
+    def obey(self, command: wire.Command, frames: list[bytes]) -> None:
         match command:
-            case wire.Generate():
-                self._generate(command)
-            case wire.Unopened():
-                error = EngineUnavailable(f"the embeddings of an image cannot be opened: {command.reason}")
-                self.report(wire.failed(command.key, error))
-            case wire.Abort():
-                if command.key in self._requests:
-                    self._requests[command.key].close()
+            case wire.Call():
+                self._call(command, frames)
+            case wire.Cancel():
+                if command.key in self._calls:
+                    self._calls[command.key].close()
             case wire.Subscribe():
-                self._subscribe(command)
+                self._subscribe(command.topic)
             case wire.Goodbye():
                 self._host.forget(self)
 
-    def report(self, report: wire.Report) -> None:
-        """Send with all else that is reported in this turn of the loop."""
+    def reply(self, reply: wire.Reply) -> None:
+        """Send together with all other replies of this pass of the loop."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(report)
+        self._outbox.append(reply)
 
     def beat(self, healthy: bool) -> None:
         if not self._dropped:
-            self.report(wire.Beat(healthy))
+            self.reply(wire.Beat(healthy))
         elif self._host.send(self, [wire.Dropped()]):
             self._host.forget(self)
 
-    def abort_all(self) -> None:
-        for stream in list(self._requests.values()):
-            stream.close()
+    def cancel_all(self) -> None:
+        for results in list(self._calls.values()):
+            results.close()
         for task in self._subscriptions.values():
             task.cancel()
 
     def _flush(self) -> None:
-        reports, self._outbox = self._outbox, []
-        if not self._dropped and not self._host.send(self, reports):
-            log.warning("a client has not read for too long: its %d requests are aborted", len(self._requests))
+        replies, self._outbox = self._outbox, []
+        if not self._dropped and not self._host.send(self, replies):
+            log.warning("a client has not read for too long: cancelled its %d calls", len(self._calls))
             self._dropped = True
-            self.abort_all()
+            self.cancel_all()
 
-    def _generate(self, command: wire.Generate) -> None:
+    def _call(self, call: wire.Call, frames: list[bytes]) -> None:
         try:
-            stream = self._host.engine.generate(command.request)
+            results = self._begin(call, frames)
         except Exception as error:
-            stream = DeltaStream.failed(error)
-        assert isinstance(stream, DeltaStream), "an engine's own, not one that wraps it"
-        self._requests[command.key] = stream
-        stream.when_done(lambda: self._requests.pop(command.key, None))
-        stream.pipe(partial(self._pass_on, command.key))
+            self._fail(call.key, error)
+            return
+        self._calls[call.key] = results
+        results.when_done(lambda: self._calls.pop(call.key, None))
+        results.pipe(partial(self._pass_on, call.key))
 
-    def _pass_on(self, key: int, output: Delta | Exception) -> None:
-        if isinstance(output, Delta):
-            self.report(wire.Output(key, output))
-        elif isinstance(output, EngineError):
-            self.report(wire.failed(key, output))
-        else:  # a bug in the engine: the client learns of its kind only
-            log.error("a request failed", exc_info=output)
-            self.report(wire.failed(key, EngineFailure("internal error of the engine")))
+    def _begin(self, call: wire.Call, frames: list[bytes]) -> Results:
+        """Raises EngineError; any other exception is a bug."""
+        method: Method[Any, Any] = self._host.interface.methods[call.method]
+        try:
+            argument = method.attach(method.decode_argument(call.argument), wire.parts_of(call, frames))
+        except (TransferError, OSError) as error:
+            raise EngineUnavailable(f"shared memory of the request cannot be opened: {error}") from error
+        started = method.run(self._host.service, argument)
+        return _Task(started) if asyncio.iscoroutine(started) else started
 
-    def _subscribe(self, command: wire.Subscribe) -> None:
-        if command.topic in self._subscriptions:
-            self._subscriptions[command.topic].cancel()
-        report = self._report_stats() if command.topic == "stats" else self._report_kv_events()
-        self._subscriptions[command.topic] = asyncio.create_task(report)
+    def _pass_on(self, key: int, result: Any) -> None:
+        if isinstance(result, Exception):
+            self._fail(key, result)
+        else:
+            self.reply(wire.Output(key, msgspec.Raw(wire.encode(result))))
 
-    async def _report_stats(self) -> None:
-        async for stats in self._host.engine.stats():
-            self.report(wire.Stats(stats))
-            await asyncio.sleep(_STATS_SECONDS)
+    def _fail(self, key: int, error: Exception) -> None:
+        """Report the error of a call. Of a bug in the service the client learns only that there was one."""
+        if not isinstance(error, EngineError):
+            log.error("a call failed", exc_info=error)
+            error = EngineFailure(f"internal error of the {self._host.interface.noun}")
+        self.reply(wire.failed(key, error))
 
-    async def _report_kv_events(self) -> None:
-        async with aclosing(self._host.engine.kv_events()) as batches:
-            async for events in batches:
-                self.report(wire.KvEvents(events))
-                await asyncio.sleep(0)  # one message for each: all that an engine holds is a lot
+    def _subscribe(self, topic: str) -> None:
+        if topic in self._subscriptions:
+            self._subscriptions[topic].cancel()
+        self._subscriptions[topic] = asyncio.create_task(self._report(topic))
+
+    async def _report(self, topic: str) -> None:
+        found = self._host.interface.topics[topic]
+        async with contextlib.aclosing(found.run(self._host.service)) as reports:
+            async for report in reports:
+                self.reply(wire.News(topic, msgspec.Raw(wire.encode(report))))
+                await asyncio.sleep(found.pause_seconds)  # one message each: together they may be too large
+
+
+class _Task:
+    """The one result of a coroutine, as a stream."""
+
+    def __init__(self, work: Any) -> None:
+        self._task: asyncio.Task[Any] = asyncio.ensure_future(work)
+
+    def pipe(self, sink: Any) -> None:
+        def pass_on(task: "asyncio.Task[Any]") -> None:
+            if not task.cancelled():
+                sink(task.exception() or task.result())
+
+        self._task.add_done_callback(pass_on)
+
+    def when_done(self, callback: Any) -> None:
+        self._task.add_done_callback(lambda _: callback())
+
+    def close(self) -> None:
+        self._task.cancel()
 
 
 def bind(address: str) -> "zmq.Socket[bytes]":
-    """A ROUTER socket at `address`; only this user may connect to an ipc one."""
-    socket: zmq.Socket[bytes] = wire.context().socket(zmq.ROUTER)
+    """Bind a ROUTER socket at `address`; only this user may connect to an ipc:// address."""
+    socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -216,71 +244,71 @@ def bind(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-async def run(options: wire.HostOptions, stop: asyncio.Event, control: TextIO) -> None:
-    """Start the engine and serve it until `stop`. Raises EngineFailure if it cannot start or falls ill."""
-    socket = bind(options.address)
-    try:
-        engine = create_engine(options.config)
+class _Run:
+    """The life of a host process."""
+
+    def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: stdio.Channel) -> None:
+        self._interface = interface
+        self._address = options.address
+        self._config = msgspec.json.decode(options.config, type=interface.config)
+        self._channel = channel
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the service and serve it until the parent ends. Raises EngineFailure if it cannot start or stops working."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
+        socket = bind(self._address)
         try:
-            if await _completed(asyncio.create_task(engine.start()), stop):
-                await _serve(EngineHost(engine, socket), stop, control)
+            service = self._interface.create(self._config)
+            try:
+                if await self._completed(service.start()):
+                    await self._serve(ServiceHost(self._interface, service, socket))
+            finally:
+                # A broken library may block while it closes, and the parent waits for the end of the process to start another.
+                threading.Thread(target=self._exit_by_force, daemon=True).start()
+                await service.close()
         finally:
-            # However a broken engine's library takes its end: the parent waits for that of the process, to start another.
-            threading.Thread(target=_exit_by_force, args=(options,), daemon=True).start()
-            await engine.close()
-    finally:
-        socket.close(linger=0)
-        wire.remove_socket_file(options.address)
+            socket.close(linger=0)
+            remove_socket_file(self._address)
+
+    async def _serve(self, host: ServiceHost) -> None:
+        gc.freeze()  # loaded objects stay; walking them would take 0.2 s
+        print("ready", file=self._channel.output, flush=True)
+        try:
+            await self._completed(host.serve())
+        finally:
+            host.close()
+
+    async def _completed(self, work: Any) -> bool:
+        """Wait for `work` and raise its exception; return False if the host was told to stop first, after cancelling `work`."""
+        task, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            stopping.cancel()
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.wait([task])
+        return False
+
+    def _stop_at_end_of_input(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread, which a stuck step cannot hinder: wait for the parent to go, then stop, by force if the loop does not react."""
+        while os.read(self._channel.input, 4096):
+            pass
+        loop.call_soon_threadsafe(self._stop.set)
+        self._exit_by_force()
+
+    def _exit_by_force(self) -> None:
+        """In a thread: end the process unless it ends by itself in time."""
+        time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
+        remove_socket_file(self._address)
+        os._exit(1)
 
 
-async def _serve(host: EngineHost, stop: asyncio.Event, control: TextIO) -> None:
-    gc.freeze()  # what is loaded now stays: to walk it would take 0.2 s
-    print("ready", file=control, flush=True)
-    try:
-        await _completed(asyncio.create_task(host.serve()), stop)
-    finally:
-        host.close()
-
-
-async def _completed(task: asyncio.Task[None], stop: asyncio.Event) -> bool:
-    """Wait for `task` and raise what it raised; False if `stop` came first and the task was cancelled."""
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        stopping.cancel()
-        task.result()
-        return True
-    task.cancel()
-    await asyncio.wait([task])
-    return False
-
-
-def _stop_at_end_of_input(
-    channel: stdio.Channel, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, options: wire.HostOptions
-) -> None:
-    """Wait for the parent to go, and exit; by force if the loop does not obey. Runs in a thread, so that a stuck step cannot hinder it."""
-    while os.read(channel.input, 4096):
-        pass
-    loop.call_soon_threadsafe(stop.set)
-    _exit_by_force(options)
-
-
-def _exit_by_force(options: wire.HostOptions) -> None:
-    """In a thread: end the process, unless it ends by itself in time."""
-    time.sleep(STOP_SECONDS + more_stop_seconds(options.config))
-    wire.remove_socket_file(options.address)
-    os._exit(1)
-
-
-async def _main(options: wire.HostOptions, channel: stdio.Channel) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    threading.Thread(target=_stop_at_end_of_input, args=(channel, loop, stop, options), daemon=True).start()
-    await run(options, stop, channel.output)
-
-
-def main() -> int:
+def main(interface: Interface[Any, Any]) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)  # the grammar worker inherits that
+        signal.signal(signum, signal.SIG_IGN)  # child processes inherit that
     sys.setswitchinterval(_SWITCH_SECONDS)
     channel = stdio.take()
     line = b""
@@ -291,7 +319,7 @@ def main() -> int:
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_main(options, channel))
+        asyncio.run(_Run(interface, options, channel).run())
     except EngineFailure as error:
         log.error("%s", error, exc_info=error.__cause__)
         return 1
@@ -299,4 +327,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(pkgutil.resolve_name(sys.argv[1])))

@@ -1,46 +1,36 @@
-"""What `engine/process/client` and `engine/process/host` say to each other: msgpack over one ZMQ socket on each side. The bytes of images are frames of
-their own behind it, or in memory that the host opens for itself.
+"""The messages between a client (`engine/process/client.py`) and a host (`engine/process/host.py`): msgpack over one ZMQ socket on each side.
 
-Either side sends a batch: all that became ready in one turn of its loop, in order. The client counts its connections, its
-*generation*, and each batch carries the number, so that nothing meant for a host that has gone reaches the one after it.
+Either side sends batches: everything that became ready in one pass of its event loop, in order. A client numbers its connections; the
+number, called *generation*, is part of each batch, so that a message for a host that has died never reaches its successor.
+
+Large buffers of a call's argument are frames behind the batch, or memory that the host opens for itself. Arguments, results and reports
+are encoded by the service's own types (`engine/process/service.py`) and embedded as raw msgpack.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import msgspec
-import zmq
 
 import engine.errors
-from engine.config import EngineConfig
-from engine.kv_events import KvEvent
-from engine.process.attachments import attach, data_of, detach
-from engine.stats import IterationStats
+from engine.process.sockets import Buffer
 from engine.transfer.base import TransferError
 from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, readable
-from engine.types import Delta, EngineInfo, GenerateRequest
-
-Topic = Literal["stats", "kv_events"]
-Buffer: TypeAlias = bytes | memoryview
-"""What a frame is sent from."""
 
 MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
-"""Pause between the signs of life that a host sends."""
+"""Interval of a host's heartbeats."""
 SILENCE_SECONDS = 5.0
-"""Silence after which a client takes its host for stuck: soon enough for another replica to answer within ten seconds."""
-_LARGE = 1 << 16
-"""Bytes of a frame that is sent without being copied."""
-_BURST = 256
-"""Messages read before other work gets its turn."""
+"""Silence after which a client considers its host stuck: short enough for another replica to answer within ten seconds."""
+_OVERHEAD = 256
+"""Upper bound for what a part adds to its batch."""
 
 # Parent to host, as JSON.
 
 
 class HostOptions(msgspec.Struct, frozen=True):
-    config: EngineConfig
+    config: msgspec.Raw
+    """Configuration of the service, as JSON."""
     address: str
     """ipc:// or tcp://127.0.0.1"""
     log_level: str = "info"
@@ -50,59 +40,57 @@ class HostOptions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first message of a connection: answered by Welcome. `sample` is to be opened, to see whether that can be done here."""
+    """First message of a connection, answered by Welcome. The host opens `sample` to find out whether memory can be shared."""
 
     sample: Reference
 
 
-class Generate(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Begin a request, known by a number of the client's own from here on. It comes as `engine/process/attachments.py: detach` leaves it."""
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Begin a call. `key` is a number of the client's choice that identifies the call from here on."""
 
     key: int
-    request: GenerateRequest
+    method: str
+    argument: msgspec.Raw
+    parts: int = 0
+    """Number of buffers detached from the argument."""
     shared: dict[int, Reference] = {}
-    """Which of its parts come as these, and not as frames. The client keeps them open until the request has ended."""
+    """Parts sent as references instead of frames. The client keeps them open until the call has ended."""
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
     key: int
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Report on `topic` from the beginning, for as long as the connection lasts."""
+    """Report on `topic` from its beginning, for as long as the connection lasts."""
 
-    topic: Topic
+    topic: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The last message of a connection: whatever still runs for it is aborted."""
+    """Last message of a connection: the host cancels the client's remaining calls."""
 
 
-class Unopened(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """What `unpack` makes of a Generate whose images it cannot open. Nobody sends it."""
-
-    key: int
-    reason: str
-
-
-Command = Hello | Generate | Abort | Subscribe | Goodbye | Unopened
+Command = Hello | Call | Cancel | Subscribe | Goodbye
 
 # Host to client.
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    info: EngineInfo
+    info: msgspec.Raw
     shares: bool
-    """Whether the sample could be opened."""
+    """Whether the host could open the sample."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A result of a call."""
+
     key: int
-    delta: Delta
+    result: msgspec.Raw
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The request ended with an error of `engine/errors`, by class name."""
+    """The call ended with an error from `engine/errors.py`, named by its class."""
 
     key: int
     kind: str
@@ -111,24 +99,21 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A sign of life, and whether the engine is healthy."""
+    """Heartbeat, with the health of the service."""
 
     healthy: bool
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    stats: IterationStats
+class News(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    topic: str
+    report: msgspec.Raw
 
 
-class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    events: list[KvEvent]
+class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The client did not read for a while and the host cancelled its calls: the client must say Hello again."""
 
 
-class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The host could not reach the client for a while and has aborted its requests: say Hello again."""
-
-
-Report = Welcome | Output | Failed | Beat | Stats | KvEvents | Dropped
+Reply = Welcome | Output | Failed | Beat | News | Dropped
 
 
 class Commands(msgspec.Struct, frozen=True, array_like=True):
@@ -136,14 +121,14 @@ class Commands(msgspec.Struct, frozen=True, array_like=True):
     commands: list[Command]
 
 
-class Reports(msgspec.Struct, frozen=True, array_like=True):
+class Replies(msgspec.Struct, frozen=True, array_like=True):
     generation: int
-    reports: list[Report]
+    replies: list[Reply]
 
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_commands = msgspec.msgpack.Decoder(Commands).decode
-decode_reports = msgspec.msgpack.Decoder(Reports).decode
+decode_replies = msgspec.msgpack.Decoder(Replies).decode
 
 _ERRORS = {
     cls.__name__: cls
@@ -152,39 +137,46 @@ _ERRORS = {
 }
 
 
-def pack(generation: int, commands: Sequence[Command], shares: bool = False) -> list[Buffer]:
-    """A batch of commands as frames. `shares`: whether the host opens what is shared."""
-    bare: list[Command] = []
-    frames: list[Buffer] = []
-    for command in commands:
-        if isinstance(command, Generate):
-            request, parts = detach(command.request)
-            shared = {
-                index: part.reference for index, part in enumerate(parts) if shares and isinstance(part, SharedBytes)
-            }
-            frames += [readable(part) for index, part in enumerate(parts) if index not in shared]
-            command = Generate(command.key, request, shared)
-        bare.append(command)
-    return [encode(Commands(generation, bare)), *frames]
+def call(key: int, method: str, argument: bytes, parts: Sequence[Data], shares: bool) -> tuple[Call, list[Buffer]]:
+    """Return a call and the frames that follow it. `shares` says whether the host can open shared memory."""
+    shared = {index: part.reference for index, part in enumerate(parts) if shares and isinstance(part, SharedBytes)}
+    frames = [readable(part) for index, part in enumerate(parts) if index not in shared]
+    return Call(key, method, msgspec.Raw(argument), len(parts), shared), frames
 
 
-def unpack(frames: Sequence[bytes]) -> Commands:
-    """Raises ValueError, as msgspec's errors are, for what `pack` has not made."""
+def largest(command: Call, frames: Sequence[Buffer]) -> int:
+    """Return an upper bound for the bytes that a call takes in a message."""
+    return _OVERHEAD + len(command.argument) + _OVERHEAD * command.parts + sum(map(len, frames))
+
+
+def unpack(frames: Sequence[bytes]) -> tuple[int, list[tuple[Command, list[bytes]]]]:
+    """Return the generation of a batch and its commands, each with the frames that belong to it. Raises ValueError for a malformed batch."""
     batch, rest = _decode_commands(frames[0]), iter(frames[1:])
-    commands: list[Command] = []
-    for command in batch.commands:
-        if isinstance(command, Generate):
-            needed = [index for index in range(len(data_of(command.request))) if index not in command.shared]
-            parts: dict[int, Data] = dict(zip(needed, rest, strict=False))
-            try:
-                parts |= {index: opened(reference) for index, reference in command.shared.items()}
-                command = Generate(command.key, attach(command.request, [parts[index] for index in sorted(parts)]))
-            except (TransferError, OSError) as error:
-                command = Unopened(command.key, str(error))
-        commands.append(command)
+    commands = [(command, list(_frames_of(command, rest))) for command in batch.commands]
     if more := len(list(rest)):
         raise ValueError(f"{more} frames belong to nothing")
-    return Commands(batch.generation, commands)
+    return batch.generation, commands
+
+
+def _frames_of(command: Command, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if not isinstance(command, Call):
+        return
+    count = command.parts - len(command.shared)
+    found = list(islice(rest, max(0, count)))
+    if len(found) != count:
+        raise ValueError(f"{count} frames are missing or too many are shared")
+    yield from found
+
+
+def parts_of(command: Call, frames: Sequence[bytes]) -> list[Data]:
+    """Return the parts of a call's argument in order.
+
+    Raises TransferError and OSError for shared memory that cannot be opened, and ValueError for references to parts that do not exist.
+    """
+    if any(index not in range(command.parts) for index in command.shared):
+        raise ValueError("a reference belongs to no part")
+    rest = iter(frames)
+    return [opened(command.shared[index]) if index in command.shared else next(rest) for index in range(command.parts)]
 
 
 def can_open(reference: Reference) -> bool:
@@ -194,75 +186,14 @@ def can_open(reference: Reference) -> bool:
         return False
 
 
-def largest(request: GenerateRequest, shares: bool) -> int:
-    """No fewer bytes than the prompt of a request takes in a message."""
-    sizes = (256 + (0 if shares and isinstance(data, SharedBytes) else len(data)) for data in data_of(request))
-    return 5 * len(request.prompt_token_ids) + sum(sizes)
-
-
 def failed(key: int, error: engine.errors.EngineError) -> Failed:
     param = error.param if isinstance(error, engine.errors.InvalidRequest) else None
     return Failed(key, type(error).__name__, str(error), param)
 
 
 def error_of(report: Failed) -> engine.errors.EngineError:
-    """The error that `failed` described; EngineFailure if this side does not know its kind."""
+    """Return the error that `failed` described; EngineFailure if this side does not know its kind."""
     cls = _ERRORS.get(report.kind, engine.errors.EngineFailure)
     if issubclass(cls, engine.errors.InvalidRequest):
         return cls(report.message, report.param)
     return cls(report.message)
-
-
-def remove_socket_file(address: str) -> None:
-    """Remove what binding an ipc:// address left behind; ZMQ does not."""
-    if address.startswith("ipc://"):
-        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-
-
-def context() -> "zmq.Context[Any]":
-    """This process's ZMQ context.
-
-    It is never terminated: libzmq 4.3.5 can wait there for ever, without linger too, if both ends of a connection close at once while
-    messages wait (about one close in a hundred on a busy machine; zeromq/libzmq issue 2586).
-    """
-    return zmq.Context.instance()
-
-
-class LoopSocket:
-    """A ZMQ socket on the running event loop: `on_message` gets the frames of each message; nothing here blocks.
-
-    ZMQ's descriptor only signals that something has changed, not that something waits. Every send may swallow that signal, so the
-    socket is looked at again after each.
-    """
-
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
-        self._socket = socket
-        self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
-        self._fd = socket.fileno()
-        self._loop.add_reader(self._fd, self.drain)
-        self._loop.call_soon(self.drain)
-
-    def send(self, frames: Sequence[Buffer]) -> None:
-        """Raises zmq.Again if the peer's queue is full, zmq.ZMQError(EHOSTUNREACH) if it has gone (on a mandatory router)."""
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _LARGE)
-        finally:
-            if self._readable():
-                self._loop.call_soon(self.drain)
-
-    def drain(self) -> None:
-        """Read what waits."""
-        for _ in range(_BURST):
-            if not self._readable():
-                return
-            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
-        self._loop.call_soon(self.drain)
-
-    def close(self, linger_ms: int = 0) -> None:
-        if not self._socket.closed:
-            self._loop.remove_reader(self._fd)
-            self._socket.close(linger=linger_ms)
-
-    def _readable(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -24,7 +24,7 @@ from engine.replicas.peers import Observer, Peer
 from engine.replicas.pool import Pool, is_final
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
-from protocol.internal import MAX_MEDIA_BYTES, MAX_MEDIA, VERSION, EncodeInfo, EncodeRequest, pieces
+from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
 T = TypeVar("T")

@@ -201,7 +201,6 @@ class _Run:
 
     def _generate(self, request: GenerateRequest) -> DeltaStream:
         local = self._engine.local.generate(request)
-        assert isinstance(local, DeltaStream), "an engine's own, not one that wraps it"
         self._local = local
         local.pipe(self._pass_on)
         return local

@@ -5,8 +5,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 from engine import trace
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import EngineFailure, InvalidRequest
+from engine.kit.stream import DeltaStream
 from multimodal.answers.choices import Choice, Piece
 from multimodal.answers.chunks import ChunkBuilder
 from multimodal.errors import DeadlineExceeded
@@ -77,7 +78,7 @@ class Generation:
             if self._span is not None:
                 describe_answer(self._span, self._builder.usage(), self._reasons)
 
-    async def _follow(self, choice: Choice, stream: DeltaIterator) -> AsyncGenerator[Piece]:
+    async def _follow(self, choice: Choice, stream: DeltaStream) -> AsyncGenerator[Piece]:
         """One choice to its end, with its measurements."""
         timer, stages = self._metrics.track(), trace.Stages(choice.index)
         try:
@@ -108,11 +109,11 @@ class Generation:
             timer.stop()
             stages.stop(choice.completion_tokens)
 
-    async def _merge(self, streams: Sequence[DeltaIterator]) -> AsyncGenerator[Piece]:
+    async def _merge(self, streams: Sequence[DeltaStream]) -> AsyncGenerator[Piece]:
         """Several choices, their pieces in order of arrival; the first error ends them all."""
         queue: asyncio.Queue[Piece | None] = asyncio.Queue(maxsize=len(streams))
 
-        async def pump(choice: Choice, stream: DeltaIterator) -> None:
+        async def pump(choice: Choice, stream: DeltaStream) -> None:
             async with aclosing(self._follow(choice, stream)) as pieces:
                 async for piece in pieces:
                     await queue.put(piece)
@@ -139,6 +140,6 @@ class Generation:
             pumping.cancel()
             await asyncio.wait([pumping])
 
-    def _expire(self, streams: Sequence[DeltaIterator]) -> None:
+    def _expire(self, streams: Sequence[DeltaStream]) -> None:
         self._expired = True
         self._closing = [asyncio.ensure_future(stream.aclose()) for stream in streams]

@@ -10,8 +10,9 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import InvalidRequest
+from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Handoff
 from tests.support.engine_cases import (
     BLOCK,
@@ -35,7 +36,7 @@ async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncItera
         yield engine
 
 
-async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaIterator]:
+async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaStream]:
     """What is handed over, as it travels, and the open stream that it is valid with."""
     stream = engine.generate(replace(request, prefill_only=True, request_id=f"{request.request_id}-prefill"))
     return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, await anext(stream)))), stream

@@ -9,8 +9,9 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import EngineUnavailable, InvalidRequest
+from engine.kit.stream import DeltaStream
 from engine.kv_events import Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.types import Delta, GenerateRequest, Handoff
@@ -65,7 +66,7 @@ def said(deltas: list[Delta]) -> list[tuple[int, float]]:
     return [(entry[0].token_id, round(entry[0].logprob, 5)) for delta in deltas for entry in delta.logprobs]
 
 
-async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaIterator]:
+async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaStream]:
     stream = engine.generate(replace(request, prefill_only=True, request_id=f"{request.request_id}-prefill"))
     return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, await anext(stream)))), stream
 

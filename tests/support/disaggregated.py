@@ -12,9 +12,10 @@ import msgspec
 import uvicorn
 
 from engine.admission import AdmissionEngine
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
+from engine.kit.stream import DeltaStream
 from engine.replicas.pool import PeerPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.stats import IterationStats
@@ -135,7 +136,7 @@ async def pair(
         yield peer, engine, seen
 
 
-async def busy(engine: Engine) -> DeltaIterator:
+async def busy(engine: Engine) -> DeltaStream:
     """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
     stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
     await anext(stream)

@@ -12,7 +12,7 @@ from itertools import islice
 import zmq
 
 from engine.errors import EngineFailure
-from engine.process import wire
+from engine.process.sockets import LoopSocket, context
 
 END = b"\xff" * 8
 """In the place of a sequence number: there are no more messages."""
@@ -55,7 +55,7 @@ class ZmqChannel:
         self._capacity = capacity if replay else 0
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_bytes = 0
-        self._publisher: zmq.Socket[bytes] = wire.context().socket(zmq.PUB)
+        self._publisher: zmq.Socket[bytes] = context().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
         self._router: zmq.Socket[bytes] | None = None
@@ -64,12 +64,12 @@ class ZmqChannel:
             self.endpoint = _bind(self._publisher, endpoint)
             self.replay_endpoint = ""
             if replay:
-                self._router = wire.context().socket(zmq.ROUTER)
+                self._router = context().socket(zmq.ROUTER)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._router.setsockopt(zmq.SNDHWM, capacity + 1)
                 self._router.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
                 self.replay_endpoint = _bind(self._router, replay)
-                self._requests = wire.LoopSocket(self._router, self._replay)
+                self._requests = LoopSocket(self._router, self._replay)
         except EngineFailure:
             self.close()
             raise

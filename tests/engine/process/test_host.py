@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec import Raw
 from msgspec.structs import replace
 
 from engine.config import FakeConfig
@@ -22,7 +23,9 @@ from engine.fake.engine import FakeEngine
 from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.process import wire
 from engine.process.client import EngineClient
-from engine.process.host import EngineHost, bind
+from engine.process.engine_service import ENGINE
+from engine.process.host import ServiceHost, bind
+from engine.process.sockets import context
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 
@@ -50,9 +53,9 @@ async def active(fake: FakeEngine, count: int, timeout: float = 2.0) -> Iteratio
 
 
 @asynccontextmanager
-async def host_at(address: str, fake: FakeEngine) -> AsyncIterator[EngineHost]:
+async def host_at(address: str, fake: FakeEngine) -> AsyncIterator[ServiceHost]:
     """A host in this process, so that the engine behind it can be watched; leaving kills it as SIGKILL would."""
-    host = EngineHost(fake, bind(address))
+    host = ServiceHost(ENGINE, fake, bind(address))
     serving = asyncio.create_task(host.serve())
     try:
         yield host
@@ -97,7 +100,7 @@ async def test_only_the_user_may_connect(fake: FakeEngine, address: str, tmp_pat
 
 async def test_tcp(fake: FakeEngine) -> None:
     socket = bind("tcp://127.0.0.1:0")
-    host = EngineHost(fake, socket)
+    host = ServiceHost(ENGINE, fake, socket)
     client = EngineClient(socket.getsockopt_string(zmq.LAST_ENDPOINT))
     await client.start()
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
@@ -244,13 +247,13 @@ async def test_garbage_harms_nobody(
 ) -> None:
     async with host_at(address, fake):
         await client.start()
-        dealer = wire.context().socket(zmq.DEALER)
+        dealer = context().socket(zmq.DEALER)
         dealer.connect(address)
         for payload in (
             b"",
             b"\xc1",
             b"\x93\x01\x02\x03",
-            wire.encode(wire.Commands(1, [wire.Generate(1, request_for())])),
+            wire.encode(wire.Commands(1, [wire.Call(1, "generate", Raw(wire.encode(request_for())))])),
         ):
             dealer.send(payload)
         assert (await collect(client.generate(request_for(100))))[-1].finish_reason == "length"
@@ -265,7 +268,7 @@ async def test_messages_too_large_fail_alone(
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20_000)
     huge = replace(request_for(1, (5,) * 3_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=20))
     wide = [request_for(1, (500,) * 3_000) for _ in range(5)]
-    too_wide = request_for(1, (500,) * 5_000)
+    too_wide = request_for(1, (500,) * 7_000)
     image = MediaSpan(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(20_000))
     too_seen = replace(request_for(5), media=MediaSpans((image,)))
     too_raw = replace(request_for(5), media=MediaFiles("", (MediaInput(bytes(15_000)),) * 2))
@@ -300,7 +303,7 @@ async def test_a_bug_in_the_engine_is_a_failure_of_the_request(
 async def test_health_follows_the_engine_and_the_host_ends(
     fake: FakeEngine, address: str, client: EngineClient
 ) -> None:
-    host = EngineHost(fake, bind(address))
+    host = ServiceHost(ENGINE, fake, bind(address))
     serving = asyncio.create_task(host.serve())
     await client.start()
     await fake.close()

@@ -14,6 +14,7 @@ from engine.errors import EngineError, EngineFailure, InvalidRequest
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.process import wire
 from engine.process.attachments import attach, data_of, detach
+from engine.process.sockets import Buffer, LoopSocket
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import GenerateRequest, SamplingParams
 from protocol.internal import PrefillRequest, head_of, parts_of, pieces
@@ -24,8 +25,8 @@ ERRORS = [value for value in vars(engine.errors).values() if isinstance(value, t
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_every_error_keeps_its_type(cls: type[EngineError]) -> None:
     sent = cls("message", "field") if issubclass(cls, InvalidRequest) else cls("message")
-    batch = wire.decode_reports(wire.encode(wire.Reports(1, [wire.failed(7, sent)])))
-    report = batch.reports[0]
+    batch = wire.decode_replies(wire.encode(wire.Replies(1, [wire.failed(7, sent)])))
+    report = batch.replies[0]
     assert isinstance(report, wire.Failed)
     received = wire.error_of(report)
     assert type(received) is cls and str(received) == "message"
@@ -58,15 +59,26 @@ ELSEWHERE = Encoding(version=1, backend="trtllm", prompt="a", state=b"state")
 REQUESTS = [request_with(media) for media in (None, ELSEWHERE, FILES, spans(1), spans(3))]
 
 
+def packed(requests: list[GenerateRequest]) -> list[Buffer]:
+    """A batch of calls that take these requests, as frames."""
+    commands, frames = [], []
+    for key, request in enumerate(requests):
+        bare, parts = detach(request)
+        command, behind = wire.call(key, "generate", wire.encode(bare), parts, False)
+        commands.append(command)
+        frames += behind
+    return [wire.encode(wire.Commands(7, [*commands, wire.Cancel(1)])), *frames]
+
+
 def test_requests_come_with_their_images() -> None:
-    hello = wire.Hello(SharedBytes.of(b"1").reference)
-    commands: list[wire.Command] = [
-        hello,
-        *(wire.Generate(key, request) for key, request in enumerate(REQUESTS)),
-        wire.Abort(1),
+    frames = packed(REQUESTS)
+    generation, commands = wire.unpack(frames)  # type: ignore[arg-type] # as ZMQ hands them out, they are bytes
+    found = [
+        attach(msgspec.msgpack.decode(command.argument, type=GenerateRequest), wire.parts_of(command, parts))
+        for command, parts in commands
+        if isinstance(command, wire.Call)
     ]
-    frames = wire.pack(7, commands)
-    assert wire.unpack(frames) == wire.Commands(7, commands)
+    assert generation == 7 and found == REQUESTS and commands[-1] == (wire.Cancel(1), [])
     data = [part for request in REQUESTS for part in data_of(request)]
     assert not any(part in frames[0] for part in data), "the message itself has none of their bytes"
     assert all(any(part is frame for frame in frames) for part in data), "they are the same objects: nothing is copied"
@@ -75,9 +87,16 @@ def test_requests_come_with_their_images() -> None:
 @pytest.mark.parametrize(
     "change", [lambda frames: frames[:-1], lambda frames: [*frames, b"more"], lambda frames: frames[1:]]
 )
-def test_frames_that_do_not_belong_together_are_refused(change: Callable[[list[bytes]], list[bytes]]) -> None:
+def test_frames_that_do_not_belong_together_are_refused(change: Callable[[list[Buffer]], list[bytes]]) -> None:
     with pytest.raises(ValueError):
-        wire.unpack(change(wire.pack(1, [wire.Generate(1, REQUESTS[-1])])))
+        wire.unpack(change(packed([REQUESTS[-1]])))
+
+
+def test_references_to_parts_that_do_not_exist_are_refused() -> None:
+    memory = SharedBytes.of(b"1")
+    command = wire.Call(1, "generate", msgspec.Raw(b""), 1, {7: memory.reference})
+    with pytest.raises(ValueError, match="belongs to no part"):
+        wire.parts_of(command, [])
 
 
 _heads = msgspec.msgpack.Decoder(PrefillRequest)
@@ -103,7 +122,7 @@ async def test_large_frames_are_sent_as_they_are() -> None:
     sender = zmq.Context.instance().socket(zmq.PAIR)
     receiver = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
-    link = wire.LoopSocket(sender, lambda frames: None)
+    link = LoopSocket(sender, lambda frames: None)
     try:
         data = bytes(128 << 20)
         began = time.thread_time()

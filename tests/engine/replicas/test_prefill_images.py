@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from engine.admission import AdmissionEngine
-from engine.base import DeltaIterator
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION, handoff_of
 from engine.handoff import encode as encode_handoff
+from engine.kit.stream import DeltaStream
 from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.replicas.peers import block_keys
 from engine.replicas.prefill_engine import DisaggregatedEngine
@@ -57,9 +57,9 @@ class Asked:
         self.requests: list[GenerateRequest] = []
         original = engine.generate
 
-        def generate(request: GenerateRequest) -> DeltaIterator:
+        def generate(request: GenerateRequest) -> DeltaStream:
             self.requests.append(request)
-            stream: DeltaIterator = original(request)
+            stream: DeltaStream = original(request)
             return stream
 
         monkeypatch.setattr(engine, "generate", generate)

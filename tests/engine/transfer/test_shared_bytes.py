@@ -28,7 +28,9 @@ from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.embedded.vision.process import EncoderProcess
 from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
 from engine.media import EncodedMedia, MediaInput, MediaSpan, MediaSpans
-from engine.process.child import EngineProcess, wire
+from engine.process import wire
+from engine.process.attachments import attach, detach
+from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.replicas.encode_answers import EmbeddingStore, decode_embeddings, fetch
 from engine.transfer import shared_bytes
@@ -163,14 +165,13 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
 
 def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
     request = request_of(b"few", SharedBytes.of(CONTENT), b"more", SharedBytes.of(CONTENT[::-1]))
-    for shares, frames in ((True, 3), (False, 5)):
-        packed = wire.pack(3, [wire.Generate(1, request)], shares)
-        assert len(packed) == frames
-        (command,) = wire.unpack([bytes(frame) for frame in packed]).commands
-        assert isinstance(command, wire.Generate)
-        found = [bytes(readable(image.data)) for image in command.request.spans]
-        assert found == [b"few", CONTENT, b"more", CONTENT[::-1]]
-        assert (wire.largest(request, shares) > 2 * SHARED_FROM) == (not shares)
+    bare, parts = detach(request)
+    for shares, count in ((True, 2), (False, 4)):
+        command, frames = wire.call(1, "generate", wire.encode(bare), parts, shares)
+        assert len(frames) == count
+        images = attach(bare, wire.parts_of(command, [bytes(frame) for frame in frames])).spans
+        assert [bytes(readable(image.data)) for image in images] == [b"few", CONTENT, b"more", CONTENT[::-1]]
+        assert (wire.largest(command, frames) > 2 * SHARED_FROM) == (not shares)
 
 
 @pytest.mark.parametrize("inline", [False, True])
@@ -226,7 +227,7 @@ async def engine(folder: Path) -> AsyncIterator[EngineClient]:
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
-    assert client._shares and process.pid is not None
+    assert client.shares_memory and process.pid is not None
     client.host = process.pid  # type: ignore[attr-defined]
     yield client
     await client.close()

@@ -260,19 +260,21 @@ async def test_metrics_show_how_long_loading_took_and_the_size_of_things() -> No
 
 HANGING = """
 import sys, threading
+from dataclasses import replace
 from engine.process import host
+from engine.process.engine_service import ENGINE
 from engine.trtllm import library
 
-host.more_stop_seconds = lambda config: 0.0
 library.shutdown = lambda llm: threading.Event().wait()
 library.is_alive = lambda llm: False
-sys.exit(host.main())
+sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 """
 
 
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
     """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
-    options = HostOptions(TrtllmConfig(model=str(folder)), f"ipc://{tmp_path}/engine.sock", "info")
+    config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
+    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}
     process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     try:

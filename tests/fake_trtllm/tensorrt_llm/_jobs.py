@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from engine.base import DeltaIterator, Engine
+from engine.base import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.kit import logits
-from engine.kit.stream import merge
+from engine.kit.stream import DeltaStream, merge
 from engine.media import MediaSpan
 from engine.types import Delta, GenerateRequest, TokenLogprobs
 from tensorrt_llm._errors import RequestError
@@ -39,7 +39,7 @@ class Job:
     begun: bool = False
     fault: str | None = None
     """What it is to fail of, in time."""
-    streams: list[DeltaIterator] = field(default_factory=list)
+    streams: list[DeltaStream] = field(default_factory=list)
 
     @property
     def id(self) -> int:

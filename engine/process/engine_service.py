@@ -1,0 +1,36 @@
+"""The engine as a hosted service."""
+
+from engine.base import Engine
+from engine.config import EngineConfig, create_engine, more_stop_seconds
+from engine.kv_events import KvEvent
+from engine.process.attachments import attach, detach
+from engine.process.service import Interface, Method, Topic
+from engine.stats import IterationStats
+from engine.types import Delta, EngineInfo, GenerateRequest
+
+_STATS_SECONDS = 0.1
+"""Each report wakes five threads of two processes, which a step on a few cores feels."""
+
+ENGINE: Interface[EngineConfig, Engine] = Interface(
+    name="engine.process.engine_service:ENGINE",
+    noun="engine",
+    config=EngineConfig,
+    create=create_engine,
+    info=EngineInfo,
+    methods={
+        "generate": Method(
+            GenerateRequest,
+            Delta,
+            lambda engine, request: engine.generate(request),
+            detach,
+            attach,
+            too_large="the prompt, images included, is too large",
+            parameter="prompt",
+        )
+    },
+    topics={
+        "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
+        "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
+    },
+    more_stop_seconds=more_stop_seconds,
+)

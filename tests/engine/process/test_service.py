@@ -1,0 +1,97 @@
+"""Any service can be hosted: one that is no engine, with calls that have one result, in a process of its own."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.process import wire
+from engine.process.child import ServiceProcess
+from engine.transfer.shared_bytes import SharedBytes
+from tests.support.greeting import GREETER, GreeterClient, GreeterConfig, Greeting, Person
+
+
+async def until(found: list[int], wanted: int) -> None:
+    async with asyncio.timeout(5):
+        while found[-1:] != [wanted]:  # noqa: ASYNC110 - a list has no event
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[ServiceProcess]:
+    process = ServiceProcess(GREETER, GreeterConfig("hello"))
+    await process.start()
+    yield process
+    await process.close()
+
+
+@pytest.fixture
+async def client(process: ServiceProcess) -> AsyncIterator[GreeterClient]:
+    client = GreeterClient(GREETER, process.address, process.wait_failed)
+    await asyncio.wait_for(client.start(), 15)
+    yield client
+    await client.close()
+
+
+async def test_calls_have_results_and_errors_keep_their_types(client: GreeterClient) -> None:
+    assert client.info.greeting == "hello" and client.info.started and client.healthy
+    assert await asyncio.gather(*(client.greet(Person(name)) for name in "abc")) == [
+        Greeting(f"hello, {name}") for name in "abc"
+    ]
+    with pytest.raises(InvalidRequest, match="needs a name") as caught:
+        await client.greet(Person(""))
+    assert caught.value.param == "name"
+    with pytest.raises(EngineFailure, match="internal error of the greeter"):
+        await client.greet(Person("bug"))
+    with pytest.raises(InvalidRequest, match="the request is too large"):
+        await client.greet(Person("x" * wire.MAX_MESSAGE_BYTES))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_parts_travel_beside_the_call(client: GreeterClient, shared: bool) -> None:
+    picture = bytes(1 << 20)
+    data = SharedBytes.of(picture) if shared else picture
+    assert await client.greet(Person("a", data)) == Greeting("hello, a", len(picture))
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_service(client: GreeterClient) -> None:
+    counts: list[int] = []
+    client.watch(counts)
+    calls = [asyncio.create_task(client.greet(Person("Godot"))) for _ in range(3)]
+    await until(counts, 3)
+    calls[0].cancel()
+    await until(counts, 2)
+    await client.close()
+    for call in calls[1:]:
+        with pytest.raises(EngineNotReady, match="the greeter is closing"):
+            await call
+
+
+async def test_a_killed_process_fails_its_calls_and_the_next_one_answers(
+    process: ServiceProcess, client: GreeterClient
+) -> None:
+    counts: list[int] = []
+    client.watch(counts)
+    call = asyncio.create_task(client.greet(Person("Godot")))
+    await until(counts, 1)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="the greeter process was lost"):
+        await call
+    with pytest.raises(EngineNotReady):
+        await client.greet(Person("a"))
+    await until(counts, 0)
+    assert await client.greet(Person("a")) == Greeting("hello, a")
+
+
+async def test_one_that_cannot_start_says_why() -> None:
+    process = ServiceProcess(GREETER, GreeterConfig(""))
+    await process.start()
+    try:
+        with pytest.raises(EngineFailure, match=r"the greeter process failed to start[^$]*there is no greeting"):
+            await GreeterClient(GREETER, process.address, process.wait_failed).start()
+    finally:
+        await process.close()
