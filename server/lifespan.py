@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
-from engine.config import create_engine
+from engine.create import create_engine
 from engine.errors import EngineFailure
 from engine.kit.tasks import all_of
 from engine.process.child import EngineProcess

@@ -47,13 +47,13 @@ class FakeEncoder:
     async def start(self) -> None:
         self._started = True
 
-    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is closed" if self._closed else "the encoder has not started")
-        for image in images:
-            if not image.data.startswith(_SIGNATURES):
+        for file in media:
+            if not file.data.startswith(_SIGNATURES):
                 raise InvalidRequest("an image cannot be decoded", "image")
-        work = asyncio.create_task(asyncio.sleep(self._seconds * len(images)))
+        work = asyncio.create_task(asyncio.sleep(self._seconds * len(media)))
         self._running.add(work)
         try:
             await asyncio.wait({work})
@@ -62,15 +62,15 @@ class FakeEncoder:
             self._running.discard(work)
         if work.cancelled():
             raise EngineNotReady("the encoder is closing")
-        self.encoded += len(images)
-        return [self._encode(image) for image in images]
+        self.encoded += len(media)
+        return [self._encode(file) for file in media]
 
     async def close(self) -> None:
         self._closed = True
         for work in self._running:
             work.cancel()
 
-    def _encode(self, image: MediaInput) -> EncodedMedia:
-        seed = blake3(image.detail.encode()).update(image.data)
+    def _encode(self, file: MediaInput) -> EncodedMedia:
+        seed = blake3(file.detail.encode()).update(file.data)
         data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
         return EncodedMedia(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")

@@ -91,8 +91,6 @@ class TrtllmEngine:
         threading.Thread(target=self._watch, args=(self._llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        if self._config.role == "decode" and request.handoff is None and not request.prefill_locally:
-            return DeltaStream.failed(InvalidRequest("a decode replica needs a handoff", "handoff"))
         try:
             self._check(request)
             return (

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
@@ -41,7 +41,7 @@ def load(config: TrtllmConfig) -> Any:
         ) from cause
     limit_pixels(config.max_image_pixels)
     try:
-        if config.role == "encode":
+        if isinstance(config, TrtllmEncoderConfig):
             return MultimodalEncoder(**{**arguments, "model": config.model})
         # What is null is for the class to take as it is: the function would make a nested configuration of it, and cannot.
         classes = update_llm_args_with_extra_dict(

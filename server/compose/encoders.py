@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from engine.config import EncoderConfig
+from engine.config import EncoderConfig, TrtllmEncoderConfig
 from engine.encoder import Encoder, PromptEncoder
 from engine.errors import EngineFailure
 from engine.replicas.encode_answers import EmbeddingStore, open_arena
@@ -52,12 +52,11 @@ def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorR
     if settings.engine != "trtllm":
         return None
     if settings.disaggregation_mode == "encode":
-        from engine.config import TrtllmConfig  # noqa: PLC0415
         from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415
         from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
 
         config = engine_config(settings, folder)
-        assert isinstance(config, TrtllmConfig)
+        assert isinstance(config, TrtllmEncoderConfig)
         if settings.engine_process:
             return HostedEncoder(config, settings.engine_address, settings.log_level)
         return TrtllmEncoder(config)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.base import Engine
 from engine.checkpoints.facts import read_model_facts
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.sampling import Limits
@@ -68,13 +68,11 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         found = engine_args.effective(settings)
         for name, reason in found.ignored.items():
             log.warning("the argument %s is ignored: %s", name, reason)
-        role = settings.disaggregation_mode
-        assert role != "router", "a router has no engine"
         arguments = dict(found.arguments)
-        return TrtllmConfig(
+        kind = TrtllmEncoderConfig if settings.disaggregation_mode == "encode" else TrtllmConfig
+        return kind(
             model=str(folder),
             backend=arguments.pop("backend", settings.backend),
-            role=role,
             max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
             processors=_processors(settings, folder),

@@ -91,7 +91,6 @@ def engine_probe(engine: Engine, role: str) -> Probe:
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             cache_salt=CACHE_SALT,
             prefill_only=role == "prefill",
-            prefill_locally=role == "decode",
         )
         async with aclosing(engine.generate(request)) as stream:
             await anext(stream)

@@ -268,7 +268,7 @@ async def test_the_context_goes_on_into_tensorrt_llm(
 
     monkeypatch.setattr(trt.LLM, "generate_async", noting)
     engine = TrtllmEngine(
-        TrtllmConfig(model=str(tmp_path), role="aggregated", arguments={"enable_iter_perf_stats": True})
+        TrtllmConfig(model=str(tmp_path), arguments={"enable_iter_perf_stats": True})
     )
     await engine.start()
     try:

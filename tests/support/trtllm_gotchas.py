@@ -54,9 +54,7 @@ def arguments_of(role: str, override: dict[str, Any] | None = None) -> dict[str,
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, role: Any = "aggregated", **arguments: Any) -> AsyncIterator[TrtllmEngine]:
-    async with TrtllmEngine(
-        TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments))
-    ) as engine:
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), arguments=arguments_of(role, arguments))) as engine:
         yield engine
 
 

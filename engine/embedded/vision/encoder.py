@@ -74,11 +74,11 @@ class EmbeddedEncoder:
         self._process, self._info = await EncoderProcess.start(self._options)
         self._supervisor = asyncio.create_task(self._supervise(self._process), name="image-encoder")
 
-    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is starting, restarting or closing")
         loop = asyncio.get_running_loop()
-        jobs = [_Job(image, loop.create_future()) for image in images]
+        jobs = [_Job(image, loop.create_future()) for image in media]
         self._waiting.extend(jobs)
         self._wake.set()
         try:
