@@ -7,7 +7,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineDied
-from engine.replicas.routing.upstream import Connection, Header, UpstreamError
+from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from routers.generate import disconnect
 
 REPLICA_HEADER = b"x-trellis-replica"
@@ -16,7 +16,7 @@ _HOP_BY_HOP = frozenset(
     | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
 )
 _MADE_ANEW = frozenset({b"content-length", b"date", b"server", b"host", b"x-request-id", REPLICA_HEADER})
-_MAX_ANSWER = 256 << 20
+MAX_ANSWER = 256 << 20
 """Bytes of an answer that is no stream: it is kept until it is whole."""
 
 
@@ -30,18 +30,6 @@ def end_to_end(headers: Iterable[Header]) -> list[Header]:
 
 def is_stream(headers: Iterable[Header]) -> bool:
     return any(name == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in headers)
-
-
-async def whole(connection: Connection) -> bytes:
-    """A body to its end. Raises UpstreamError."""
-    parts: list[bytes] = []
-    size = 0
-    while chunk := await connection.chunk():
-        parts.append(chunk)
-        size += len(chunk)
-        if size > _MAX_ANSWER:
-            raise UpstreamError("its answer is too long")
-    return b"".join(parts)
 
 
 class WholeAnswer(Response):
@@ -60,7 +48,7 @@ class Relay(Response):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ReplicaConnection,
         first: bytes,
         headers: list[Header],
         ends: Callable[[str], None],
@@ -101,7 +89,7 @@ class Relay(Response):
                     else:
                         rest += chunk
                 chunk = await self._connection.chunk()
-        except UpstreamError:
+        except ConnectionFailed:
             if gone.done():
                 return "cancelled"
             error = self._render_error(EngineDied("The replica was lost while it answered."))

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, TypedDict, cast
 from fastapi import Depends, Request
 
 from engine.admission import AdmissionEngine
-from engine.encoder import Encoder, PromptEncoder
+from engine.encoder import Encoder
 from engine.errors import EngineNotReady
 from engine.replicas.encode_service import EncodeService
 from engine.replicas.routing.fleet import Fleet
@@ -68,9 +68,7 @@ class Replica:
     images: MediaPrompts | None = None
     """What puts images into chats; set, if the model takes any, with the processor."""
     encoder: Encoder | None = None
-    """What makes embeddings of the images in chats, here or elsewhere; set, if there is one, before the engine is."""
-    prompt_encoder: PromptEncoder | None = None
-    """The same for a backend that encodes by itself (TensorRT-LLM) and has encode replicas."""
+    """Encodes the images of chats, here or elsewhere; set, if there is one, before the engine is."""
     encoding: EncodeService | None = None
     """What encodes images for other replicas. Set before the engine is, if there is to be one."""
     router: RequestRouter | None = None

@@ -27,7 +27,7 @@ HOMES = {
     "pydantic_settings": ("server/settings", "server/cli.py"),
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
-    "httpx": ("engine/replicas", "multimodal/media"),
+    "httpx": ("multimodal/media",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),

@@ -22,9 +22,9 @@ from engine.kit.checks import check_prompt
 from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
 from engine.media import Unexpanded
-from engine.replicas.ask import Lease
-from engine.replicas.peers import Observer
-from engine.replicas.pool import PeerPool, is_final
+from engine.replicas.ask import RemoteAnswer
+from engine.replicas.prefill_pool import PrefillPool
+from engine.replicas.remote import RemoteObserver, is_final
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
 from protocol.internal import PrefillInfo
@@ -42,7 +42,7 @@ class DisaggregatedEngine:
     """
 
     def __init__(
-        self, local: Engine, pool: PeerPool, model_name: str, min_tokens: int | None, observer: Observer
+        self, local: Engine, pool: PrefillPool, model_name: str, min_tokens: int | None, observer: RemoteObserver
     ) -> None:
         self.local = local
         self.pool = pool
@@ -140,7 +140,7 @@ class _Run:
             log.exception("a request failed on its way to prefill or back")
             self.stream.fail(EngineFailure(f"the hand-over failed: {type(error).__name__}"))
 
-    async def _prefilled(self) -> Lease[Handoff] | None:
+    async def _prefilled(self) -> RemoteAnswer[Handoff] | None:
         """The lease; None if no peer could, and the prompt may be computed here."""
         try:
             return await self._engine.pool.prefill(self._request, self._engine.common)
@@ -150,7 +150,7 @@ class _Run:
             log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
             return None
 
-    async def _go_on(self, lease: Lease[Handoff]) -> None:
+    async def _go_on(self, lease: RemoteAnswer[Handoff]) -> None:
         """From the first token, which is here, to the local engine's first delta, or the peer's last word."""
         first, lost = lease.handoff.first, ""
         ended = asyncio.create_task(lease.ended())
@@ -163,7 +163,7 @@ class _Run:
         finally:
             ended.cancel()
             await asyncio.wait({ended})
-            await lease.aclose()
+            lease.close()
         if lost:
             await self._recover(lease.handoff, lost)
 

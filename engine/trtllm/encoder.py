@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from engine.config import TrtllmEncoderConfig
-from engine.encoder import ImageInput
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.media import Encoding, MediaInput

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine import trace
-from engine.encoder import PromptEncoder
+from engine.encoder import Encoder
 from engine.errors import InvalidRequest
 from engine.kit.tasks import all_of
-from engine.media import MediaFiles, MediaInput
+from engine.media import Encoding, MediaFiles, MediaInput
 from multimodal.errors import RequestError
 from multimodal.media.loader import MediaLoader
 from multimodal.text.messages import MediaRef, check_count
@@ -20,7 +20,7 @@ class BackendPrompts:
 
     marks: frozenset[str] = frozenset()
 
-    def __init__(self, loader: MediaLoader, max_images: int, encoder: PromptEncoder | None) -> None:
+    def __init__(self, loader: MediaLoader, max_images: int, encoder: Encoder | None) -> None:
         self._loader = loader
         self._max_images = max_images
         self._encoder = encoder
@@ -35,9 +35,11 @@ class BackendPrompts:
             return Prompt(ids, MediaFiles(text, tuple(media)))
         try:
             with trace.span("encode"):
-                return Prompt(ids, await self._encoder.encode(text, media))
+                encoding = await self._encoder.encode(media, text)
         except InvalidRequest as error:
             raise RequestError(str(error), "messages", "invalid_image") from error
+        assert isinstance(encoding, Encoding), "the backend's own"
+        return Prompt(ids, encoding)
 
     async def aclose(self) -> None:
         await self._loader.aclose()

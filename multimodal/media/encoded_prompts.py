@@ -82,9 +82,11 @@ class EncodedPrompts:
             raise QueueFull("too many images wait to be encoded already")
         self._waiting += size
         try:
-            (encoded,) = await self._encoder.encode([media])
+            found = await self._encoder.encode([media])
         finally:
             self._waiting -= size
+        assert isinstance(found, list), "encoded without its prompt"
+        (encoded,) = found
         self._cache.put(key, encoded)
         return encoded
 

@@ -4,11 +4,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
-from engine.replicas.routing.upstream import Header
 from multimodal.text.routed_prompts import RoutedPrompts
 from routers.state import Replica, RequestRouter
 from server.compose import engine as compose
@@ -29,7 +29,7 @@ async def add_router(
     stack.push_async_callback(fleet.close)
     await fleet.start()
     replica.checks["replicas"] = lambda: "" if fleet.healthy else "No replica is ready."
-    replica.peers["replica"] = lambda: (len(fleet.replicas), sum(one.available for one in fleet.replicas))
+    replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
     replica.router = RequestRouter(fleet, prompts, settings.session_header)
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from engine.base import Engine
-from engine.encoder import Encoder, PromptEncoder
+from engine.encoder import Encoder
 from engine.errors import EngineError
 from engine.media import MediaInput
 from engine.types import GenerateRequest, SamplingParams
@@ -98,20 +98,11 @@ def engine_probe(engine: Engine, role: str) -> Probe:
     return probe
 
 
-def encoder_probe(encoder: Encoder) -> Probe:
-    """One tiny image."""
+def encoder_probe(encoder: Encoder, prompt: str = "") -> Probe:
+    """Encode one tiny image, for which `prompt`, if the encoder needs one, has a placeholder."""
 
     async def probe() -> None:
-        await encoder.encode([MediaInput(tiny_image())])
-
-    return probe
-
-
-def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
-    """One tiny image of `prompt`, which has a placeholder for it."""
-
-    async def probe() -> None:
-        await encoder.encode(prompt, [MediaInput(tiny_image())])
+        await encoder.encode([MediaInput(tiny_image())], prompt)
 
     return probe
 

@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
             log.warning("%d requests are cut off", replica.running)
         if replica.images is not None:
             await replica.images.aclose()
-        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding, replica.router):
+        for part in (replica.engine, replica.encoder, replica.encoding, replica.router):
             if part is not None:
                 await part.close()
         await super().shutdown(sockets)

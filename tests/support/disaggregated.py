@@ -16,8 +16,9 @@ from engine.base import Engine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from engine.kit.stream import DeltaStream
-from engine.replicas.pool import PeerPool
+from engine.replicas.pool import R, ReplicaPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
+from engine.replicas.prefill_pool import PrefillPool
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
@@ -37,7 +38,7 @@ PROMPT = tuple(range(10, 80))
 
 
 class Seen:
-    """An `Observer` that remembers."""
+    """A `RemoteObserver` that remembers."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -118,7 +119,7 @@ async def decode_engine(
     """A started decode engine over a fake one."""
     seen = Seen()
     engine = DisaggregatedEngine(
-        FakeEngine(FakeConfig(**fake)), PeerPool(urls, secret, attempts, seen), model, min_tokens, seen
+        FakeEngine(FakeConfig(**fake)), PrefillPool(urls, secret, attempts, seen), model, min_tokens, seen
     )
     await engine.start()
     try:
@@ -134,6 +135,10 @@ async def pair(
     """The engine of a prefill replica, and a decode engine before it."""
     async with prefill_replica(**(prefill or {})) as (url, peer, _), decode_engine([url], **decode) as (engine, seen):
         yield peer, engine, seen
+
+
+def replica_at(pool: ReplicaPool[R], url: str) -> R:
+    return next(replica for replica in pool.replicas if replica.url == url)
 
 
 async def busy(engine: Engine) -> DeltaStream:

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.replicas.routing.events import SEQUENCE, Event
+from engine.replicas.routing.events import SEQUENCE, CacheEvent
 from engine.replicas.routing.load import Load
 from routers.state import Replica
 from tests.support.disaggregated import replica
@@ -113,15 +113,15 @@ def tokens_of(block_hash: int, size: int = 2) -> list[int]:
 
 
 class Seen:
-    """An `Observer` of a fleet, and a `Sink` of one replica's events, that remembers."""
+    """The `RoutingObserver` of a fleet, or the `EventHandler` of one replica's events, that remembers."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[CacheEvent] = []
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[tuple[int, str]] = Counter()
         self.overlaps: list[tuple[int, int, int]] = []
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: CacheEvent) -> None:
         self.events.append(event)
 
     def restarted(self) -> None:

@@ -35,7 +35,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEvent:
     """Blocks that can be reused from now on, each the child of the one before; the first that of `parent`, or of none."""
 
     hashes: tuple[int, ...]
@@ -52,22 +52,22 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovedEvent:
     hashes: tuple[int, ...]
     tier: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class ClearedEvent:
     """All blocks of a data-parallel rank are gone, those of every tier."""
 
     rank: int = 0
 
 
-Event = Stored | Removed | Cleared
+CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
-def decode(payload: bytes) -> list[Event]:
+def decode(payload: bytes) -> list[CacheEvent]:
     """The events of a message that say something of whole blocks of full attention on that replica. Raises ValueError for nonsense."""
     try:
         message = _decoder.decode(payload)
@@ -81,16 +81,16 @@ def decode(payload: bytes) -> list[Event]:
     return list(_events(message[1], rank))
 
 
-def _events(items: Iterable[Any], rank: int) -> Iterable[Event]:
+def _events(items: Iterable[Any], rank: int) -> Iterable[CacheEvent]:
     for item in items:
         fields = _fields(item)
         kind = fields.get("type")
         medium = fields.get("medium")
         tier = None if rank == 0 and medium in _DEVICE else (rank, None if medium in _DEVICE else str(medium))
         if kind == "AllBlocksCleared":
-            yield Cleared(rank)
+            yield ClearedEvent(rank)
         elif kind == "BlockRemoved":
-            yield Removed(_integers(fields.get("block_hashes")), tier)
+            yield RemovedEvent(_integers(fields.get("block_hashes")), tier)
         elif kind == "BlockStored" and _is_ours(fields):
             yield _stored(fields, tier)
 
@@ -109,7 +109,7 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     return local and fields.get("group_idx") in (0, None) and fields.get("kv_cache_spec_sliding_window") is None
 
 
-def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
+def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
     hashes, tokens, size = (
         _integers(fields.get("block_hashes")),
         _integers(fields.get("token_ids")),
@@ -123,7 +123,7 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
         raise ValueError("a token id is out of range")
     infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()
     media = tuple(None if not info else _frozen(info) for info in infos) if isinstance(infos, list) else ()
-    return Stored(
+    return StoredEvent(
         hashes[:whole],
         parent,
         tokens[: whole * size],

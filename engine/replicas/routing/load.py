@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 DECODING_SHARE = 1 / 8
-"""What a token that a running request has in the KV cache weighs beside one that is still to be computed: each step reads it."""
+"""Weight of a token in the KV cache of a running request, which each step reads, beside a token that is still to be computed."""
 UNKNOWN_TOKENS = 256
-"""Taken for a prompt that the router has not tokenised."""
+"""Assumed length of a prompt that the router has not tokenised."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Of one replica."""
+    """The work of one replica."""
 
     requests: int = 0
     prefilling: int = 0
@@ -24,7 +24,7 @@ class Load:
         return self.prefilling + self.held * DECODING_SHARE
 
 
-class Work:
+class Assignment:
     """One request at a replica, from `begin` to `end`; `answered` in between, once its first byte has come."""
 
     __slots__ = ("_ended", "_load", "_prefilling", "_prompt")

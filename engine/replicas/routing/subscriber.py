@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, Event, decode
+from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, CacheEvent, decode
 
 REPLAY_SECONDS = 1.0
 """How long a replay may be silent."""
@@ -29,10 +29,10 @@ _BATCH = 64
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
+class EventHandler(Protocol):
     """Who learns from the events."""
 
-    def apply(self, event: Event) -> None: ...
+    def apply(self, event: CacheEvent) -> None: ...
 
     def restarted(self) -> None:
         """What was said before holds no more: the replica is another one, or may be."""
@@ -50,9 +50,9 @@ class Sink(Protocol):
 class Subscriber:
     """Follows the publisher at `endpoint`, however often it goes and comes back. `replay` is where to ask again; empty: nowhere."""
 
-    def __init__(self, endpoint: str, replay: str, topic: str, sink: Sink) -> None:
+    def __init__(self, endpoint: str, replay: str, topic: str, handler: EventHandler) -> None:
         self._endpoint, self._replay, self._topic = endpoint, replay, topic.encode()
-        self._sink = sink
+        self._handler = handler
         self._expected = 0
         """Number of the next message."""
         self._replayed = -1
@@ -99,7 +99,7 @@ class Subscriber:
             except zmq.Again:
                 return
             if len(frames) != 3 or len(frames[1]) != SEQUENCE.size:
-                self._sink.malformed()
+                self._handler.malformed()
                 continue
             (number,) = SEQUENCE.unpack(frames[1])
             if number < self._expected:
@@ -107,7 +107,7 @@ class Subscriber:
                     continue
                 self._restart()
             if number > self._expected:
-                self._sink.gap(number - self._expected)
+                self._handler.gap(number - self._expected)
                 log.info("KV events of %s: expected message %d, got %d", self._endpoint, self._expected, number)
                 await self._recover(context)
             self._take(number, frames[2])
@@ -115,7 +115,7 @@ class Subscriber:
 
     def _restart(self) -> None:
         self._expected, self._replayed, self._no_replay_until = 0, -1, 0.0
-        self._sink.restarted()
+        self._handler.restarted()
 
     def _take(self, number: int, payload: bytes) -> None:
         """Have the sink learn from a message, unless it has."""
@@ -126,10 +126,10 @@ class Subscriber:
             events = decode(payload)
         except ValueError as error:
             log.warning("a message of KV events of %s makes no sense: %s", self._endpoint, error)
-            self._sink.malformed()
+            self._handler.malformed()
             return
         for event in events:
-            self._sink.apply(event)
+            self._handler.apply(event)
 
     async def _recover(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything from the expected message on. What nobody keeps any more stays missed."""
@@ -153,7 +153,7 @@ class Subscriber:
                 self._no_replay_until = time.monotonic() + NO_REPLAY_SECONDS
                 log.info("no replay of KV events at %s", self._replay)
         if count:
-            self._sink.replayed(count)
+            self._handler.replayed(count)
 
     @contextmanager
     def _socket(self, context: zmq.asyncio.Context, kind: int) -> Iterator[zmq.asyncio.Socket]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from engine.trtllm.encoding_engine import EncodingEngine
 
 from engine.config import TrtllmEncoderConfig
 from engine.create import create_engine
@@ -17,7 +18,6 @@ from engine.media import Encoding
 from engine.process.child import EngineProcess
 from engine.trtllm.disaggregation import EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
-from engine.trtllm.encoding_engine import EncodingEngine
 from engine.trtllm.hosted_encoder import HostedEncoder
 from engine.types import GenerateRequest, SamplingParams
 from tests.support.engine_cases import FAKE_TRTLLM

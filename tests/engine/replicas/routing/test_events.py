@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.replicas.routing import subscriber
-from engine.replicas.routing.events import SEQUENCE, Cleared, Removed, Stored, decode
+from engine.replicas.routing.events import SEQUENCE, ClearedEvent, RemovedEvent, StoredEvent, decode
 from engine.replicas.routing.subscriber import Subscriber
 from tests.support.routing import Seen, Sender, stored
 
@@ -23,17 +23,20 @@ def payload(*events: Any, rank: int | None = 0) -> bytes:
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
-        (stored([5, 6], 4, [1, 2, 3, 4]), Stored((5, 6), 4, (1, 2, 3, 4), 2)),
-        (["BlockStored", [5, 6], 4, [1, 2, 3, 4], 2], Stored((5, 6), 4, (1, 2, 3, 4), 2)),
-        (["BlockStored", [5], None, [1, 2], 2, None, "GPU", "adapter"], Stored((5,), None, (1, 2), 2, ("", "adapter"))),
-        ({**stored([5], None, [1, 2]), "cache_salt": "s"}, Stored((5,), None, (1, 2), 2, ("s", ""))),
-        ({**stored([5], None, [1, 2]), "medium": "CPU"}, Stored((5,), None, (1, 2), 2, tier=(0, "CPU"))),
-        (stored([5, 6], None, [1, 2, 3]), Stored((5,), None, (1, 2), 2)),
-        ({**stored([5], None, [1, 2]), "group_idx": 0}, Stored((5,), None, (1, 2), 2)),
-        ({"type": "BlockRemoved", "block_hashes": [-7]}, Removed((-7,))),
-        (["BlockRemoved", [7], "CPU"], Removed((7,), (0, "CPU"))),
-        ({"type": "AllBlocksCleared"}, Cleared()),
-        (["AllBlocksCleared"], Cleared()),
+        (stored([5, 6], 4, [1, 2, 3, 4]), StoredEvent((5, 6), 4, (1, 2, 3, 4), 2)),
+        (["BlockStored", [5, 6], 4, [1, 2, 3, 4], 2], StoredEvent((5, 6), 4, (1, 2, 3, 4), 2)),
+        (
+            ["BlockStored", [5], None, [1, 2], 2, None, "GPU", "adapter"],
+            StoredEvent((5,), None, (1, 2), 2, ("", "adapter")),
+        ),
+        ({**stored([5], None, [1, 2]), "cache_salt": "s"}, StoredEvent((5,), None, (1, 2), 2, ("s", ""))),
+        ({**stored([5], None, [1, 2]), "medium": "CPU"}, StoredEvent((5,), None, (1, 2), 2, tier=(0, "CPU"))),
+        (stored([5, 6], None, [1, 2, 3]), StoredEvent((5,), None, (1, 2), 2)),
+        ({**stored([5], None, [1, 2]), "group_idx": 0}, StoredEvent((5,), None, (1, 2), 2)),
+        ({"type": "BlockRemoved", "block_hashes": [-7]}, RemovedEvent((-7,))),
+        (["BlockRemoved", [7], "CPU"], RemovedEvent((7,), (0, "CPU"))),
+        ({"type": "AllBlocksCleared"}, ClearedEvent()),
+        (["AllBlocksCleared"], ClearedEvent()),
         ({**stored([5], None, [1, 2]), "group_idx": 1}, None),
         ({**stored([5], None, [1, 2]), "locality": "REMOTE"}, None),
         ({**stored([5], None, [1, 2]), "kv_cache_spec_sliding_window": 512}, None),
@@ -47,16 +50,16 @@ def test_messages_are_read(event: Any, expected: Any) -> None:
 
 def test_ranks_have_blocks_of_their_own() -> None:
     assert decode(payload(["AllBlocksCleared"], ["BlockRemoved", [1]], rank=2)) == [
-        Cleared(2),
-        Removed((1,), (2, None)),
+        ClearedEvent(2),
+        RemovedEvent((1,), (2, None)),
     ]
-    assert decode(payload(["AllBlocksCleared"], rank=None)) == [Cleared(0)]
+    assert decode(payload(["AllBlocksCleared"], rank=None)) == [ClearedEvent(0)]
 
 
 def test_images_are_told_apart() -> None:
     infos = [None, {"mm_objects": [{"mm_hash": 7, "offsets": [[0, 1]]}]}]
     (event,) = decode(payload({**stored([5, 6], None, [1, 2, 3, 4]), "block_mm_infos": infos}))
-    assert isinstance(event, Stored)
+    assert isinstance(event, StoredEvent)
     assert event.media[0] is None
     assert event.media[1] is not None
 
@@ -87,7 +90,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         events = decode(data)
     except ValueError:
         return
-    assert all(isinstance(event, Stored | Removed | Cleared) for event in events)
+    assert all(isinstance(event, StoredEvent | RemovedEvent | ClearedEvent) for event in events)
 
 
 @asynccontextmanager
@@ -103,7 +106,7 @@ async def following(sender: Sender, replays: bool = True) -> AsyncIterator[Seen]
 
 async def hashes_seen(seen: Seen, expected: list[int]) -> None:
     async with asyncio.timeout(8):
-        while [block for event in seen.events if isinstance(event, Stored) for block in event.hashes] != expected:  # noqa: ASYNC110
+        while [block for event in seen.events if isinstance(event, StoredEvent) for block in event.hashes] != expected:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -11,13 +11,14 @@ import hypothesis
 import hypothesis.strategies as st
 import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.errors import EngineFailure, EngineUnavailable
 from engine.replicas import ask as client
 from engine.replicas import pool as pool_module
-from engine.replicas.peers import LONGEST_PAUSE, Breaker, Prefixes, block_keys
-from engine.replicas.pool import PeerPool
+from engine.replicas.breaker import LONGEST_PAUSE, Breaker
+from engine.replicas.prefill_pool import PrefillPool, Prefixes, prompt_keys
 from protocol.internal import Frame, FrameReader, PrefillInfo, frame
 from server.metrics.peers import PeerMetrics
 from tests.support.disaggregated import (
@@ -29,37 +30,40 @@ from tests.support.disaggregated import (
     bare_peer,
     decode_engine,
     prefill_replica,
+    replica_at,
     request,
     tokens_of,
 )
 
 
-def test_the_breaker_waits_longer_after_each_failure_and_closes_at_success() -> None:
+def test_the_breaker_waits_longer_after_each_failure_until_a_success() -> None:
     now = 0.0
     breaker = Breaker(lambda: now)
-    assert breaker.closed and breaker.pause == 0
+    assert breaker.pause == 0
     pauses = []
     for _ in range(12):
         breaker.fail()
         breaker.fail()  # of another request, meanwhile
-        assert not breaker.closed
         pauses.append(breaker.pause)
         now += breaker.pause
-        assert breaker.pause == 0 and not breaker.closed, "a probe is due, and nothing else"
+        assert breaker.pause == 0
     assert pauses[0] < 1 and pauses[3] > 3 * pauses[0] and max(pauses) <= 1.2 * LONGEST_PAUSE
     breaker.succeed()
-    assert breaker.closed
     breaker.fail()
     assert breaker.pause < 1, "from the beginning"
 
 
 def test_block_keys_name_whole_prefixes() -> None:
     prompt = tuple(range(100))
-    keys = block_keys(prompt, 32, "")
-    assert len(keys) == 3 and len(block_keys(prompt[:96], 32, "")) == 2 and block_keys((), 32, "") == []
-    assert block_keys(prompt[:70], 32, "") == keys[:2]
-    assert not set(keys) & set(block_keys(prompt, 32, "salt"))
-    assert not set(keys) & set(block_keys((1, *prompt[1:]), 32, ""))
+
+    def keys_of(prompt: tuple[int, ...], salt: str = "") -> list[int]:
+        return prompt_keys(replace(request(prompt=prompt), cache_salt=salt), 32)
+
+    keys = keys_of(prompt)
+    assert len(keys) == 3 and len(keys_of(prompt[:96])) == 2 and keys_of(()) == []
+    assert keys_of(prompt[:70]) == keys[:2]
+    assert not set(keys) & set(keys_of(prompt, "salt"))
+    assert not set(keys) & set(keys_of((1, *prompt[1:])))
 
 
 def test_prefixes_are_bounded_and_their_ends_are_forgotten_first() -> None:
@@ -98,7 +102,7 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_peer_is_busier_than
         assert sorted(seen.by_peer.values()) == [5]
         await all_of(engine, request(prompt=tuple(range(10, 300))))
         assert sorted(seen.by_peer.values()) == [1, 5], "a new prompt goes to the one that was asked longest ago"
-        home = engine.pool._peers[max(seen.by_peer, key=seen.by_peer.__getitem__)]
+        home = replica_at(engine.pool, max(seen.by_peer, key=seen.by_peer.__getitem__))
         home.in_flight = 400
         await all_of(engine, request(prompt=(*shared, 7)))
         assert sorted(seen.by_peer.values()) == [2, 5]
@@ -177,19 +181,19 @@ async def test_a_peer_that_is_gone_leaves_no_series(
     metrics = PeerMetrics(registry, "fake", "prefill")
     metrics.answered("http://staying", "ok", 0.1)
     async with prefill_replica() as (url, _, _):
-        pool = PeerPool([url], SECRET, 1, metrics)
+        pool = PrefillPool([url], SECRET, 1, metrics)
         await pool.start()
         try:
-            mine = pool._peers[url].info
+            mine = replica_at(pool, url).info
             assert mine is not None
-            await (await pool.prefill(request(), mine)).aclose()
+            (await pool.prefill(request(), mine)).close()
             page = generate_latest(registry).decode()
             assert (
                 f'outcome="ok",peer="{url}"}} 1.0' in page
                 and f'available{{model_name="fake",peer="{url}"}} 1.0' in page
             )
-            (late,) = pool._peers.values()
-            pool._keep(set())
+            (late,) = pool.replicas
+            pool.update([])
             await asyncio.sleep(0.05)
             with pytest.raises(EngineFailure):  # as one that was with it when it went
                 await late.prefill([b"nonsense"], "late", [], 1)
@@ -210,13 +214,13 @@ async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monke
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    pool = PeerPool(["dns+http://prefill:1", "http://10.0.0.1:2"], SECRET, 1, Seen())
-    monkeypatch.setattr(pool_module, "SILENCE_SECONDS", 0.1)
+    pool = PrefillPool(["dns+http://prefill:1", "http://10.0.0.1:2"], SECRET, 1, Seen())
+    monkeypatch.setattr(pool_module, "FIRST_PROBE_SECONDS", 0.1)
     await pool.start()
 
     async def until(urls: set[str]) -> None:
         async with asyncio.timeout(2):
-            while pool._peers.keys() != urls:  # noqa: ASYNC110
+            while {replica.url for replica in pool.replicas} != urls:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     try:
@@ -225,6 +229,6 @@ async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monke
         await until({"http://127.0.0.2:1", "http://10.0.0.1:2"})
         addresses = None
         await asyncio.sleep(0.2)
-        assert len(pool._peers) == 2 and not pool.healthy(INFO), "what was known last stays"
+        assert pool.counts == (2, 0) and not pool.healthy(INFO), "what was known last stays"
     finally:
         await pool.close()
