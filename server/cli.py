@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings.replica import EngineArgsError, Settings, read_settings, role_shortage, visible_devices
+from server.roles import role_of, shortage
+from server.settings import EngineArgsError, Settings, read_settings
+from server.settings.environment import visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
 """What the first argument may be; `serve` is what is meant without."""
@@ -56,7 +58,7 @@ def _listing(settings: Settings) -> list[str]:
 
 def _check_servable(settings: Settings) -> None:
     """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
-    if (lacking_of_role := role_shortage(settings)) is not None:
+    if (lacking_of_role := shortage(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
     if settings.otel_endpoint:
         try:
@@ -65,7 +67,7 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
             ) from error
-    if settings.engine == "trtllm" and not settings.engine_address and settings.disaggregation_mode != "router":
+    if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
 

@@ -20,7 +20,10 @@ from engine.trtllm.arguments import Effective
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.process.serving import listen
-from server.settings.replica import DEFAULT_MODEL, EngineArgsError, Settings, role_shortage, visible_devices
+from server.roles import role_of
+from server.roles import shortage as role_shortage
+from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
+from server.settings.environment import visible_devices
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -167,8 +170,8 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
 
 def check_role(settings: Settings) -> Iterator[Finding]:
     """What a role other than the whole lacks, and does to arguments that have no other fault."""
-    role, lacking = settings.disaggregation_mode, role_shortage(settings)
-    if role == "aggregated" and lacking is None:
+    role, lacking = role_of(settings), role_shortage(settings)
+    if not role.needs and lacking is None:
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
     effects = [
@@ -178,7 +181,7 @@ def check_role(settings: Settings) -> Iterator[Finding]:
     ]
     effects += [f"ignores {name}" for name in found.ignored]
     if lacking is None:
-        yield Finding("ok", "; ".join([f"role {role}", *effects]))
+        yield Finding("ok", "; ".join([f"role {role.name}", *effects]))
     else:
         yield Finding(
             "problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica"

@@ -39,8 +39,8 @@ HOMES = {
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
-    "server/settings/replica.py": "the settings",
-    "engine/process/child.py": "hands it on to the engine's process, with thread settings that must be there before it starts",
+    "server/settings/environment.py": "beside pydantic-settings",
+    "engine/process/child.py": "passes it to child processes, with thread settings that must be set before they start",
 }
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]

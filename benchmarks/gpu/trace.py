@@ -24,8 +24,8 @@ from benchmarks.gpu.worker import measure
 from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
-from server.compose.engine import engine_config
-from server.settings.replica import read_settings
+from server.compose.config import engine_config
+from server.settings import read_settings
 
 
 def main() -> None:

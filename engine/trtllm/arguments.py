@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from engine.trtllm.llm_args import AutoDeployLlmArgs, TorchLlmArgs
 
 Backend = Literal["pytorch", "_autodeploy"]
-Role = Literal["aggregated", "prefill", "decode", "encode"]
 
 EVENT_BUFFER_SIZE = 100_000
 """KV-cache events that the engine keeps for the publisher, unless something else is set."""
@@ -60,12 +59,12 @@ class Effective:
         return value
 
 
-def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict[str, Any]:
-    """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time. An encoder
-    takes one request at a time.
-    """
-    if role == "encode":
-        return {"max_batch_size": 1}
+ENCODER_DEFAULTS = {"max_batch_size": 1}
+"""What we set for an encoder unless overridden: it takes one request at a time."""
+
+
+def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
+    """Return what we set for an engine unless overridden: no running request is evicted, and batch sizes are tuned at run time."""
     return {
         "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
         "scheduler_config": {
@@ -81,9 +80,15 @@ def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict
     }
 
 
-def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) -> Iterator[Layer]:
-    """What the role and the publisher need whatever is set. `arguments` are those of all layers before."""
-    if publish_kv_events and role != "encode":
+def forced(
+    arguments: Mapping[str, Any],
+    *,
+    role_arguments: Mapping[str, Any] | None = None,
+    moves_kv_blocks: bool = False,
+    publish_kv_events: bool = False,
+) -> Iterator[Layer]:
+    """Yield what the role and the publisher need, whatever is set. `arguments` are those of all layers before."""
+    if publish_kv_events:
         events = (
             {}
             if _get(arguments, "kv_cache_config", "event_buffer_max_size")
@@ -94,13 +99,13 @@ def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) ->
             {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})},
         )
     said = arguments.get("cache_transceiver_config") or {}
-    if role in ("prefill", "decode") and isinstance(said, Mapping):
+    if moves_kv_blocks and isinstance(said, Mapping):
         if not said.get("backend"):
             yield Layer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
         if "kv_transfer_timeout_ms" not in said:  # null is said, too: no limit
             yield Layer("role", {"cache_transceiver_config": {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}})
-    if role == "prefill":
-        yield Layer("role", {"disable_overlap_scheduler": True})
+    if role_arguments:
+        yield Layer("role", role_arguments)
 
 
 def merge(layers: Sequence[Layer]) -> Effective:
@@ -124,10 +129,10 @@ def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str
     return list(_contradictions(arguments))
 
 
-def taken(effective: Effective, role: Role, backend: str = "pytorch") -> Effective:
-    """What the role's class, `LLM` or `MultimodalEncoder`, is given of the arguments; the others are ignored."""
+def taken(effective: Effective, backend: str = "pytorch", *, encoder: bool = False) -> Effective:
+    """Return the arguments that `LLM`, or `MultimodalEncoder` for an `encoder`, is given; the others are ignored."""
     names = effective.arguments.keys()
-    if role == "encode":
+    if encoder:
         ignored = dict.fromkeys(sorted(names - set(ENCODER_TAKES)), "an encoder does not take it")
     else:
         refused = sorted(names & set(AUTODEPLOY_REFUSES)) if backend == "_autodeploy" else []

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from engine.trtllm.arguments import (
+    ENCODER_DEFAULTS,
     Effective,
     Layer,
     attention_dp_size,
@@ -20,7 +21,8 @@ from engine.trtllm.arguments import (
     problems,
     taken,
 )
-from server.settings.replica import EngineArgsError, Settings
+from server.roles import role_of
+from server.settings import EngineArgsError, Settings
 
 _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
@@ -45,21 +47,27 @@ class Parallelism:
 
 
 def effective(settings: Settings) -> Effective:
-    """All layers merged and checked, less what the role does not take; a router's are those of its replicas. Raises EngineArgsError."""
-    role = "aggregated" if settings.disaggregation_mode == "router" else settings.disaggregation_mode
+    """Return all layers merged and checked, without the arguments that the role does not take. Raises EngineArgsError."""
+    role = role_of(settings)
+    encoder = role.core == "encoder"
     layers = [
-        Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
+        Layer("default", ENCODER_DEFAULTS if encoder else defaults(settings.free_gpu_memory_fraction)),
         Layer("setting", _from_settings(settings)),
         Layer("EXTRA_ENGINE_ARGS", _from_file(settings)),
         Layer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
     ]
-    layers += forced(merge(layers).arguments, role, settings.publish_kv_events)
+    layers += forced(
+        merge(layers).arguments,
+        role_arguments=role.trtllm_arguments,
+        moves_kv_blocks=role.moves_kv_blocks,
+        publish_kv_events=settings.publish_kv_events and not encoder,
+    )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if role == "encode" else [])
+    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if encoder else [])
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
-    return taken(found, role, backend)
+    return taken(found, backend, encoder=encoder)
 
 
 def parallelism(settings: Settings) -> Parallelism:
@@ -81,7 +89,8 @@ def listing(settings: Settings) -> Iterator[str]:
         yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
     if settings.engine == "trtllm":
         found = effective(settings)
-        yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
+        name = "llmapi.MultimodalEncoder" if role_of(settings).core == "encoder" else "LLM"
+        yield f"# arguments of tensorrt_llm.{name}"
         for path, layer in sorted(found.origins.items()):
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         for name, reason in found.ignored.items():

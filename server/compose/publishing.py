@@ -1,4 +1,4 @@
-"""Starts the publisher of KV-cache events in one API process of a replica, and makes readiness and requests depend on it."""
+"""Settings to the publisher of KV-cache events, of which one API process of a replica has one."""
 
 import fcntl
 from contextlib import AsyncExitStack
@@ -6,18 +6,16 @@ from pathlib import Path
 
 from engine.base import Engine
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
-from routers.state import Replica
-from server.metrics.kv_events import KvEventMetrics
-from server.metrics.page import ServerMetrics
-from server.settings import Settings
+from server.compose.composition import Composition
+from server.metrics.kv_events import watch_publisher
 
 
-def publish_events(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, engine: Engine, stack: AsyncExitStack
-) -> None:
-    """Publish the events of a started engine, if that is wanted and no other process of the replica does, until `stack` is closed. Raises
-    EngineFailure if an address is taken."""
-    if not settings.publish_kv_events or not _elected(metrics.folder, stack):
+def publish_events(to: Composition, engine: Engine) -> None:
+    """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises EngineFailure if an
+    address is taken.
+    """
+    settings = to.settings
+    if not settings.publish_kv_events or not _elected(to.metrics.folder, to.stack):
         return
     publisher = Publisher(
         engine,
@@ -30,17 +28,19 @@ def publish_events(
             nats_subject=settings.nats_subject,
         ),
     )
-    stack.push_async_callback(publisher.close)
+    to.stack.push_async_callback(publisher.close)
     publisher.start()
-    replica.checks["kv_events"] = lambda: (
-        f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else ""
+    to.health.check(
+        "kv_events",
+        lambda: f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else "",
     )
-    metrics.watch(KvEventMetrics(metrics.registry, replica.model_name, publisher).update)
+    watch_publisher(to.metrics.polled, publisher)
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Whether this is the only process, or of those that share `folder` the first to ask. Its lock goes with it, so that the process that
-    replaces a lost one takes over."""
+    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock ends with the
+    process, so that its successor can publish.
+    """
     if folder is None:
         return True
     lock = stack.enter_context((folder / "publisher.lock").open("w"))

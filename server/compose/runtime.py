@@ -12,6 +12,7 @@ from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
 from routers.state import Replica
 from server import __version__
+from server.roles import role_of
 from server.settings import Settings
 
 _PACKAGES = ("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13")
@@ -21,10 +22,11 @@ _HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
 
 def runtime_of(settings: Settings, replica: Replica) -> Runtime:
     """What can be said now: facts of the engine are None before it has started, and where there is none."""
+    role = role_of(settings)
     publishes = settings.publish_kv_events and replica.has_engine
     runtime = Runtime(
-        role=settings.disaggregation_mode,
-        backend=settings.engine if settings.disaggregation_mode != "router" else None,
+        role=role.name,
+        backend=settings.engine if role.has_model else None,
         peers={name: Peers(known=known, available=available) for name, (known, available) in _counts(replica).items()},
         kv_events_port=_port(settings.kv_events_endpoint) if publishes else None,
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,

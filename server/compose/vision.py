@@ -10,15 +10,13 @@ from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
 from multimodal.text.prompt import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
-from routers.state import Replica
-from server.metrics.page import ServerMetrics
-from server.settings import Settings
+from server.compose.composition import Composition
+from server.metrics.embedding_cache import watch_cache
 
 
-def image_prompts(
-    settings: Settings, folder: Path | None, replica: Replica, tokenizer: Tokenizer, metrics: ServerMetrics
-) -> MediaPrompts | None:
-    """What the processor of this replica needs for images; None if the model takes none."""
+def image_prompts(to: Composition, folder: Path | None, tokenizer: Tokenizer) -> MediaPrompts | None:
+    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes none."""
+    settings, replica = to.settings, to.replica
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
@@ -28,11 +26,11 @@ def image_prompts(
         allow_private=settings.media_allow_private,
         local_folder=settings.allowed_local_media_path,
     )
-    if replica.encoder is not None:
+    if replica.encoder is not None and not replica.encoder.info.needs_prompt:
         hidden_size = replica.encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
-        metrics.watch_cache(cache)
+        watch_cache(to.metrics.polled, cache)
         return EncodedPrompts(replica.encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, replica.prompt_encoder)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, replica.encoder)
     return None

@@ -16,6 +16,7 @@ from engine.types import GenerateRequest, SamplingParams
 
 CACHE_SALT = "trellis-health-check"
 """Of the KV blocks of these requests, which no other request can then reuse."""
+OUTCOMES = ("ok", "failed", "timeout")
 _SIDE = 32
 _LONGEST_LOOK = 1.0
 
@@ -81,8 +82,8 @@ class Canary:
         self._reason = reason
 
 
-def engine_probe(engine: Engine, role: str) -> Probe:
-    """One token from `engine`, the way that a replica of this role computes."""
+def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
+    """Return a probe that computes one token."""
 
     async def probe() -> None:
         request = GenerateRequest(
@@ -90,7 +91,7 @@ def engine_probe(engine: Engine, role: str) -> Probe:
             prompt_token_ids=(1 % engine.info.vocab_size,),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             cache_salt=CACHE_SALT,
-            prefill_only=role == "prefill",
+            prefill_only=prefill_only,
         )
         async with aclosing(engine.generate(request)) as stream:
             await anext(stream)

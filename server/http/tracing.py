@@ -7,7 +7,6 @@ event loop. What is handed to its queue and its exporter is the same.
 """
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import trace
 from server import __version__
-from server.compose.engine import served_name
+from server.compose.model import served_name
+from server.roles import role_of
 from server.settings import Settings
 
 MAX_WAITING = 8192
@@ -40,9 +40,6 @@ CLOSE_SECONDS = 1.0
 _BATCH, _PAUSE_MS = 256, 500
 """Spans in one message, and the pause between messages while fewer wait."""
 _SEND_SECONDS = 5.0
-_SWITCH_SECONDS = (
-    0.0005  # how long the thread that sends keeps the interpreter from the event loop: a tenth of Python's default
-)
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
 
@@ -59,7 +56,7 @@ class Tracing:
         about = {
             "service.name": settings.otel_service_name,
             "service.version": __version__,
-            "trellis.role": settings.disaggregation_mode,
+            "trellis.role": role_of(settings).name,
             "trellis.engine": settings.engine,
             "gen_ai.request.model": served_name(settings),
         }
@@ -67,7 +64,6 @@ class Tracing:
         logging.getLogger("opentelemetry").setLevel(
             logging.CRITICAL
         )  # of a collector that is away it would say four lines a second
-        sys.setswitchinterval(_SWITCH_SECONDS)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
         self.queue = _Queue(self._exporter)
         self._sampler = TraceIdRatioBased(settings.otel_sample_ratio)

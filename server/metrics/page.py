@@ -6,7 +6,6 @@ them can show the sum. What the engine says of itself is not summed: each proces
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -16,10 +15,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
 from engine.types import EngineInfo
-from multimodal.media.cache import EmbeddingCache
-from routers.state import Replica
-from server.metrics.embedding_cache import CacheMetrics
 from server.metrics.engine import EngineCollector, InfoCollector
+from server.metrics.polled import Polled
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -47,14 +44,16 @@ class ServerMetrics:
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
         self._speed = 0.0
-        self._updates: list[Callable[[], None]] = []
-        self._queued = Gauge(
+        self._engine: AdmissionEngine | None = None
+        self.polled = Polled(self.registry, {"model_name": model_name})
+        """For numbers to be shown with the label model_name; cheap to read, since they are also read between pages."""
+        self.polled_unlabelled = Polled(self.registry, {})
+        self.polled.gauge(
             "trtllm_num_requests_queued",
-            "Sequences that wait in the API processes for their turn in the engine",
-            ["model_name"],
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        ).labels(model_name)
+            "Sequences that wait in the API processes for the engine",
+            lambda: self._engine.waiting if self._engine is not None else 0,
+            "livesum",
+        )
         self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds",
@@ -70,9 +69,8 @@ class ServerMetrics:
         )
 
     def render(self) -> bytes:
-        """The page in Prometheus' text format."""
-        for update in self._updates:
-            update()
+        """Return the page in Prometheus' text format."""
+        self._poll()
         source = self.registry if self.folder is None else MultiProcessCollector(CollectorRegistry(), str(self.folder))  # type: ignore[no-untyped-call]
         counted = list(source.collect())  # once, as it reads the files of all processes
         page = CollectorRegistry()
@@ -89,21 +87,14 @@ class ServerMetrics:
             page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
         return generate_latest(page)
 
-    def watch(self, update: Callable[[], None]) -> None:
-        """Have metrics of this process brought up to date by `update`, cheap, when a page is rendered and often in between."""
-        self._updates.append(update)
-
     @property
     def iteration(self) -> int:
         """Steps that the engine has made, as far as it has said."""
         return self._stats.iteration if self._stats is not None else 0
 
-    def watch_cache(self, cache: EmbeddingCache) -> None:
-        """Report on this process' embedding cache, at most one in its life."""
-        self.watch(CacheMetrics(self.registry, self._model_name, cache).update)
-
     async def watch_engine(self, engine: AdmissionEngine) -> None:
         """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
+        self._engine = engine
         self._info = engine.info
         self._step = Histogram(
             "trtllm_iteration_duration_seconds",
@@ -120,17 +111,19 @@ class ServerMetrics:
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
-    async def watch_loop(self, replica: Replica) -> None:
-        """Measure the event loop's lag, and note the length of the queue and what else is watched, until cancelled."""
+    async def watch_loop(self) -> None:
+        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until cancelled."""
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
             lag = max(time.perf_counter() - due, 0.0)
             self._lag.observe(lag)
             self._last_lag.set(lag)
-            self._queued.set(replica.engine.waiting if replica.engine is not None else 0)
-            for update in self._updates:  # for the pages that other processes render
-                update()
+            self._poll()
+
+    def _poll(self) -> None:
+        self.polled.update()
+        self.polled_unlabelled.update()
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats

@@ -13,7 +13,7 @@ from pathlib import Path
 def main() -> int:
     started = time.monotonic()
     from server.process import logs, serving  # noqa: PLC0415
-    from server.settings.replica import read_settings  # noqa: PLC0415
+    from server.settings import read_settings  # noqa: PLC0415
 
     descriptor, folder, *arguments = sys.argv[1:]
     settings = read_settings(arguments)

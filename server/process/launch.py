@@ -23,14 +23,17 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
+from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
 from engine.process.engine_service import ENGINE
 from engine.process.service import Interface
-from server.compose import engine as compose
+from server.compose.config import engine_config
+from server.compose.model import model_folder
 from server.http.errors import printable
+from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
-from server.process.tasks import background, in_thread, one_line
-from server.settings.replica import Settings, child_environment
+from server.settings import Settings
+from server.settings.environment import child_environment
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
@@ -94,8 +97,8 @@ class Launcher:
             return
         try:
             async with AsyncExitStack() as stack:
-                folder = await in_thread(partial(compose.model_folder, self._settings))
-                config = compose.engine_config(self._settings, folder)
+                folder = await in_thread(partial(model_folder, self._settings))
+                config = engine_config(self._settings, folder)
                 process = ServiceProcess(
                     _interface(config), config, self._address, self._settings.engine_on_death, self._settings.log_level
                 )

@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine import trace
 from server.http.errors import printable
-from server.settings.replica import provide
+from server.settings.environment import provide
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request that this task works for."""
@@ -59,6 +59,12 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info is not None:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
+
+
+def one_line(error: Exception) -> str:
+    """Return the first and the last line of an error: of the last words of a process, the last line is the error itself."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
 
 
 def _moment(record: logging.LogRecord) -> str:

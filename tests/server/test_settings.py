@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from engine.config import FakeConfig
 from server.cli import explain, main
-from server.compose.engine import engine_config
-from server.settings.replica import Settings, example, read_settings
+from server.compose.config import engine_config
+from server.settings import Settings, example, read_settings
 from tests.support.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]

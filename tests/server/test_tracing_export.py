@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-import server
+import server.http
 from server import cli
 from server.http import tracing
 from server.process.logs import JsonFormatter
@@ -97,7 +97,7 @@ def test_without_the_package_the_start_says_what_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "server.http.tracing", raising=False)
-    monkeypatch.delattr(server, "tracing", raising=False)
+    monkeypatch.delattr(server.http, "tracing", raising=False)
     assert cli.main(["--engine", "fake", "--otel-endpoint", "http://127.0.0.1:9"]) == 2
     assert "trellis[otel]" in capsys.readouterr().err
 

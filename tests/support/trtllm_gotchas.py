@@ -14,7 +14,7 @@ from engine.config import TrtllmConfig
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import GenerateRequest, SamplingParams
 from server.compose.engine_args import effective
-from server.settings.replica import read_settings
+from server.settings import read_settings
 from tests.support.trtllm import PROMPT, found, model_folder, trt  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]

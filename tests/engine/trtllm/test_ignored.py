@@ -9,9 +9,9 @@ import pytest
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.trtllm.arguments import AUTODEPLOY_REFUSES, ENCODER_TAKES
 from server.cli import main
-from server.compose.engine import engine_config
+from server.compose.config import engine_config
 from server.compose.engine_args import effective
-from server.settings.replica import EngineArgsError, read_settings
+from server.settings import EngineArgsError, read_settings
 
 CONTRACT = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text())
 
