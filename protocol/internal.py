@@ -24,7 +24,7 @@ ALIVE_SECONDS = 1.0
 SILENCE_SECONDS = 3.0
 """Silence after which a client takes the server for stuck."""
 MAX_MEDIA = 8
-"""Maximum number of files in one request to /encode. More files go to several replicas at once."""
+"""Maximum number of files in one request to /encode, unless they are those of a prompt."""
 MAX_MEDIA_BYTES = 32 << 20
 """Bytes of the files in one request to /encode. A single file may have more."""
 MAX_EMBEDDING_BYTES = 16 << 20

@@ -20,13 +20,13 @@ class EncodeService:
         self.info = encode_info(model_name, backend, encoder.info)
         self.served = 0
         """Number of requests answered."""
-        self._encoder = encoder
+        self.encoder = encoder
         self._store = store
         self._observer = observer
 
     @property
     def healthy(self) -> bool:
-        return self._encoder.healthy
+        return self.encoder.healthy
 
     @property
     def held(self) -> list[int]:
@@ -35,10 +35,10 @@ class EncodeService:
 
     async def encode(self, request: EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
         """Return the answer and what `free` has to be called with once it has been read. Raises as `Encoder.encode` does."""
-        if self._encoder.info.needs_prompt and not request.prompt:
+        if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
         started = time.perf_counter()
-        encoded = await self._encoder.encode(media, request.prompt)
+        encoded = await self.encoder.encode(media, request.prompt)
         self.served += 1
         self._observer.encoded(len(media), time.perf_counter() - started)
         return await self._store.put(encoded, request.inline)
@@ -47,5 +47,5 @@ class EncodeService:
         self._store.free(place)
 
     async def close(self) -> None:
-        await self._encoder.close()
+        await self.encoder.close()
         await self._store.close()

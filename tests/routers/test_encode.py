@@ -14,7 +14,7 @@ from engine.errors import EngineError, QueueFull
 from engine.fake.encoder import IMAGE_TOKEN_ID, PLACEHOLDER, FakeEncoder
 from engine.media import EncodedMedia, MediaInput
 from engine.replicas import encode_answers as embeddings
-from engine.replicas.encode_answers import decode_embeddings, fetch
+from engine.replicas.encode_answers import decode_answer, fetch
 from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
 from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo, FrameReader
@@ -35,7 +35,7 @@ async def answer_to(client: httpx.AsyncClient, images: Sequence[MediaInput], **f
     """Of an answer that holds nothing."""
     (found,) = FrameReader(1 << 24).feed((await post(client, body_of(images, **fields))).content)
     assert not found.failed, found.payload
-    return await fetch(decode_embeddings(found.payload), None, 1.0)
+    return await fetch(decode_answer(found.payload), None, 1.0)
 
 
 async def test_an_encode_replica_encodes_and_has_no_public_routes() -> None:
@@ -128,8 +128,8 @@ async def test_other_media_types_are_refused() -> None:
 
 def held(life: Replica) -> int:
     """Bytes that wait to be read."""
-    service: Any = life.encoding
-    return sum(place.size for place in service._store._arena.taken)
+    assert life.encoding is not None
+    return sum(life.encoding.held)
 
 
 @pytest.mark.parametrize("method", ["auto", "tcp"])
@@ -137,7 +137,7 @@ async def test_embeddings_are_read_from_the_replicas_memory_and_freed_with_the_a
     images = pages(3)
     async with replica("encode", encode_inline_kb=0) as (url, life), arena(method) as mine:
         async with leased(url, images) as lease:
-            assert held(life) == 3 * SIZE and not any(ref.data for ref in lease.handoff.images)
+            assert held(life) == 3 * SIZE and not any(media.data for media in lease.handoff.media)
             assert await fetch(lease.handoff, mine, 5.0) == await expected(images)
             assert held(life) == 3 * SIZE, "until the answer is closed"
         await until(lambda: not held(life), 0.5)
@@ -183,8 +183,8 @@ async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeyp
         assert await anext(answer.aiter_raw()) == bytes(4), "a sign of life"
         await answer.aclose()
         await until(lambda: not life.running, 0.5)
-        service: Any = life.encoding
-        assert service._encoder.encoded == 0
+        assert life.encoding is not None and isinstance(life.encoding.encoder, FakeEncoder)
+        assert life.encoding.encoder.encoded == 0
 
 
 async def test_without_room_they_come_within_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ async def test_without_room_they_come_within_the_answer(monkeypatch: pytest.Monk
 
 
 class Broken(FakeEncoder):
-    async def encode(self, images: Sequence[MediaInput]) -> list[EncodedMedia]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         await asyncio.sleep(0.2)
         raise ValueError("a bug")
 

@@ -10,9 +10,11 @@ import msgspec
 
 from engine.encoder import Encoder
 from engine.fake.encoder import FakeEncoder
+from engine.media import EncodedMedia, MediaInput
+from engine.process.attachments import detach_media
 from engine.replicas.ask import ENCODE, RemoteAnswer, ask
 from engine.replicas.client import ReplicaClient
-from engine.replicas.encode_answers import Embeddings
+from engine.replicas.encode_answers import EncodeAnswer
 from engine.replicas.encoders import EncodePool, EncoderPool
 from engine.transfer.arena import Arena
 from protocol.internal import VERSION, EncodeRequest, pieces
@@ -41,7 +43,7 @@ async def expected(images: Sequence[MediaInput]) -> list[EncodedMedia]:
 
 
 @asynccontextmanager
-async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[RemoteAnswer[Embeddings]]:
+async def leased(url: str, images: Sequence[MediaInput], **fields: Any) -> AsyncIterator[RemoteAnswer[EncodeAnswer]]:
     """What a replica hands over, held until the end."""
     headers = [(name.encode(), value.encode()) for name, value in BEARER.items()]
     lease = await ask(ReplicaClient(url), ENCODE, [body_of(images, **fields)], headers)

@@ -17,7 +17,7 @@ from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.kit.checks import ImageTokens, check_images, check_prompt
+from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.kit.spans import overlaps_of
 from engine.media import MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest
@@ -178,7 +178,7 @@ def check(*images: MediaSpan, takes: ImageTokens | None = TAKES) -> None:
         media=MediaSpans(images),
     )
     check_prompt(request, 10, 100)
-    check_images(request, takes)
+    check_embeddings(request, takes)
 
 
 def test_good_images_pass() -> None:

@@ -193,8 +193,8 @@ async def test_cached_prefixes_are_those_of_equal_images() -> None:
 
 
 def test_what_a_peer_is_known_to_have_depends_on_the_images() -> None:
-    def keys_of(*images: Image) -> list[int]:
-        return prompt_keys(replace(request(), images=images), 32)
+    def keys_of(*spans: MediaSpan) -> list[int]:
+        return prompt_keys(replace(request(), media=MediaSpans(spans)), 32)
 
     plain = keys_of()
     one, other, moved = keys_of(image("a", 40)), keys_of(image("b", 40)), keys_of(image("a", 41, 7))

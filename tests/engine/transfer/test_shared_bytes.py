@@ -32,7 +32,7 @@ from engine.process import wire
 from engine.process.attachments import attach, detach
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
-from engine.replicas.encode_answers import EmbeddingStore, decode_embeddings, fetch
+from engine.replicas.encode_answers import EmbeddingStore, decode_answer, fetch
 from engine.transfer import shared_bytes
 from engine.transfer.base import NotFromHere
 from engine.transfer.shared_bytes import (
@@ -184,7 +184,7 @@ async def test_from_one_replica_to_another(inline: bool) -> None:
         ]
         answer, place = await store.put(images, inline)
         assert (place is None) == inline
-        found = await fetch(decode_embeddings(answer), here, 5)
+        found = await fetch(decode_answer(answer), here, 5)
         assert [bytes(readable(image.data)) for image in found] == [CONTENT, b"few", CONTENT[::-1]]
         assert isinstance(found[0].data, SharedBytes) != inline, (
             "read from one arena to another, they can be shared again"

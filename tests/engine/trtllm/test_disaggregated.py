@@ -20,7 +20,7 @@ from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
-from tests.support.trtllm import found, handed_over, picture, trt  # noqa: F401 - a fixture for every test here
+from tests.support.trtllm import found, handed_over, picture, travelled, trt  # noqa: F401 - a fixture for every test here
 
 PROMPT = tuple(range(10, 80))
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
@@ -187,9 +187,9 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=".", arguments={"max_batch_size": 1}))
     await encoder.start()
     try:
-        assert encoder.healthy and encoder.load_seconds > 0
-        encoding = await encoder.encode("<image>", [picture()])
-        assert handoff.decode_encoding(handoff.encode(encoding)) == encoding
+        assert encoder.healthy
+        encoding = await encoder.encode([picture()], "<image>")
+        assert travelled(encoding) == encoding
         keywords = disaggregation.context_keywords(encoding)
         assert keywords["request_type"] == "context_only" and len(keywords["multimodal_hashes"]) == 1
         params = found("tensorrt_llm.llmapi.DisaggregatedParams")(

@@ -108,22 +108,22 @@ async def test_an_encoders_refusals_are_one_requests_while_it_runs(
             with monkeypatch.context() as patch:
                 patch.setattr(kind, "generate_async", raising(error))
                 with pytest.raises(expected):
-                    await encoder.encode("<image>", [picture()])
+                    await encoder.encode([picture()], "<image>")
         with monkeypatch.context() as patch:  # a result that fails, though the executor runs
             patch.setattr(
                 found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ"))
             )
             with pytest.raises(EngineFailure, match="lengths differ"):
-                await encoder.encode("<image>", [picture()])
-        assert encoder.healthy and (await encoder.encode("<image>", [picture()])).state
+                await encoder.encode([picture()], "<image>")
+        assert encoder.healthy and (await encoder.encode([picture()], "<image>")).state
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied):
-            await encoder.encode("<image>", [picture()])
+            await encoder.encode([picture()], "<image>")
         assert not encoder.healthy
     finally:
         await encoder.close()
     with pytest.raises(EngineNotReady):
-        await encoder.encode("<image>", [picture()])
+        await encoder.encode([picture()], "<image>")
 
 
 async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
-from engine.handoff import decode_encoding, decode_handoff, encode
+from engine.handoff import decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.trtllm import media
@@ -19,7 +19,7 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import IMAGE, handed_over, model_folder, picture
+from tests.support.trtllm import IMAGE, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running, until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
@@ -51,7 +51,7 @@ async def encoded(folder: Path, *files: bytes) -> Encoding:
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
-        return decode_encoding(encode(await encoder.encode(TEXT, [MediaInput(data) for data in files])))
+        return travelled(await encoder.encode([MediaInput(data) for data in files], TEXT))
     finally:
         await encoder.close()
 
