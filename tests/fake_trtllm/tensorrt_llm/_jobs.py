@@ -12,7 +12,7 @@ from engine.base import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.kit import logits
 from engine.kit.stream import DeltaStream, merge
-from engine.media import MediaSpan
+from engine.media import MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest, TokenLogprobs
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
@@ -102,7 +102,7 @@ class Job:
             prompt_token_ids=prompt,
             sampling=sampling,
             cache_salt=self.cache_salt,
-            images=self.images,
+            media=MediaSpans(self.images),
         )
         stream = engine.generate(request)
         self.streams.append(stream)
