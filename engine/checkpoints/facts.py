@@ -1,40 +1,219 @@
-"""What a model's folder says that the engine does not: sizes of its vocabulary and context, and the tokens that end a sequence."""
+"""The one reader of config.json and generation_config.json. It needs neither torch nor transformers, so any process may use it."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoints.families import FAMILIES, Config, VisionPart, family_of
 from engine.errors import EngineFailure
+from engine.kit.checks import ImageTokens
+
+_LANGUAGE_PARTS = ("text_config", "llm_config")
 
 
-@dataclass(frozen=True)
 class ModelFacts:
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    takes_images: bool = False
+    """What a model's configuration says; of a multimodal model its language part, unless a name says otherwise.
+
+    Values are checked when they are asked for: EngineFailure names the file and the key that are wrong.
+    """
+
+    def __init__(self, config: Config, generation: Config | None = None, folder: Path | str = "the model") -> None:
+        """From the contents of config.json and generation_config.json; `folder` is for messages alone."""
+        self.config = config
+        self._generation = generation or {}
+        self._folder = folder
+        self.model_type = self._kind(config, "model_type")
+        self.family = family_of(self.model_type)
+        self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
+        part = self._section(self._part) if self._part else config
+        vision = self.family.vision
+        self.text_type = self._kind(part, self._named("model_type")) if self._part or not vision else ""
+        if vision and not self.text_type:
+            self.text_type = vision.text_type
+        self.text_family = family_of(self.text_type)
+        defaults = self.text_family.defaults if self._part or vision else {}
+        self.text: Config = {**config, **defaults, **part, "model_type": self.text_type}
+        """Keys of the language part; behind them those of the whole, such as `quantization_config`."""
+
+    def completed(self, config: Config) -> "ModelFacts":
+        """The same model's facts, from its config.json after a library has put in its defaults."""
+        return ModelFacts(config, self._generation, self._folder)
+
+    def check(self) -> None:
+        """Read what every engine needs, so that a wrong folder is refused before its weights are loaded."""
+        _ = self.vocab_size, self.context_length, self.eos_token_ids
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self.integer("vocab_size")
+
+    @cached_property
+    def context_length(self) -> int:
+        return self.integer("max_position_embeddings")
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sequence: generation_config.json's, else config.json's."""
+        files = (("generation_config.json", self._generation), ("config.json", self.text))
+        for file, content in files:
+            value = content.get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(token_id) is not int for token_id in ids):
+                raise EngineFailure(
+                    f"eos_token_id in the {file} of {self._folder} must be a token id or a list of them, not {value!r}"
+                )
+            if ids:
+                return tuple(ids)
+        return ()
+
+    @property
+    def layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.integer("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        return self.integer("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """null in config.json means as many as `heads`."""
+        key = "num_key_value_heads"
+        return self.heads if key in self.text and self.text[key] is None else self.integer(key)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.heads if self.text.get("head_dim") is None else self.integer("head_dim")
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Parameters of the rotary embedding, `rope_theta` among them, however old the file is."""
+        theta = {"rope_theta": self.text["rope_theta"]} if "rope_theta" in self.text else {}
+        for key in ("rope_parameters", "rope_scaling"):
+            if self.text.get(key):
+                return theta | self._mapping(self.text[key], key)
+        return theta
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotary embedding."""
+        return self._number(self.rope.get("rope_theta") or self._value("rope_theta"), "rope_theta")
+
+    @property
+    def quantized(self) -> bool:
+        return self.text.get("quantization_config") is not None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images, whoever encodes them."""
+        return "vision_config" in self.config
+
+    @property
+    def no_images(self) -> str:
+        """Why the embedded engine cannot serve the model with images; empty if it can."""
+        if not self.takes_images:
+            return "the model takes no images"
+        vision = self.family.vision
+        if vision is None:
+            served = ", ".join(name for name, family in FAMILIES.items() if family.vision)
+            return (
+                f"images for models of type {self.model_type} are not supported: "
+                f"{self.family.no_images or 'only for ' + served}"
+            )
+        tower = self._section("vision_config").get("model_type", "") or next(iter(vision.tower_types), "")
+        if vision.tower_types and tower not in vision.tower_types:
+            served = " or ".join(vision.tower_types)
+            return f"images for {self.model_type} with a {tower} are not supported: only with {served}"
+        return ""
+
+    @property
+    def vision(self) -> VisionPart:
+        """How the embedded engine takes the model's images. Raises EngineFailure, which says why, if it cannot."""
+        if objection := self.no_images:
+            raise EngineFailure(objection)
+        assert self.family.vision is not None
+        return self.family.vision
+
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        """Where a prompt takes embeddings of images; None if the language part runs without images."""
+        vision = self.family.vision
+        if vision is None:
+            return None
+        keys = ("image_token_id", "image_token_index")
+        key = next((key for key in keys if self.config.get(key) is not None), "")
+        token_id = self.config[key] if key else vision.image_token_id
+        if type(token_id) is not int or token_id < 0:
+            raise self._wrong(key, "a token id", token_id)
+        merge = self._section("vision_config").get("spatial_merge_size", vision.merge) if vision.merge else 0
+        if vision.merge and (type(merge) is not int or merge < 1):
+            raise self._wrong("vision_config.spatial_merge_size", "a positive integer", merge)
+        return ImageTokens(token_id, self.hidden_size, merge)
+
+    def integer(self, key: str) -> int:
+        """A positive integer of the language part."""
+        value = self._value(key)
+        if type(value) is not int or value < 1:
+            raise self._wrong(self._named(key), "a positive integer", value)
+        return value
+
+    def number(self, key: str) -> float:
+        """A positive number of the language part."""
+        return self._number(self._value(key), key)
+
+    def _kind(self, section: Config, key: str) -> str:
+        kind = section.get("model_type") or ""
+        if not isinstance(kind, str):
+            raise self._wrong(key, "a string", kind)
+        return kind
+
+    def _number(self, value: object, key: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            raise self._wrong(self._named(key), "a positive number", value)
+        return value
+
+    def _value(self, key: str) -> object:
+        if self.text.get(key) is None:
+            raise EngineFailure(f"the config.json of {self._folder} has no {self._named(key)}")
+        return self.text[key]
+
+    def _section(self, key: str) -> Config:
+        return self._mapping(self.config.get(key) or {}, key)
+
+    def _mapping(self, value: object, key: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, "an object", value)
+        return dict(value)
+
+    def _named(self, key: str) -> str:
+        return f"{self._part}.{key}" if self._part else key
+
+    def _wrong(self, key: str, wanted: str, value: object) -> EngineFailure:
+        return EngineFailure(f"{key} in the config.json of {self._folder} must be {wanted}, not {value!r}")
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    """From config.json, of a multimodal model its language part, and generation_config.json. Raises EngineFailure."""
-    config = _read(folder / "config.json")
-    if not config:
+    """The facts of the model in `folder`. Raises EngineFailure."""
+    config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
+    if config is None:
         raise EngineFailure(f"{folder} has no config.json")
-    text = {**config, **(config.get("text_config") or {}), **(config.get("llm_config") or {})}
-    eos = _read(folder / "generation_config.json").get("eos_token_id")
-    eos = text.get("eos_token_id") if eos is None else eos
+    return ModelFacts(config, generation, folder)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None if there is no such file."""
     try:
-        return ModelFacts(
-            vocab_size=text["vocab_size"],
-            max_position_embeddings=text["max_position_embeddings"],
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            takes_images="vision_config" in config,
-        )
-    except KeyError as error:
-        raise EngineFailure(f"the config.json of {folder} has no {error.args[0]}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise EngineFailure(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise EngineFailure(f"{path} must hold a JSON object")
     return content

@@ -19,12 +19,9 @@ from engine.errors import EngineFailure
 from engine.process.engine_service import ENGINE
 from engine.process.service import Interface
 from engine.process.sockets import remove_socket_file
+from engine.process.supervisor import End, Supervisor
 from engine.process.wire import HostOptions
 
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 30.0
-_HEALTHY_SECONDS = 60.0
-"""How long a host must have served for its death to count as the first."""
 _STOP_SECONDS = 5.0
 """How long a host may take to stop once its input has ended."""
 _LAST_LINES, _LAST_CHARACTERS = 20, 16384
@@ -62,9 +59,8 @@ class ServiceProcess:
         self._stop_seconds = _STOP_SECONDS + interface.more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._failure: asyncio.Future[str] | None = None
-        self._pause = _FIRST_PAUSE
+        self._was_ready = False
+        self._supervision: asyncio.Task[str] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -72,29 +68,29 @@ class ServiceProcess:
         return None if self._host is None else self._host.process.pid
 
     async def start(self) -> None:
-        """Spawn the host. It is ready when an `EngineClient` has started; that fails if `wait_failed` returns first.
+        """Spawn the host. It is ready when a client has started; that fails if `wait_failed` returns first.
 
         Raises EngineFailure if the system cannot spawn a process.
         """
-        self._failure = asyncio.get_running_loop().create_future()
         try:
             self._host = await _Host.spawn(self._interface, self._options)
         except OSError as error:
-            raise EngineFailure(f"the {self._interface.noun} process cannot be spawned: {error}") from error
-        self._watcher = asyncio.create_task(
-            self._watch(self._host, self._failure), name=f"{self._interface.noun}-process"
-        )
+            raise EngineFailure(self._not_spawned(error)) from error
+        self._supervision = asyncio.create_task(Supervisor(self._live).run(), name=f"{self._interface.noun}-process")
 
     async def wait_failed(self) -> str:
         """Return the reason, with the host's last words, once this has given up."""
-        assert self._failure is not None, "not started"
-        return await asyncio.shield(self._failure)
+        assert self._supervision is not None, "not started"
+        await asyncio.wait([self._supervision])
+        if self._supervision.cancelled():
+            return await asyncio.get_running_loop().create_future()  # closed, not failed
+        return self._supervision.result()
 
     async def close(self) -> None:
         """Stop the host and remove the socket file. Safe at any time."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
+        if self._supervision is not None:
+            self._supervision.cancel()
+            await asyncio.wait([self._supervision])
         if self._host is not None:
             await self._host.stop(self._stop_seconds)
             self._host = None
@@ -103,28 +99,22 @@ class ServiceProcess:
             with contextlib.suppress(FileNotFoundError):
                 self._folder.rmdir()
 
-    async def _watch(self, host: "_Host", failure: asyncio.Future[str]) -> None:
-        was_ready = False
-        while True:
-            reason = await host.wait()
-            self._host = None
-            was_ready = was_ready or host.ready_at is not None
-            if not was_ready or self._on_death == "exit":
-                failure.set_result(reason)
-                return
-            if host.ready_at is not None and time.monotonic() - host.ready_at > _HEALTHY_SECONDS:
-                self._pause = _FIRST_PAUSE
-            self._host = host = await self._restart(reason)
-
-    async def _restart(self, reason: str) -> "_Host":
-        while True:
-            log.error("%s\nthe %s process is restarted in %.2g s", reason, self._interface.noun, self._pause)
-            await asyncio.sleep(self._pause)
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+    async def _live(self) -> End:
+        """See one host through, the one that `start` has spawned or a new one."""
+        if self._host is None:
             try:
-                return await _Host.spawn(self._interface, self._options)
+                self._host = await _Host.spawn(self._interface, self._options)
             except OSError as error:
-                reason = f"the {self._interface.noun} process cannot be spawned: {error}"
+                return End(self._not_spawned(error))
+        host = self._host
+        reason = await host.wait()
+        self._host = None
+        self._was_ready = self._was_ready or host.ready_at is not None
+        served = 0.0 if host.ready_at is None else time.monotonic() - host.ready_at
+        return End(reason, served, final=not self._was_ready or self._on_death == "exit")
+
+    def _not_spawned(self, error: OSError) -> str:
+        return f"the {self._interface.noun} process cannot be spawned: {error}"
 
 
 class EngineProcess(ServiceProcess):

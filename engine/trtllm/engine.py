@@ -73,6 +73,7 @@ class TrtllmEngine:
         """Blocks the event loop while the model loads: `LLM` starts its worker processes from the main thread, as NVIDIA's server does."""
         self._loop = asyncio.get_running_loop()
         self._facts = read_model_facts(Path(self._config.model))
+        self._facts.check()
         started = time.monotonic()
         self._llm = library.load(self._config)
         seconds = time.monotonic() - started
@@ -233,7 +234,7 @@ class TrtllmEngine:
             model=self._config.model,
             dtype=str(arguments.dtype),
             device="cuda",
-            context_length=arguments.max_seq_len or facts.max_position_embeddings,
+            context_length=arguments.max_seq_len or facts.context_length,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             num_blocks=capacity[0],

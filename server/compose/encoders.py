@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
 from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
@@ -49,9 +50,7 @@ def _has_vision(settings: Settings, folder: Path | None) -> bool:
         return folder is None
     if settings.engine == "trtllm" or folder is None:
         return False
-    from engine.embedded.vision import facts  # noqa: PLC0415 - the fake engine does without
-
-    return facts.has_vision(folder)
+    return not read_model_facts(folder).no_images
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:

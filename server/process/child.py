@@ -1,4 +1,4 @@
-"""One of several API processes, `python -m server.child FD FOLDER FLAGS…`: serves on the socket that `server/process/launch.py` bound for it.
+"""One of several API processes, `python -m server.process.child FD FOLDER FLAGS…`: serves on the socket that `server/process/launch.py` bound for it.
 
 FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. Standard input brings the launcher's orders
 (`serving.DRAIN`), and ends with it.

@@ -27,6 +27,7 @@ from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
 from engine.process.engine_service import ENGINE
 from engine.process.service import Interface
+from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
 from server.http.errors import printable
@@ -34,10 +35,6 @@ from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings
 from server.settings.environment import child_environment
-
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 30.0
-_HEALTHY_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class Launcher:
             self._address,
         ]
         self._children: set[Process] = set()
-        self._stopping = asyncio.Event()
+        self._supervisors = [Supervisor(self._live) for _ in range(settings.api_processes)]
         self._stops = 0
         self._failure: str | None = None
         log.info("%d API processes share %s", settings.api_processes, url_of(listener))
@@ -85,8 +82,8 @@ class Launcher:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
         async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
-            for _ in range(self._settings.api_processes):
-                group.create_task(self._keep_alive())
+            for supervisor in self._supervisors:
+                group.create_task(supervisor.run())
         if self._failure is not None:
             log.error("the server ends: %s", printable(self._failure, 2000))
         return 0 if self._failure is None else FAILURE
@@ -108,24 +105,16 @@ class Launcher:
         except Exception as error:  # whatever it was: nothing can be served, and the reason is said
             self._fail(one_line(error))
 
-    async def _keep_alive(self) -> None:
-        """Run one child, again and again until the launcher stops."""
-        pause = _FIRST_PAUSE
-        while not self._stopping.is_set():
-            began = time.monotonic()
-            child = await self._spawn()
-            code = await child.wait()
-            self._children.discard(child)
-            mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
-            if self._stopping.is_set():
-                return
-            if code == FAILURE:
-                self._fail("an API process cannot serve")
-                return
-            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY_SECONDS else pause
-            log.error("an API process ended with exit code %d; the next starts in %.2g s", code, pause)
-            await self._sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+    async def _live(self) -> End:
+        """See one child through. One that says that it cannot serve ends the launcher."""
+        began = time.monotonic()
+        child = await self._spawn()
+        code = await child.wait()
+        self._children.discard(child)
+        mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
+        if code == FAILURE and not self._stops:
+            self._fail("an API process cannot serve")
+        return End(f"an API process ended with exit code {code}", time.monotonic() - began)
 
     async def _spawn(self) -> Process:
         with listen(self._host, self._port, share=True) as listener:
@@ -136,25 +125,20 @@ class Launcher:
                 *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
             )
         self._children.add(child)
-        if self._stopping.is_set():  # while it was being spawned
+        if self._stops:  # while it was being spawned
             _tell(child, DRAIN)
         return child
 
-    async def _sleep(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            return
-
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
-        if not self._stopping.is_set():
+        if not self._stops:
             self._stop()
 
     def _stop(self) -> None:
         """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where they stand."""
-        self._stopping.set()
         self._stops += 1
+        for supervisor in self._supervisors:
+            supervisor.stop()
         for child in self._children:
             if self._stops <= 2:
                 _tell(child, DRAIN if self._stops == 1 else CUT_OFF)

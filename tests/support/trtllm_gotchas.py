@@ -24,7 +24,7 @@ PRODUCT = [
     for folder in ("server", "routers", "multimodal", "engine", "protocol")
     for path in (ROOT / folder).rglob("*.py")
 ]
-FACTS = ModelFacts(vocab_size=64, max_position_embeddings=4096, eos_token_ids=(2,))
+FACTS = ModelFacts({"vocab_size": 64, "max_position_embeddings": 4096, "eos_token_id": 2})
 
 
 @pytest.fixture(autouse=True)

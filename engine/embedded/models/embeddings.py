@@ -64,14 +64,14 @@ class PromptImages:
                     yield index, first, last
 
 
-class EmbeddingRows(NamedTuple):
+class ImageRows(NamedTuple):
     """The flat rows of a step that are images' tokens, and their embeddings, [rows, hidden size]."""
 
     rows: list[int]
     embeddings: torch.Tensor
 
 
-def embedding_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.device) -> EmbeddingRows | None:
+def image_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch.device) -> ImageRows | None:
     """None for a step without image tokens, as most are."""
     rows: list[int] = []
     parts: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def embedding_rows(chunks: "Sequence_[Chunk]", dtype: torch.dtype, device: torch
                 rows += [row + place for place in places]
                 parts.append(embeddings)
         row += chunk.length
-    return EmbeddingRows(rows, torch.cat(parts)) if parts else None
+    return ImageRows(rows, torch.cat(parts)) if parts else None
 
 
 def lost_chunks(chunks: "Sequence_[Chunk]") -> "list[Chunk]":

@@ -5,13 +5,15 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 
 import torch
 from PIL import Image
 
+from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
+from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
-from engine.embedded.vision.facts import VisionFacts
 from engine.embedded.vision.processing import ImageProcessing, Prepared
 from engine.embedded.vision.tower import Tower
 from engine.encoder import EncoderInfo
@@ -30,7 +32,11 @@ log = logging.getLogger(__name__)
 class BatchEncoder:
     """The processor and the tower of one model, tried out. Raises EngineFailure."""
 
-    def __init__(self, config: EncoderConfig, facts: VisionFacts) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
+        if objection := read_model_facts(Path(config.model)).no_images:
+            raise EngineFailure(objection)
+        _, facts = load_config(config.model)
+        assert facts.image_tokens is not None
         self._processing = ImageProcessing(config, facts)
         self._tower = Tower(config)
         self._at_once = 1 if self._tower.device.type == "cpu" else _GPU_IMAGES
@@ -38,7 +44,7 @@ class BatchEncoder:
         self.info = EncoderInfo(
             fingerprint=self._tower.fingerprint(self._processing.description),
             placeholder=self._processing.placeholder,
-            image_token_id=facts.image_token_id,
+            image_token_id=facts.image_tokens.token_id,
             hidden_size=self._tower.hidden_size,
             dtype=self._tower.dtype_name,
         )

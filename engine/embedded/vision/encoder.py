@@ -17,13 +17,11 @@ from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.media import EncodedMedia, MediaInput
+from engine.process.supervisor import End, Supervisor
 
 _BATCHES = 2
 _BATCH_IMAGES = 8
 _BATCH_BYTES = 32 << 20
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-_HEALTHY_SECONDS = 60.0
-"""How long a process must have served for its death to count as the first."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +46,8 @@ class EmbeddedEncoder:
         self._options = Options(config, log_level)
         self._info: EncoderInfo | None = None
         self._process: EncoderProcess | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self._serving = False
+        self._supervision: asyncio.Task[None] | None = None
         self._waiting: deque[_Job] = deque()
         self._sent: deque[dict[int, _Job]] = deque()
         self._wake = asyncio.Event()
@@ -63,16 +62,16 @@ class EmbeddedEncoder:
 
     @property
     def healthy(self) -> bool:
-        return self._process is not None
+        return self._serving
 
     @property
     def pid(self) -> int | None:
         """Process id of the process that encodes; None while there is none."""
-        return None if self._process is None else self._process.process.pid
+        return self._process.process.pid if self._process is not None and self._serving else None
 
     async def start(self) -> None:
-        self._process, self._info = await EncoderProcess.start(self._options)
-        self._supervisor = asyncio.create_task(self._supervise(self._process), name="image-encoder")
+        await self._start()
+        self._supervision = asyncio.create_task(self._supervise(), name="image-encoder")
 
     async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
@@ -88,40 +87,46 @@ class EmbeddedEncoder:
                 job.done.cancel()
 
     async def close(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait([self._supervisor])
+        if self._supervision is not None:
+            self._supervision.cancel()
+            await asyncio.wait([self._supervision])
 
-    async def _supervise(self, process: EncoderProcess) -> None:
+    async def _start(self) -> EncoderProcess:
+        """Raises EngineFailure."""
+        self._process, self._info = await EncoderProcess.start(self._options)
+        self._serving = True
+        return self._process
+
+    async def _supervise(self) -> None:
         """Serve, and restart, until cancelled."""
-        pause = _FIRST_PAUSE
         try:
-            while True:
-                since = time.monotonic()
-                try:
-                    await self._serve(process)
-                except Exception:
-                    log.exception("the encoder process can no longer be talked to")
-                self._process = None
-                reason = f"the encoder process died ({await process.stop()})"
-                self._recover(reason)
-                if time.monotonic() - since > _HEALTHY_SECONDS:
-                    pause = _FIRST_PAUSE
-                while self._process is None:
-                    log.error("%s; it is restarted in %.2g s", reason, pause)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
-                    try:
-                        self._process, self._info = await EncoderProcess.start(self._options)
-                    except EngineFailure as error:
-                        reason = str(error)
-                        self._fail_all(EngineDied("the encoder process was lost and does not start again at present"))
-                process = self._process
+            await Supervisor(self._live).run()
         finally:
-            self._process = None
+            self._serving = False
             self._disarm()
             self._fail_all(EngineNotReady("the encoder is closing"))
-            await process.stop()
+            if self._process is not None:
+                await self._process.stop()
+
+    async def _live(self) -> End:
+        """See one process through, the one that `start` has started or a new one."""
+        if self._process is not None and self._serving:
+            process = self._process
+        else:
+            try:
+                process = await self._start()
+            except EngineFailure as error:
+                self._fail_all(EngineDied("the encoder process was lost and does not start again at present"))
+                return End(str(error))
+        since = time.monotonic()
+        try:
+            await self._serve(process)
+        except Exception:
+            log.exception("lost the connection to the encoder process")
+        self._serving = False
+        reason = f"the encoder process died ({await process.stop()})"
+        self._recover(reason)
+        return End(reason, time.monotonic() - since)
 
     async def _serve(self, process: EncoderProcess) -> None:
         """Return when the process has gone."""

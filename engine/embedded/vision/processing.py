@@ -11,29 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoTokenizer,
-    Idefics3Processor,
-    LlavaProcessor,
-    Qwen2_5_VLProcessor,
-    Qwen2VLProcessor,
-)
+import transformers
+from transformers import AutoImageProcessor, AutoTokenizer
 
+from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
-from engine.embedded.vision.facts import VisionFacts
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
 from engine.media import MediaInput
-
-_PROCESSORS: dict[str, Any] = {
-    "llava": LlavaProcessor,
-    "qwen2_vl": Qwen2VLProcessor,
-    "qwen2_5_vl": Qwen2_5_VLProcessor,
-    "idefics3": Idefics3Processor,
-    "smolvlm": Idefics3Processor,  # expands images alike; SmolVLM's own asks for a library that spells out numbers, for videos
-}
 
 
 @dataclass(frozen=True)
@@ -73,20 +58,20 @@ class PixelRoom:
 class ImageProcessing:
     """The processor in a model's folder. `prepare` may be called in several threads at once. Raises EngineFailure."""
 
-    def __init__(self, config: EncoderConfig, facts: VisionFacts) -> None:
+    def __init__(self, config: EncoderConfig, facts: ModelFacts) -> None:
         self._max_pixels = config.max_image_pixels
         limit_pixels(config.max_image_pixels)
         try:
             self._image_processor = _load_image_processor(config)
-            self._processor, settings = _load_processor(config.model, facts.family, self._image_processor)
+            self._processor, settings = _load_processor(config.model, facts, self._image_processor)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise EngineFailure(f"the model's image processor cannot be loaded: {error}") from error
-        self._wanted = {"return_row_col_info": True} if facts.family in ("idefics3", "smolvlm") else {}
+        self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)
         self.placeholder: str = self._processor.image_token
         """What the chat template writes for an image, and the text of an image token."""
         self.description = json.dumps(
-            [facts.family, self._image_processor.to_dict(), settings], sort_keys=True, default=str
+            [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
         )
         """All that decides what becomes of an image."""
 
@@ -95,7 +80,7 @@ class ImageProcessing:
         with self._room.take(pixels(image)):
             picture = decode(image, self._max_pixels)
             try:
-                inputs = self._image_processor([picture], return_tensors="pt", **self._wanted)
+                inputs = self._image_processor([picture], return_tensors="pt", **self._arguments)
             except ValueError as error:
                 raise InvalidRequest(
                     f"the model takes no image of {picture.width} x {picture.height} pixels", "image"
@@ -115,11 +100,11 @@ def _load_image_processor(config: EncoderConfig) -> Any:
     return processor
 
 
-def _load_processor(folder: str, family: str, image_processor: Any) -> tuple[Any, dict[str, Any]]:
+def _load_processor(folder: str, facts: ModelFacts, image_processor: Any) -> tuple[Any, dict[str, Any]]:
     """The processor, and the settings that it was made with."""
-    base = _PROCESSORS[family]
+    base: Any = getattr(transformers, facts.vision.processor)
 
-    class WithoutVideos(base):  # type: ignore[misc, valid-type]
+    class WithoutVideos(base):  # type: ignore[misc]
         """Takes none, for their processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -131,11 +116,7 @@ def _load_processor(folder: str, family: str, image_processor: Any) -> tuple[Any
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     settings: dict[str, Any] = base.get_processor_dict(folder, local_files_only=True)[0]
-    if family == "llava":  # old folders leave these out
-        model = AutoConfig.from_pretrained(folder, local_files_only=True)
-        settings.setdefault("patch_size", model.vision_config.patch_size)
-        settings.setdefault("vision_feature_select_strategy", model.vision_feature_select_strategy)
-        settings.setdefault("num_additional_image_tokens", int(model.vision_config.model_type == "clip_vision_model"))
+    settings = facts.vision.processor_settings(facts.config) | settings
     parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
     processor = WithoutVideos.from_args_and_dict([parts[name] for name in WithoutVideos.get_attributes()], settings)
     return processor, {name: value for name, value in settings.items() if name != "chat_template"}

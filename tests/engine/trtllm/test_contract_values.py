@@ -38,7 +38,7 @@ from tests.support.trtllm import found, trt  # noqa: F401 - a fixture
 from tests.support.trtllm_contract_api import API, ATTRIBUTES, constructor, kind_of, signature
 
 ROOT = Path(__file__).resolve().parents[3]
-FACTS = ModelFacts(vocab_size=64, max_position_embeddings=512, eos_token_ids=(2, 7))
+FACTS = ModelFacts({"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": [2, 7]})
 
 
 class Processor:
@@ -131,7 +131,7 @@ def processor() -> Any:
 @thorough
 @given(samplings, st.sampled_from([(), (2,), (2, 7)]))
 def test_sampling_params_of_any_request(processor: Any, sampling: SamplingParams, ends: tuple[int, ...]) -> None:
-    made = library.sampling_params(sampling, ModelFacts(64, 512, ends))
+    made = library.sampling_params(sampling, ModelFacts({**FACTS.config, "eos_token_id": list(ends)}))
     assert isinstance(made, found("tensorrt_llm.SamplingParams"))
     assert_valid(made, "SamplingParams")
     if made.guided_decoding is not None:

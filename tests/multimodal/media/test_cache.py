@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.media import EncodedMedia
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.encoded_prompts import media_key
+from server.metrics.embedding_cache import watch_cache
 from server.metrics.page import ServerMetrics
 
 HIDDEN = 3
@@ -124,7 +125,7 @@ def page_of(metrics: ServerMetrics) -> dict[str, float]:
 def test_metrics() -> None:
     metrics, cache = ServerMetrics("m", None), EmbeddingCache(48, HIDDEN)
     assert page_of(metrics) == {}, "there is no cache"
-    metrics.watch_cache(cache)
+    watch_cache(metrics.polled, cache)
     zero = {"hits_total": 0, "misses_total": 0, "evictions_total": 0, "bytes": 0, "entries": 0, "utilization": 0}
     assert page_of(metrics) == zero
     for key in "abc":
@@ -138,9 +139,9 @@ def test_metrics() -> None:
 PROCESS = """
 import json, sys
 from pathlib import Path
-from tests.multimodal.media.test_cache import EmbeddingCache, ServerMetrics, encoded, page_of
+from tests.multimodal.media.test_cache import EmbeddingCache, ServerMetrics, encoded, page_of, watch_cache
 metrics, cache = ServerMetrics("m", Path(sys.argv[1])), EmbeddingCache(48, 3)
-metrics.watch_cache(cache)
+watch_cache(metrics.polled, cache)
 for key in sys.argv[2]:
     cache.put(key, encoded(1))
 cache.get("a"), cache.get("z")

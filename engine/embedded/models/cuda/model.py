@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
-from engine.embedded.models.embeddings import embedding_rows
-from engine.embedded.models.families import auto_class
+from engine.embedded.models.embeddings import image_rows
 from engine.embedded.models.load import UnsupportedModelError, dtype_of
 from engine.embedded.models.torch.model import Model
+from engine.embedded.models.transformers_models import auto_class, load_config
 from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
 from engine.types import GenerateRequest, SamplingParams
@@ -70,7 +69,7 @@ class CudaModel(Model):
     def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
         self._attention.note_blocks(chunks)
         count = sum(chunk.length for chunk in chunks)
-        images = embedding_rows(chunks, self.dtype, self.device)
+        images = image_rows(chunks, self.dtype, self.device)
         if images is not None:
             self._decoder.show(images.embeddings)
         shown = images.rows if images is not None else []
@@ -228,7 +227,7 @@ def _check(config: EmbeddedConfig) -> None:
         )
     if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
-    hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    hf_config, _ = load_config(config.model)
     if set(getattr(hf_config.get_text_config(), "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise UnsupportedModelError(f"{hf_config.model_type} has layers that do not attend to everything")
     with torch.device("meta"):

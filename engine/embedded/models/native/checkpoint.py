@@ -4,8 +4,6 @@ Vision-language models whose language part is of this kind are taken as well: th
 the vision tower is left where it is.
 """
 
-import json
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.families import VisionPart
 from engine.embedded.models.load import UnsupportedModelError
+from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
-_KINDS = ("llama", "mistral", "qwen2")
-_TOWERS = {
-    "llava": r"(model\.)?(vision_tower|multi_modal_projector)\.",
-    "idefics3": r"model\.(vision_model|connector)\.",
-    "smolvlm": r"model\.(vision_model|connector)\.",
-}
-"""Kinds of vision-language models, and what the names of tensors that are of no use here begin with."""
-_PREFIXES = {
-    r"model\.(language|text)_model\.": "model.",
-    r"language_model\.model\.": "model.",  # LLaVA's first names, which files still have
-    r"language_model\.lm_head\.": "lm_head.",
-}
-"""What the names of tensors of the language part begin with, and how it is in text models."""
-_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-}  # fmt: skip
-"""Of Llama: a text configuration within another tells only what differs."""
 _LAYER = "model.layers.{}."
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -56,78 +39,50 @@ class LlamaConfig:
     epsilon: float
     rope_theta: float
     eos_token_ids: tuple[int, ...]
-    tower: str | None
-    """Of a vision-language model: a pattern for the names of tensors that belong to its tower."""
+    vision: VisionPart | None
+    """Of a vision-language model."""
     takes_images: ImageTokens | None
 
 
 def read_config(folder: Path) -> LlamaConfig:
     """Raises UnsupportedModelError."""
-    whole: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    tower = _TOWERS.get(whole["model_type"])
-    facts = _text_config(whole) if tower else whole
-    _check(facts)
     try:
-        heads = facts["num_attention_heads"]
+        facts = read_model_facts(folder)
+        _check(facts)
         return LlamaConfig(
-            layers=facts["num_hidden_layers"],
-            hidden=facts["hidden_size"],
-            intermediate=facts["intermediate_size"],
-            heads=heads,
-            kv_heads=facts["num_key_value_heads"],
-            head_dim=facts.get("head_dim") or facts["hidden_size"] // heads,
-            vocab_size=facts["vocab_size"],
-            context_length=facts["max_position_embeddings"],
-            epsilon=facts["rms_norm_eps"],
-            rope_theta=_rope(facts)["rope_theta"],
-            eos_token_ids=_eos_token_ids(folder, facts),
-            tower=tower,
-            takes_images=_image_tokens(whole, facts) if tower else None,
+            layers=facts.layers,
+            hidden=facts.hidden_size,
+            intermediate=facts.integer("intermediate_size"),
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            vocab_size=facts.vocab_size,
+            context_length=facts.context_length,
+            epsilon=facts.number("rms_norm_eps"),
+            rope_theta=facts.rope_theta,
+            eos_token_ids=facts.eos_token_ids,
+            vision=facts.family.vision,
+            takes_images=facts.image_tokens,
         )
-    except KeyError as error:
-        raise UnsupportedModelError(f"config.json has no {error.args[0]}") from error
+    except EngineFailure as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
-def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
-    outer = {name: whole[name] for name in ("quantization_config",) if name in whole}
-    facts = {"model_type": "llama", **whole["text_config"], **outer}
-    if facts["model_type"] == "llama":
-        facts = {**_DEFAULTS, "num_key_value_heads": facts.get("num_attention_heads", 32), **facts}
-    return facts
-
-
-def _image_tokens(whole: dict[str, Any], facts: dict[str, Any]) -> ImageTokens:
-    token_id = whole["image_token_id"] if "image_token_id" in whole else whole["image_token_index"]
-    return ImageTokens(token_id, facts["hidden_size"])
-
-
-def _rope(facts: dict[str, Any]) -> dict[str, Any]:
-    theta = {"rope_theta": facts["rope_theta"]} if "rope_theta" in facts else {}
-    return theta | (facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-
-
-def _check(facts: dict[str, Any]) -> None:
-    rope = _rope(facts)
-    sliding = facts["model_type"] == "mistral" and facts.get("sliding_window", 4096) is not None
+def _check(facts: ModelFacts) -> None:
+    text, rope, window = facts.text, facts.rope, facts.text_family.window
+    kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
     refusals = {
-        f"the kind {facts['model_type']}": facts["model_type"] not in _KINDS,
-        "sliding windows": sliding
-        or facts.get("use_sliding_window")
-        or set(facts.get("layer_types") or ()) - {"full_attention"},
-        f"the activation {facts.get('hidden_act')}": facts.get("hidden_act") != "silu",
+        **{f"the kind {kind}": not family.compiled for kind, family in kinds.items()},
+        "sliding windows": (window is not None and text.get("sliding_window", window) is not None)
+        or text.get("use_sliding_window")
+        or set(text.get("layer_types") or ()) - {"full_attention"},
+        f"the activation {text.get('hidden_act')}": text.get("hidden_act") != "silu",
         "scaled rotary positions": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "partly rotated heads": rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)) != 1.0,
-        "quantised weights": "quantization_config" in facts,
+        "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
+        "quantised weights": facts.quantized,
     }
     if reasons := [reason for reason, refused in refusals.items() if refused]:
         raise UnsupportedModelError(f"the compiled path does not know {', '.join(reasons)}")
-
-
-def _eos_token_ids(folder: Path, facts: dict[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    said = json.loads(generation.read_text()) if generation.exists() else {}
-    eos = said.get("eos_token_id") or facts.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()
 
 
 class Checkpoint:
@@ -140,10 +95,9 @@ class Checkpoint:
         for path in sorted(folder.glob("*.safetensors")):
             file = self._files.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                if config.tower is None:
-                    self._places[name] = file, name
-                elif not re.match(config.tower, name):
-                    self._places[_as_in_text_models(name)] = file, name
+                plain = config.vision.text_tensor(name) if config.vision else name
+                if plain is not None:
+                    self._places[plain] = file, name
         names = {name for name in self._places if not name.endswith("rotary_emb.inv_freq")}
         layers = [_LAYER.format(index) for index in range(config.layers)]
         required = {layer + part + ".weight" for layer in layers for part in (*_NORMS, *_LINEARS)}
@@ -180,10 +134,3 @@ class Checkpoint:
         file, stored = self._places[name]
         tensor: torch.Tensor = file.get_tensor(stored)
         return tensor
-
-
-def _as_in_text_models(name: str) -> str:
-    for prefix, plain in _PREFIXES.items():
-        if found := re.match(prefix, name):
-            return plain + name[found.end() :]
-    return name

@@ -15,7 +15,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.embeddings import EmbeddingRows, embedding_rows
+from engine.embedded.models.embeddings import ImageRows, image_rows
 from engine.embedded.models.load import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
@@ -80,7 +80,7 @@ class NativeModel(PendingTokens):
             row += chunk.length
         arrays = [np.array(values, np.int32) for values in (places, tables, rows)]
         logits = torch.empty(len(rows), self.vocab_size)
-        images = embedding_rows(chunks, self.dtype, self.device)
+        images = image_rows(chunks, self.dtype, self.device)
         embeddings = None if images is None else _addresses(images, len(tokens))
         inputs = [
             tokens.ctypes.data,
@@ -93,7 +93,7 @@ class NativeModel(PendingTokens):
         return logits
 
 
-def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
+def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
     """For each flat token that of its embedding, 0 for one that has its own."""
     addresses = np.zeros(tokens, np.uintp)
     row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize

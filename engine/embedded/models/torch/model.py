@@ -4,25 +4,23 @@ import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.embeddings import embedding_rows
-from engine.embedded.models.families import auto_class, drop_tower, image_tokens, rope_positions
+from engine.embedded.models.embeddings import image_rows
 from engine.embedded.models.load import device_of, dtype_of
 from engine.embedded.models.pending import PendingTokens
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
+from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, rope_positions
 from engine.embedded.scheduler import Chunk
 
 MIB = 1 << 20
@@ -39,16 +37,14 @@ class Model(PendingTokens):
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
-        self.hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True)
-        self.takes_images = image_tokens(self.hf_config)
-        self.context_length: int = min(
-            config.max_seq_len or 1 << 30, self.hf_config.get_text_config().max_position_embeddings
-        )
+        self.hf_config, facts = load_config(config.model)
+        self.takes_images = facts.image_tokens
+        self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
         self._module = _load_module(config, self.hf_config, self.dtype, self.device)
         attends = ask(self._module, self.hf_config, self.context_length)
         self._adapt(config, attends)
-        self.vocab_size: int = self.hf_config.get_text_config().vocab_size
-        self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
+        self.vocab_size = facts.vocab_size
+        self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
         shapes = [
             (
@@ -93,7 +89,7 @@ class Model(PendingTokens):
     def _inputs_of(self, chunks: Sequence_[Chunk]) -> dict[str, torch.Tensor]:
         """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
         tokens = torch.tensor([[token for chunk in chunks for token in self.tokens(chunk)]], device=self.device)
-        images = embedding_rows(chunks, self.dtype, self.device)
+        images = image_rows(chunks, self.dtype, self.device)
         if images is None:
             return {"input_ids": tokens}
         embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
@@ -178,10 +174,3 @@ def _give_back_memory() -> None:
     """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's 540."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
-
-
-def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    eos = config.get_text_config().eos_token_id
-    if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
-    return tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else ()

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 
+from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
-from engine.embedded.vision.facts import has_vision, vision_facts
 from engine.embedded.vision.processing import PixelRoom
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
@@ -43,7 +43,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
 
 def new_encoder(folder: Path, **options: Any) -> BatchEncoder:
     config = EncoderConfig(model=str(folder), **{"dtype": "float32", "max_image_pixels": MAX_PIXELS, **options})
-    return BatchEncoder(config, vision_facts(folder))
+    return BatchEncoder(config)
 
 
 def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -132,10 +132,9 @@ def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
 
 
 def test_facts(folder: Path, encoder: BatchEncoder) -> None:
-    facts = vision_facts(folder)
-    assert has_vision(folder)
-    assert facts.image_token_id == encoder.info.image_token_id == TOKENS[encoder.info.placeholder]
-    assert facts.mrope == (encoder.info.placeholder == "<|image_pad|>")
+    tokens = read_model_facts(folder).image_tokens
+    assert tokens is not None and tokens.token_id == encoder.info.image_token_id == TOKENS[encoder.info.placeholder]
+    assert bool(tokens.merge) == (encoder.info.placeholder == "<|image_pad|>")
     assert encoder.info.hidden_size == 64 and encoder.info.dtype == "float32" and len(encoder.info.fingerprint) == 32
 
 
@@ -169,9 +168,8 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
 )
 def test_other_models_are_refused_with_the_reason(tmp_path: Path, config: str, reason: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert not has_vision(tmp_path)
     with pytest.raises(EngineFailure, match=reason):
-        vision_facts(tmp_path)
+        new_encoder(tmp_path)
 
 
 def test_names_of_weights_in_older_folders(tmp_path: Path, llava: BatchEncoder) -> None:

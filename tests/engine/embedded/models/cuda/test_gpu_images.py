@@ -8,8 +8,8 @@ import torch
 
 from engine.config import EmbeddedConfig, EncoderConfig
 from engine.embedded.core import EngineCore
+from engine.embedded.models.transformers_models import load_config
 from engine.embedded.vision.batches import BatchEncoder
-from engine.embedded.vision.facts import vision_facts
 from engine.embedded.vision.gpu import Graphs
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {
 
 def encoded(folder: Path, device: str) -> list[EncodedMedia]:
     """More images than the tower takes at a time, of several shapes."""
-    encoder = BatchEncoder(EncoderConfig(model=str(folder), device=device, dtype="float32"), vision_facts(folder))
+    encoder = BatchEncoder(EncoderConfig(model=str(folder), device=device, dtype="float32"))
     images = [MediaInput(image_bytes(*size, seed=seed)) for seed in range(3) for size in SIZES]
     outcomes = dict(outcome for some in encoder.encode(images) for outcome in some)
     assert all(isinstance(outcome, EncodedMedia) for outcome in outcomes.values())
@@ -57,7 +57,7 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
     """For each number of images, the second time with others; a tower that takes more than pixels has none."""
     folder = BUILDERS[kind](tmp_path)
     config = EncoderConfig(model=str(folder), device=DEVICE, dtype="float32")
-    tower, processing = Tower(config), ImageProcessing(config, vision_facts(folder))
+    tower, processing = Tower(config), ImageProcessing(config, load_config(str(folder))[1])
     for seed in range(2):
         for count in (3, 1, 2):
             images = [processing.prepare(MediaInput(image_bytes(40, 30, 10 * seed + index))) for index in range(count)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
 from engine.embedded.models.load import UnsupportedModelError
 from engine.embedded.models.native import build
@@ -34,6 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "num_key_value_heads": 4},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
 }
+
+
+def test_every_kind_in_the_table_is_tried() -> None:
+    assert KINDS.keys() == {name for name, family in FAMILIES.items() if family.compiled and not family.vision}
 
 
 class Tokens:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.models.load import UnsupportedModelError
@@ -20,6 +21,7 @@ from tests.support.handoff import pair_of, sequence_of, tokens
 from tests.support.image_support import Family, Prompt, answers, request_for, text, without_data
 from tests.support.vision_models import BUILDERS
 
+COMPILED = [name for name, family in FAMILIES.items() if family.compiled and family.vision]
 OPTIONS: dict[str, Any] = {
     **PAIR_OPTIONS,
     "kv_transfer": "",
@@ -45,7 +47,7 @@ def make_folder(kind: str, folder: Path, **text_options: Any) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["llava", "idefics3", "smolvlm"])
+@pytest.fixture(scope="module", params=COMPILED)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     tied = {"tie_word_embeddings": request.param == "llava"}
     return Family(make_folder(request.param, tmp_path_factory.mktemp(request.param), **tied))
@@ -140,13 +142,8 @@ def test_a_text_configuration_tells_only_what_differs(tmp_path: Path) -> None:
         )
     )
     config = read_config(tmp_path)
-    assert (config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads) == (
-        4096,
-        11008,
-        32,
-        32,
-        32,
-    )
+    sizes = (config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads)
+    assert sizes == (4096, 11008, 32, 32, 32)
     assert (config.vocab_size, config.epsilon, config.rope_theta, config.context_length) == (32064, 1e-6, 10000.0, 2048)
     assert config.takes_images is not None and config.takes_images.token_id == 32000
 

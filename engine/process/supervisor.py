@@ -1,0 +1,55 @@
+"""Restarts a child process when it ends, after pauses that grow."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+HEALTHY_SECONDS = 60.0
+"""Time a process must have served for its end to count as the first."""
+
+log = logging.getLogger(__name__)
+
+
+class End(NamedTuple):
+    """How one life of a process ended."""
+
+    reason: str
+    served_seconds: float = 0.0
+    """0 for a process that never served."""
+    final: bool = False
+    """Whether another one would not help."""
+
+
+class Supervisor:
+    """Calls `live`, which starts a process and returns when it has ended, again and again.
+
+    Between two lives it pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE; a process that has served
+    for HEALTHY_SECONDS starts over with the first pause.
+    """
+
+    def __init__(self, live: Callable[[], Awaitable[End]]) -> None:
+        self._live = live
+        self._pause = FIRST_PAUSE
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """Start no other process; `run` returns once the current one has ended."""
+        self._stopped.set()
+
+    async def run(self) -> str:
+        """Return the reason of the last end: one that is final, or the first after `stop`. May be cancelled."""
+        while True:
+            end = await self._live()
+            if end.final or self._stopped.is_set():
+                return end.reason
+            if end.served_seconds > HEALTHY_SECONDS:
+                self._pause = FIRST_PAUSE
+            log.error("restarting in %.2g s: %s", self._pause, end.reason)
+            try:
+                await asyncio.wait_for(self._stopped.wait(), self._pause)
+                return end.reason
+            except TimeoutError:
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -1,0 +1,49 @@
+"""When a process is started again, and when not."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from engine.process import supervisor as module
+from engine.process.supervisor import End, Supervisor
+
+
+def lives(*ends: End) -> Callable[[], Awaitable[End]]:
+    remaining = iter(ends)
+
+    async def live() -> End:
+        return next(remaining)
+
+    return live
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Pauses are a thousand times shorter; returns those that were logged."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.0005)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.003)
+    return lambda: [record.getMessage().split()[2] for record in caplog.records]
+
+
+async def test_pauses_grow_up_to_a_limit_until_an_end_is_final(pauses: Callable[[], list[str]]) -> None:
+    ends = [End(f"death {number}") for number in range(5)]
+    assert await Supervisor(lives(*ends, End("the last", final=True))).run() == "the last"
+    assert pauses() == ["0.0005", "0.001", "0.002", "0.003", "0.003"]
+
+
+async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[], list[str]]) -> None:
+    ends = [End("a"), End("b", 59), End("c", 61), End("d", 1), End("e", final=True)]
+    await Supervisor(lives(*ends)).run()
+    assert pauses() == ["0.0005", "0.001", "0.0005", "0.001"]
+
+
+async def test_stop_ends_a_pause_and_lets_a_life_end() -> None:
+    supervisor = Supervisor(lives(End("first"), End("second")))
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0.01)
+    began = time.monotonic()
+    supervisor.stop()
+    assert await running == "first" and time.monotonic() - began < 0.2
+    assert await supervisor.run() == "second"
