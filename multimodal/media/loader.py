@@ -1,6 +1,6 @@
-"""From what requests call an image to a checked file: fetched, decoded from a data URL, or read from the server's folder.
+"""Loads the files that requests name, and checks them: fetched, decoded from a data URL, or read from the server's folder.
 
-Requests that name one http URL at the same time share one fetch. Nothing is kept afterwards; the cache of embeddings is another's.
+Concurrent requests for one http URL share a fetch. Files are not kept; the cache holds embeddings (`cache.py`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from multimodal.media.url import MAX_LENGTH, Url, parse_url
 Kind = MediaKind | Literal["embeddings"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
-"""Endings of files that are pickles, or may hold one."""
+"""Extensions of files that are pickles, or may contain one."""
 _CHECKS: dict[MediaKind, Callable[[bytes, MediaLimits], object]] = {
     "image": lambda data, limits: check_image(data, limits.max_image_pixels)
 }
@@ -31,9 +31,9 @@ _CHECKS: dict[MediaKind, Callable[[bytes, MediaLimits], object]] = {
 
 
 class MediaLoader:
-    """Loads files within `limits`. `hidden_size`, the language model's, says how wide embeddings are; 0 takes none.
+    """Loads files within `limits`. Files of embeddings must have the language model's `hidden_size`; with 0 none are accepted.
 
-    Use it on one event loop, which it never keeps for long; close it once.
+    Use it on one event loop, which it never blocks for long, and close it once.
     """
 
     def __init__(self, limits: MediaLimits, hidden_size: int = 0, fetcher: Fetcher | None = None) -> None:
@@ -41,21 +41,22 @@ class MediaLoader:
         self._hidden_size = hidden_size
         self._fetcher = fetcher or Fetcher(limits)
         self._turns = asyncio.Semaphore(limits.concurrency)
-        # One thread: what it does needs the interpreter's lock, and with several the event loop would wait for each in turn.
+        # One thread: its work needs the GIL, and with several the event loop would wait for each in turn.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
         self._fetches: InFlight[tuple[Kind, str], MediaInput | Embeddings] = InFlight()
         self._closed = False
 
     async def load(self, url: str, param: str = "messages", kind: MediaKind = "image") -> MediaInput | Embeddings:
-        """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`, and EngineNotReady when it is
-        closed, or has been meanwhile.
+        """Load the file at an http, https, data or file URL, or at a path.
+
+        Raises MediaError, which names `param`, and EngineNotReady if the loader is closed, before or meanwhile.
         """
         closing = EngineNotReady("the server is closing")
         if self._closed:
             raise closing
         try:
             scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
-            if scheme == "data":  # without a turn: those may all be with servers that are slow
+            if scheme == "data":  # not limited by `concurrency`: slow servers may have all turns
                 return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), kind)
             if scheme in ("http", "https"):
                 parsed = parse_url(url)
@@ -65,12 +66,12 @@ class MediaLoader:
         except MediaError as error:
             raise error.at(param) from error
         except asyncio.CancelledError:
-            if self._closed:  # what this waits for has been cancelled
+            if self._closed:  # the fetch was cancelled, not its waiter
                 raise closing from None
             raise
 
     async def aclose(self) -> None:
-        """Give up what is under way."""
+        """Cancel all running loads."""
         self._closed = True
         await self._fetches.aclose()
         await self._fetcher.aclose()
