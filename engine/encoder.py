@@ -8,7 +8,8 @@ import msgspec
 from engine.media import EncodedMedia, Encoding, MediaInput
 
 Encoded: TypeAlias = list[EncodedMedia] | Encoding
-"""One `EncodedMedia` for each file, in order; or all media of a prompt together, from an encoder that needs the prompt."""
+"""One `EncodedMedia` for each file, in order; or all media of a prompt together, from an encoder that needs the
+prompt."""
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +19,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fingerprint: str = ""
-    """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its options."""
+    """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its
+    options."""
     placeholder: str = ""
     """What the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
     image_token_id: int = -1
@@ -37,7 +39,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Encoder(Protocol):
     """One model's encoder of media. Everything runs on the event loop that called `start`; no call blocks it.
 
-    Life: `start` once, then any number of concurrent `encode`, then `close` once; `close` is safe before and after a failed start.
+    Life: `start` once, then any number of concurrent `encode`, then `close` once; `close` is safe before and after a
+    failed start.
     """
 
     @property
@@ -55,11 +58,13 @@ class Encoder(Protocol):
         ...
 
     async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoded:
-        """Encode media, in order. `prompt`, for an encoder that needs it, is the text that the chat template renders, with a placeholder
-        for each of them and the model's special tokens.
+        """Encode media, in order.
 
-        Raises InvalidRequest (param `image`) for files that cannot be decoded or exceed the limits, EngineUnavailable and EngineFailure.
-        Cancelling aborts.
+        `prompt`, for an encoder that needs it, is the text that the chat template renders, with a placeholder for each
+        of them and the model's special tokens.
+
+        Raises InvalidRequest (param `image`) for files that cannot be decoded or exceed the limits, EngineUnavailable
+        and EngineFailure. Cancelling aborts.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Media of a prompt, from a checked file to a span of its tokens.
 
-A content part of a chat names media (`multimodal/text/messages.py: MediaRef`), the loader makes a `MediaInput` of it, an encoder an
-`EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
+A content part of a chat names media (`multimodal/text/messages.py: MediaRef`), the loader makes a `MediaInput` of it,
+an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
 """
 
 from typing import Literal, TypeAlias
@@ -26,19 +26,24 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     data: bytes
     detail: Detail = "auto"
-    """Of images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others leave it as it is."""
+    """Of images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
+    leave it as it is."""
     kind: MediaKind = "image"
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prompt needs of one medium: the text that replaces its placeholder, and embeddings for the media tokens in that text."""
+    """What a prompt needs of one medium: the text that replaces its placeholder, and embeddings for the media tokens in
+    that text.
+    """
 
     text: str
-    """One placeholder as the model's processor expands it, special tokens included. Tokenised, it has `rows` media tokens."""
+    """One placeholder as the model's processor expands it, special tokens included. Tokenised, it has `rows` media
+    tokens."""
     rows: int
     dtype: Dtype
     data: Data = b""
-    """The embeddings: contiguous [rows, hidden size of the language model] of `dtype`; empty while they travel beside this record."""
+    """The embeddings: contiguous [rows, hidden size of the language model] of `dtype`; empty while they travel
+    beside this record."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
 
@@ -47,7 +52,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One medium in `prompt_token_ids`. The media tokens in its span take its embeddings, in order."""
 
     key: str
-    """64 hex digits (BLAKE3) that name what the embeddings were made of: the file's bytes, the encoder and its options."""
+    """64 hex digits (BLAKE3) that name what the embeddings were made of: the file's bytes, the encoder and its
+    options."""
     start: int
     length: int
     """The span: from the first to the last token of the medium's expansion, other tokens between them included."""
@@ -55,7 +61,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Media tokens in the span."""
     dtype: str
     data: Data = b""
-    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere (`handoff`)."""
+    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere
+    (`handoff`)."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """As `EncodedMedia` has it."""
     kind: MediaKind = "image"
@@ -76,7 +83,10 @@ class MediaFiles(msgspec.Struct, frozen=True, tag="files"):
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="encoding"):
-    """All media of a prompt, encoded by another replica in the backend's own terms (TensorRT-LLM). Valid for one request."""
+    """All media of a prompt, encoded by another replica in the backend's own terms (TensorRT-LLM).
+
+    Valid for one request.
+    """
 
     version: int
     backend: str

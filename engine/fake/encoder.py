@@ -1,4 +1,7 @@
-"""The encoder without a model: deterministic and fast. An image becomes ROWS image tokens, its embeddings are made of its hash."""
+"""The encoder without a model: deterministic and fast.
+
+An image becomes ROWS image tokens, its embeddings are made of its hash.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -44,7 +44,8 @@ class EncodeObserver(Protocol):
 class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of /encode: encoded files, or the encoding of a whole prompt.
 
-    With offers, the embeddings of the files lie one after the other from `offset` of the replica's arena; without, they are in `media`.
+    With offers, the embeddings of the files lie one after the other from `offset` of the replica's arena; without, they
+    are in `media`.
     """
 
     version: int
@@ -91,7 +92,10 @@ def open_arena(method: str, port: int = 0) -> Arena | None:
 
 
 class EmbeddingStore:
-    """Embeddings that an encode replica holds for others. Answers with at most `inline_bytes` contain theirs, all do without an arena."""
+    """Embeddings that an encode replica holds for others.
+
+    Answers with at most `inline_bytes` contain theirs, all do without an arena.
+    """
 
     def __init__(self, arena: Arena | None, inline_bytes: int, observer: EncodeObserver) -> None:
         self._arena = arena
@@ -104,7 +108,10 @@ class EmbeddingStore:
         return [] if self._arena is None else [place.size for place in self._arena.taken]
 
     async def put(self, encoded: Encoded, inline: bool) -> tuple[bytes, Place | None]:
-        """Return the answer, as bytes, and the place to free once it has been read. Raises QueueFull if there is no room for it."""
+        """Return the answer, as bytes, and the place to free once it has been read.
+
+        Raises QueueFull if there is no room for it.
+        """
         if isinstance(encoded, Encoding):
             return handoff.encode(EncodeAnswer(version=handoff.VERSION, encoding=encoded)), None
         parts = [readable(media.data) for media in encoded]
@@ -157,7 +164,10 @@ class EmbeddingStore:
 
 
 async def fetch(found: EncodeAnswer, arena: Arena | None, seconds: float) -> list[EncodedMedia]:
-    """Return the media of an answer, with their embeddings, read into `arena` if they are elsewhere. Raises TransferError."""
+    """Return the media of an answer, with their embeddings, read into `arena` if they are elsewhere.
+
+    Raises TransferError.
+    """
     if not found.offers:
         return [*found.media]
     if arena is None:

@@ -1,4 +1,6 @@
-"""What `/encode` serves to other replicas: an encoder, and the memory that holds its embeddings until they have been read."""
+"""What `/encode` serves to other replicas: an encoder, and the memory that holds its embeddings until they have been
+read.
+"""
 
 import time
 from collections.abc import Sequence
@@ -34,7 +36,10 @@ class EncodeService:
         return self._store.held
 
     async def encode(self, request: EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
-        """Return the answer and what `free` has to be called with once it has been read. Raises as `Encoder.encode` does."""
+        """Return the answer and what `free` has to be called with once it has been read.
+
+        Raises as `Encoder.encode` does.
+        """
         if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
         started = time.perf_counter()

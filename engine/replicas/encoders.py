@@ -1,7 +1,7 @@
 """An `Encoder` that has other replicas encode, and one here where there is one and no replica can.
 
-Each file goes to the replica with the fewest to encode; all files of a prompt go to one, for an encoder that needs the prompt. Embeddings
-that a replica's answer does not contain are read from its memory before the answer is closed.
+Each file goes to the replica with the fewest to encode; all files of a prompt go to one, for an encoder that needs the
+prompt. Embeddings that a replica's answer does not contain are read from its memory before the answer is closed.
 """
 
 import asyncio
@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class EncodeReplica(RemoteReplica[EncodeInfo, EncodeAnswer]):
-    """An encode replica. Once its memory could not be read, it sends embeddings within its answers, until it has been unavailable."""
+    """An encode replica.
+
+    Once its memory could not be read, it sends embeddings within its answers, until it has been unavailable.
+    """
 
     def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
         super().__init__(url, ENCODE, headers, observer)
@@ -44,7 +47,10 @@ class EncodeReplica(RemoteReplica[EncodeInfo, EncodeAnswer]):
 
 
 class EncodePool(RemotePool[EncodeReplica]):
-    """Encode replicas. Embeddings that are not in their answers are read into `arena`, within `seconds`; without one they all are."""
+    """Encode replicas.
+
+    Embeddings that are not in their answers are read into `arena`, within `seconds`; without one they all are.
+    """
 
     def __init__(
         self,
@@ -123,7 +129,8 @@ class EncodePool(RemotePool[EncodeReplica]):
 class EncoderPool:
     """Encodes by `replicas` of the model `model_name` and, where none can, by `local`, if there is one.
 
-    `backend` is that of this replica. `info`, if the replicas' is known beforehand, spares waiting for one that tells it.
+    `backend` is that of this replica. `info`, if the replicas' is known beforehand, spares waiting for one that tells
+    it.
     """
 
     def __init__(
@@ -160,7 +167,10 @@ class EncoderPool:
         return self._replicas.counts
 
     async def start(self) -> None:
-        """Find the replicas. Without an encoder here, wait until one has said what it encodes with; all others have to agree with it."""
+        """Find the replicas.
+
+        Without an encoder here, wait until one has said what it encodes with; all others have to agree with it.
+        """
         finding = asyncio.create_task(self._replicas.start())
         try:
             if self._local is not None:

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a context worker's DisaggregatedParams. The embeddings' handles are not among them: they were used up there, and a
-    generation worker refuses them.
+    """The fields of a context worker's DisaggregatedParams.
+
+    The embeddings' handles are not among them: they were used up there, and a generation worker refuses them.
     """
 
     ctx_request_id: int
@@ -53,8 +54,8 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
 
 
 def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
-    """`delta`, all that a context-only result of `request` said, with what it holds for decode: that its one token was the last it was
-    allowed ends nothing. Raises EngineFailure.
+    """`delta`, all that a context-only result of `request` said, with what it holds for decode: that its one token was
+    the last it was allowed ends nothing. Raises EngineFailure.
     """
     if delta.finish_reason == "stop":
         return delta
@@ -69,8 +70,10 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
 
 
 def encoding_of(result: Any, prompt: str) -> Encoding:
-    """What an encoder's result hands on. Its own parameters have a handle for each image; those of `outputs` are filled too early, and
-    `mm_embedding_handle`, for want of the others, is one. Raises EngineFailure.
+    """What an encoder's result hands on.
+
+    Its own parameters have a handle for each image; those of `outputs` are filled too early, and `mm_embedding_handle`,
+    for want of the others, is one. Raises EngineFailure.
     """
     params = result.disaggregated_params
     values = {} if params is None else _values(params, EncoderState)

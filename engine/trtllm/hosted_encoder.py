@@ -1,4 +1,6 @@
-"""TensorRT-LLM's encoder in a process of its own: loading it takes minutes, and its processor runs on the loop of its caller."""
+"""TensorRT-LLM's encoder in a process of its own: loading it takes minutes, and its processor runs on the loop of its
+caller.
+"""
 
 from collections.abc import Sequence
 
@@ -47,7 +49,8 @@ ENCODER: Interface[TrtllmEncoderConfig, TrtllmEncoder] = Interface(
 class HostedEncoder(ServiceClient[EncoderInfo]):
     """The `Encoder` of an encode replica's API processes.
 
-    With an `address`, another process keeps the host that serves the encoder there; without, this one starts a host of its own.
+    With an `address`, another process keeps the host that serves the encoder there; without, this one starts a host of
+    its own.
     """
 
     def __init__(self, config: TrtllmEncoderConfig, address: str = "", log_level: str = "info") -> None:

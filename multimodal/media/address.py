@@ -26,7 +26,8 @@ _NEVER = [
     )
 ]
 _GLOBAL_IPV6 = IPv6Network("2000::/3")
-"""All global addresses. Mapped, compatible and translated IPv4, link-local, site-local and multicast are not among them."""
+"""All global addresses. Mapped, compatible and translated IPv4, link-local, site-local and multicast are not among
+them."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
@@ -42,7 +43,10 @@ def may_fetch(address: Address, *, allow_private: bool) -> bool:
 
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Return whether `host`, in lower case, is one of the names or below one that begins with a dot. No names allow any."""
+    """Return whether `host`, in lower case, is one of the names or below one that begins with a dot.
+
+    No names allow any.
+    """
     return not allowed or any(
         host.endswith(name) if name.startswith(".") else host == name for name in map(str.lower, allowed)
     )

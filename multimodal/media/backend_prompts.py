@@ -1,4 +1,6 @@
-"""Prompts with media for backends that expand and encode by themselves (TensorRT-LLM): files are passed on, or encoded elsewhere."""
+"""Prompts with media for backends that expand and encode by themselves (TensorRT-LLM): files are passed on, or encoded
+elsewhere.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +18,10 @@ from multimodal.text.prompt import Prompt, Tokenise
 
 
 class BackendPrompts:
-    """Loads media for the backend or, where encode replicas encode them, for `encoder`. The backend reports the expanded prompt's length."""
+    """Loads media for the backend or, where encode replicas encode them, for `encoder`.
+
+    The backend reports the expanded prompt's length.
+    """
 
     marks: frozenset[str] = frozenset()
 

@@ -19,9 +19,11 @@ class CacheStats(NamedTuple):
 
 
 class EmbeddingCache:
-    """Embeddings and their text by `multimodal/media/encoded_prompts.py: media_key`, of at most `capacity_bytes`; with 0 nothing is ever found.
+    """Embeddings and their text by `multimodal/media/encoded_prompts.py: media_key`, of at most `capacity_bytes`; with
+    0 nothing is ever found.
 
-    `hidden_size` is that of the language model: embeddings are contiguous [rows, hidden size]. It belongs to one event loop.
+    `hidden_size` is that of the language model: embeddings are contiguous [rows, hidden size]. It belongs to one event
+    loop.
     """
 
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
@@ -47,8 +49,9 @@ class EmbeddingCache:
         return image
 
     def put(self, key: str, image: EncodedMedia) -> bool:
-        """Keep the image, if it fits the cache at all: one that does not is refused, and evicts nothing. Returns whether it is kept. Raises
-        ValueError for data that is no contiguous [rows, hidden size].
+        """Keep the image, if it fits the cache at all: one that does not is refused, and evicts nothing.
+
+        Returns whether it is kept. Raises ValueError for data that is no contiguous [rows, hidden size].
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
         if len(image.data) != expected:

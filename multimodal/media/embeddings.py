@@ -1,6 +1,8 @@
-"""Embeddings that clients bring along, as safetensors files: read with every bound checked, and never by anything that runs what it reads.
+"""Embeddings that clients bring along, as safetensors files: read with every bound checked, and never by anything that
+runs what it reads.
 
-The reader is our own: `safetensors` comes with the embedded engine's libraries only, and would read as many tensors as a file has.
+The reader is our own: `safetensors` comes with the embedded engine's libraries only, and would read as many tensors as
+a file has.
 """
 
 import math
@@ -73,7 +75,10 @@ class Embeddings:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width from `image_grid_thw`, for models with mRoPE; zeros without. Raises InvalidMedia."""
+        """Patches in time, height and width from `image_grid_thw`, for models with mRoPE; zeros without.
+
+        Raises InvalidMedia.
+        """
         tensor = self.auxiliary.get(_GRID)
         if tensor is None:
             return 0, 0, 0
@@ -89,7 +94,8 @@ class Embeddings:
 
 
 def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
-    """The embeddings in a safetensors file: its one tensor or `mm_embeddings`, [rows, hidden size] or [1, rows, hidden size].
+    """The embeddings in a safetensors file: its one tensor or `mm_embeddings`, [rows, hidden size] or [1, rows, hidden
+    size].
 
     Raises InvalidMedia.
     """

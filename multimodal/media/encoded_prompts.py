@@ -22,14 +22,18 @@ from multimodal.text.prompt import Prompt, Tokenise
 from multimodal.text.tokenizer import Tokenizer
 
 MAX_WAITING = 1 << 30
-"""Bytes of files that may wait to be encoded. One file more is refused, as a request is when too many wait for the engine."""
+"""Bytes of files that may wait to be encoded. One file more is refused, as a request is when too many wait for the
+engine."""
 
 Keyed = tuple[str, EncodedMedia]
 """Encoded media and the key that names them in caches."""
 
 
 class EncodedPrompts:
-    """Has media encoded and puts them into prompts. The encoder sees a file once, however many requests show it: a cache is in front."""
+    """Has media encoded and puts them into prompts.
+
+    The encoder sees a file once, however many requests show it: a cache is in front.
+    """
 
     def __init__(
         self, encoder: Encoder, loader: MediaLoader, cache: EmbeddingCache, tokenizer: Tokenizer, max_images: int

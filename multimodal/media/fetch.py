@@ -1,4 +1,5 @@
-"""GET over http and https, guarded: a host's name is resolved once, all its addresses are checked, and one of them is dialled.
+"""GET over http and https, guarded: a host's name is resolved once, all its addresses are checked, and one of them is
+dialled.
 
 The transport is used without httpx's client: no cookies, proxies or credentials, and only the redirects followed here.
 Each connection serves one request: a pool goes by address, and would give one name a connection whose certificate was

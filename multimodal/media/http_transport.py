@@ -6,7 +6,8 @@ import httpx
 class Transport(httpx.AsyncHTTPTransport):
     """httpx's own transport, which raises `httpx.ConnectError` for a connection that is lost as soon as it is made.
 
-    With anyio 4 on uvloop that is an AttributeError: anyio reads the address of a socket that uvloop has closed already.
+    With anyio 4 on uvloop that is an AttributeError: anyio reads the address of a socket that uvloop has closed
+    already.
     """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -17,6 +17,7 @@ class MediaLimits:
     allowed_hosts: tuple[str, ...] = ()
     """Names (`images.example.org`) and suffixes (`.example.org`: all names below it). Empty allows any."""
     allow_private: bool = False
-    """Whether to fetch from loopback and private networks. Link-local, metadata and multicast addresses are never allowed."""
+    """Whether to fetch from loopback and private networks. Link-local, metadata and multicast addresses are never
+    allowed."""
     local_folder: Path | None = None
     """Folder of the files that requests may name; None allows none."""

@@ -1,4 +1,5 @@
-"""Loads the files that requests name, and checks them: fetched, decoded from a data URL, or read from the server's folder.
+"""Loads the files that requests name, and checks them: fetched, decoded from a data URL, or read from the server's
+folder.
 
 Concurrent requests for one http URL share a fetch. Files are not kept; the cache holds embeddings (`cache.py`).
 """
@@ -31,7 +32,9 @@ _CHECKS: dict[MediaKind, Callable[[bytes, MediaLimits], object]] = {
 
 
 class MediaLoader:
-    """Loads files within `limits`. Files of embeddings must have the language model's `hidden_size`; with 0 none are accepted.
+    """Loads files within `limits`.
+
+    Files of embeddings must have the language model's `hidden_size`; with 0 none are accepted.
 
     Use it on one event loop, which it never blocks for long, and close it once.
     """

@@ -1,7 +1,8 @@
 """Image files by their first bytes: which format, how large. Nothing is decoded, and no declared type is believed.
 
-A decoder trusts the header too, so what it would allocate is known, and refused, here. Headers that say their size twice, or hide a
-larger picture, are walked as far as a decoder reads them before its first pixel; whatever is unusual there is refused.
+A decoder trusts the header too, so what it would allocate is known, and refused, here. Headers that say their size
+twice, or hide a larger picture, are walked as far as a decoder reads them before its first pixel; whatever is unusual
+there is refused.
 """
 
 import struct
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from multimodal.errors import InvalidMedia, UnsupportedMedia
 
 MIN_SIDE = 4
-"""With fewer pixels a side is taken for the channels of a colour by what guesses the order of an array's axes, and models have crashed."""
+"""With fewer pixels a side is taken for the channels of a colour by what guesses the order of an array's axes, and
+models have crashed."""
 MAX_SIDE = 65_535
 """What JPEG can say."""
 _MAX_STEPS = 4096
@@ -25,7 +27,10 @@ class _Broken(Exception):
 
 
 def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Width and height of an image file; of an animation, those of its first frame. Raises UnsupportedMedia and InvalidMedia."""
+    """Width and height of an image file; of an animation, those of its first frame.
+
+    Raises UnsupportedMedia and InvalidMedia.
+    """
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _webp and data[8:12] != b"WEBP"):
         raise UnsupportedMedia(f"An image's format is none of {_SUPPORTED}.")

@@ -60,9 +60,9 @@ def local_path(url: str) -> str:
 def read_file(path: str, folder: Path, max_bytes: int) -> bytes:
     """Read a regular file in `folder` or below it; call it in a thread.
 
-    Raises MediaError, with the same message for a file outside the folder and for one that does not exist. Symbolic links
-    are resolved first, and must stay within the folder. The path below the folder is then opened step by step without
-    following links, so that a concurrent change of a link cannot lead outside the folder.
+    Raises MediaError, with the same message for a file outside the folder and for one that does not exist. Symbolic
+    links are resolved first, and must stay within the folder. The path below the folder is then opened step by step
+    without following links, so that a concurrent change of a link cannot lead outside the folder.
     """
     try:
         root = Path(os.path.realpath(folder, strict=True))

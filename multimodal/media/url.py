@@ -91,7 +91,10 @@ def _ipv6(text: str) -> IPv6Address:
 
 
 def _ipv4(name: str) -> IPv4Address | None:
-    """Return the address that a host is, or None for a name. As in browsers, a host whose last label is a number is an address."""
+    """Return the address that a host is, or None for a name.
+
+    As in browsers, a host whose last label is a number is an address.
+    """
     labels = name.split(".")
     if not _NUMBER.fullmatch(labels[-1]):
         if not all(map(_LABEL.fullmatch, labels)):
