@@ -1,4 +1,4 @@
-"""What every engine with a model asks of a prompt before it takes it."""
+"""Checks of prompts that all engines with a model share."""
 
 import re
 from typing import NamedTuple
@@ -21,13 +21,14 @@ class ImageTokens(NamedTuple):
 
 
 def output_here(request: GenerateRequest) -> int:
-    """Most output tokens that are computed where the request goes: of a prefill's, one."""
+    """Return how many output tokens the receiving engine computes at most: one if the request is `prefill_only`."""
     most = request.sampling.max_tokens
     return min(1, most) if request.prefill_only else most
 
 
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """`capacity`: most tokens, prompt and output together, that there is room for. Raises InvalidRequest, ContextOverflow included."""
+    """Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
+    tokens."""
     prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
         raise InvalidRequest("the prompt is empty", _PARAM)

@@ -1,4 +1,5 @@
-"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the next one."""
+"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the
+next one."""
 
 import asyncio
 import itertools
@@ -39,8 +40,9 @@ class _Running(NamedTuple):
 class ServiceClient(Generic[InfoT]):
     """The service that is hosted at `address` (ipc:// or tcp://).
 
-    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed` returns a reason
-    once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it takes.
+    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed`
+    returns a reason once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it
+    takes.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class ServiceClient(Generic[InfoT]):
     def begin(
         self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
     ) -> int:
-        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must follow.
+        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must
+        follow.
 
         Raises EngineNotReady and InvalidRequest.
         """
@@ -207,7 +210,7 @@ class ServiceClient(Generic[InfoT]):
                 running = self._running.pop(reply.key, None)
                 if running is not None:
                     running.fail(wire.error_of(reply))
-            case wire.Welcome():
+            case wire.Accepted():
                 self._info = msgspec.msgpack.decode(reply.info, type=self._interface.info)
                 self._shares = reply.shares
                 self._service_healthy = True
@@ -239,7 +242,7 @@ class EngineClient(ServiceClient[EngineInfo]):
         return stream
 
     async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        self.subscribe("kv_events", self._events.put_all)
+        self.subscribe("kv_events", self._put_events)
         async with aclosing(self._events.batches()) as batches:
             async for events in batches:
                 yield events
@@ -247,6 +250,10 @@ class EngineClient(ServiceClient[EngineInfo]):
     def stats(self) -> AsyncIterator[IterationStats]:
         self.subscribe("stats", self._stats.publish)
         return self._stats.values()
+
+    def _put_events(self, events: list[KvEvent]) -> None:
+        for event in events:
+            self._events.put(event)
 
     async def close(self) -> None:
         await super().close()

@@ -13,7 +13,8 @@ from engine import errors, trace
 from engine.handoff import MAX_BYTES, decode_handoff
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaClient, ReplicaConnection
 from engine.replicas.encode_answers import decode_answer
-from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, FrameReader, PrefillInfo
+from protocol.frames import FrameReader
+from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillInfo
 
 I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
 from engine.replicas import ask as client
 from engine.types import Guide
-from protocol.internal import frame
+from protocol.frames import frame
 from tests.support.disaggregated import (
     INFO,
     PROMPT,

@@ -17,7 +17,7 @@ from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import prompt_keys
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import Delta, GenerateRequest, Held
-from protocol.internal import frame
+from protocol.frames import frame
 from tests.support.disaggregated import (
     PROMPT,
     aggregated,

@@ -19,7 +19,8 @@ from engine.replicas import ask as client
 from engine.replicas import pool as pool_module
 from engine.replicas.breaker import LONGEST_PAUSE, Breaker
 from engine.replicas.prefill_pool import PrefillPool, Prefixes, prompt_keys
-from protocol.internal import Frame, FrameReader, PrefillInfo, frame
+from protocol.frames import Frame, FrameReader, frame
+from protocol.internal import PrefillInfo
 from server.metrics.peers import PeerMetrics
 from tests.support.disaggregated import (
     INFO,
@@ -86,7 +87,7 @@ def test_frames_arrive_however_they_are_cut(parts: list[tuple[bytes, bool]], dat
 
 
 def test_a_frame_is_bounded() -> None:
-    with pytest.raises(ValueError, match="41 bytes; the most is 40"):
+    with pytest.raises(ValueError, match="41 bytes; the maximum is 40"):
         list(FrameReader(40).feed(frame(bytes(41))[:4]))
 
 

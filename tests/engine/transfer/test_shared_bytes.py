@@ -138,7 +138,7 @@ def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.Mon
         patch.setattr(shared_bytes, "make_memory", Mock(side_effect=OSError(errno.EMFILE, "")))
         assert shared_or_copied(CONTENT) == CONTENT
     with monkeypatch.context() as patch:
-        patch.setattr(shared_bytes, "Mapping", Mock(side_effect=OSError(errno.ENOMEM, "")))
+        patch.setattr(shared_bytes, "MemfdMapping", Mock(side_effect=OSError(errno.ENOMEM, "")))
         assert readable(memories[0]) == b"some"
     memories.clear()
     assert descriptors() == before and bytes(views[0]) == b"some"
