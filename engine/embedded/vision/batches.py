@@ -1,4 +1,4 @@
-"""A batch of images through the processor, in a few threads, and the tower, as many of equal shape at a time as it takes."""
+"""Encodes batches of images: the processor runs in a few threads, the tower takes images of equal shape together."""
 
 import io
 import logging
@@ -22,9 +22,9 @@ from engine.media import EncodedMedia, MediaInput
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _GPU_IMAGES = 8
-"""Images that the tower waits for to compute them together. A CPU gains nothing by that, and begins with the first."""
+"""Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
-"""Pixel values, three to a pixel, that one call of the tower takes, unless a single image has more."""
+"""Maximum pixel values, three per pixel, in one call of the tower, unless a single image has more."""
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +51,17 @@ class BatchEncoder:
         self._try_out()
 
     def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
-        """The outcome for each image, by its index, as soon as it is known. Raises as `embed`."""
+        """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
     def prepare(self, images: Sequence[MediaInput]) -> Iterator[Prepared | EngineError]:
-        """Begin, in other threads, with what comes before the tower. May be called from any thread."""
+        """Begin the work before the tower, in other threads. Callable from any thread."""
         return self._pool.map(self._prepare, images)
 
     def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
-        """The outcome for each image, by its index, as soon as it is known.
+        """Yield the outcome of each image, with its index, as soon as it is known.
 
-        Raises torch.AcceleratorError when the device works no more for this process.
+        Raises torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
         while some := list(islice(prepared, self._at_once)):
@@ -75,7 +75,7 @@ class BatchEncoder:
             return self._processing.prepare(image)
         except EngineError as error:
             return error
-        except Exception:  # a bug, which must not take the other images with it
+        except Exception:  # a bug, which must not fail the other images
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
@@ -100,7 +100,7 @@ class BatchEncoder:
         ]
 
     def _try_out(self) -> None:
-        """What cannot work shall fail now; and the first image shall not be slower than others."""
+        """Encode one image, so that a model that cannot encode fails now and the first image is not slower than others."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
         (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])
@@ -109,7 +109,7 @@ class BatchEncoder:
 
 
 def _calls(images: dict[int, Prepared]) -> Iterator[dict[int, Prepared]]:
-    """Those of equal shapes, as many at a time as fit the tower's calls."""
+    """Group images of equal shapes, as many at a time as fit a call of the tower."""
     groups: dict[object, list[int]] = {}
     for index, image in images.items():
         groups.setdefault(tuple((name, tensor.shape) for name, tensor in image.tensors.items()), []).append(index)
