@@ -1,4 +1,4 @@
-"""The seam for encoders: media in, embeddings out. An encoder is a process here, other replicas, or TensorRT-LLM's own."""
+"""The seam for encoders: media in, embeddings out. An encoder is a process here, other replicas, or TensorRT-LLM's."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias

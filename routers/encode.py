@@ -1,4 +1,4 @@
-"""/encode, for replicas whose prompts have images: one frame with embeddings, or with where they are; the answer is then their lease."""
+"""/encode, for other replicas: one frame with embeddings, or with where they are; the open answer is then their lease."""
 
 import asyncio
 

@@ -1,7 +1,4 @@
-"""The encoder without a model: deterministic and fast.
-
-An image becomes ROWS image tokens, its embeddings are made of its hash.
-"""
+"""The encoder without a model: deterministic and fast. A file becomes ROWS tokens, with embeddings from its hash."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 
 
 class FakeEncoder:
-    """Takes `seconds` for each image. `rows` is what an image becomes."""
+    """Takes `seconds` for each file, which becomes `rows` tokens."""
 
     def __init__(self, seconds: float = 0.0, rows: int = ROWS) -> None:
         self._seconds = seconds
@@ -29,7 +26,7 @@ class FakeEncoder:
         self._closed = False
         self._running: set[asyncio.Task[None]] = set()
         self.encoded = 0
-        """Images so far."""
+        """Number of files encoded."""
 
     @property
     def info(self) -> EncoderInfo:

@@ -179,7 +179,7 @@ async def fetch(found: EncodeAnswer, arena: Arena | None, seconds: float) -> lis
 
 
 def check_answer(found: EncodeAnswer, count: int, hidden_size: int) -> None:
-    """Raise InvalidRequest unless the answer has whole rows for each of `count` files, or, if that is 0, an encoding."""
+    """Raise InvalidRequest unless the answer has whole rows for each of `count` files or, if that is 0, an encoding."""
     if (found.encoding is None) != bool(count) or len(found.media) != count:
         raise InvalidRequest(f"there are embeddings for {len(found.media)} images, not for {count}", _PARAM)
     for media, size in zip(found.media, found.sizes, strict=True):

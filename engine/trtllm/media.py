@@ -1,4 +1,4 @@
-"""Image files for TensorRT-LLM, whose own processor takes pixels: decoded in threads, before a request begins."""
+"""Decodes images for TensorRT-LLM, whose processor takes pixels: in threads, before a request begins."""
 
 import asyncio
 import logging
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 async def decoded(images: Sequence[MediaInput], max_pixels: int) -> list[Image]:
-    """In RGB and upright, one after the other. Raises InvalidRequest (param `image`)."""
+    """Decode images one after the other, in RGB and upright. Raises InvalidRequest (param `image`)."""
     return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
 
 
 class Deferred:
-    """A request that begins once its images are decoded. `stream` is there at once; ended before, it never begins."""
+    """A request that begins once its images are decoded. Its `stream` exists at once; closed early, it never begins."""
 
     def __init__(
         self, images: Sequence[MediaInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
@@ -33,7 +33,7 @@ class Deferred:
         self._begun: DeltaStream | None = None
 
     async def run(self) -> None:
-        """Until the request has begun; the task that this runs in is cancelled if the stream ends before."""
+        """Decode, then begin the request. The calling task is cancelled if the stream ends before."""
         task = asyncio.current_task()
         assert task is not None
         self.stream.when_done(task.cancel)

@@ -1,4 +1,4 @@
-"""Encoded images in host memory, least recently used first out: an image that was seen before is not encoded again."""
+"""A cache of encoded media in host memory. The least recently used are evicted first."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from engine.media import ITEM_BYTES, EncodedMedia
 
 
 class CacheStats(NamedTuple):
-    """Counts since the start, and what is there now."""
+    """Counters since the start, and the current contents."""
 
     hits: int
     misses: int
@@ -15,15 +15,13 @@ class CacheStats(NamedTuple):
     entries: int
     bytes: int
     utilisation: float
-    """Part of the capacity in use; 0 of a cache that holds nothing."""
+    """Fraction of the capacity in use; 0 for a cache without capacity."""
 
 
 class EmbeddingCache:
-    """Embeddings and their text by `multimodal/media/encoded_prompts.py: media_key`, of at most `capacity_bytes`; with
-    0 nothing is ever found.
+    """Encoded media by key (`encoded_prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
 
-    `hidden_size` is that of the language model: embeddings are contiguous [rows, hidden size]. It belongs to one event
-    loop.
+    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
     """
 
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
@@ -39,7 +37,7 @@ class EmbeddingCache:
         return CacheStats(self._hits, self._misses, self._evictions, len(self._entries), self._bytes, utilisation)
 
     def get(self, key: str) -> EncodedMedia | None:
-        """The image, which is then the most recently used one."""
+        """Return the media for `key`, now the most recently used, or None."""
         image = self._entries.get(key)
         if image is None:
             self._misses += 1
@@ -49,9 +47,9 @@ class EmbeddingCache:
         return image
 
     def put(self, key: str, image: EncodedMedia) -> bool:
-        """Keep the image, if it fits the cache at all: one that does not is refused, and evicts nothing.
+        """Keep media and return True; media larger than the cache are not kept, and evict nothing.
 
-        Returns whether it is kept. Raises ValueError for data that is no contiguous [rows, hidden size].
+        Raises ValueError for data that are not contiguous [rows, hidden size].
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
         if len(image.data) != expected:

@@ -1,8 +1,6 @@
-"""Embeddings that clients bring along, as safetensors files: read with every bound checked, and never by anything that
-runs what it reads.
+"""Reads embeddings that clients send as safetensors files. Every bound is checked, and nothing in a file is executed.
 
-The reader is our own: `safetensors` comes with the embedded engine's libraries only, and would read as many tensors as
-a file has.
+The reader is our own: `safetensors` is installed with the embedded engine only, and reads any number of tensors.
 """
 
 import math

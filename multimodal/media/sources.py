@@ -88,7 +88,7 @@ def _opened(root: Path, parts: Sequence[str]) -> int:
 
 
 def _read(descriptor: int, size: int) -> bytes:
-    """Read at most `size` bytes and close the descriptor. Raises OSError, and MediaError unless it is a regular file."""
+    """Read at most `size` bytes of a regular file and close it. Raises OSError, and MediaError for other kinds."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise MediaError(_NO_FILE)

@@ -54,8 +54,9 @@ def _has_vision(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes images, not yet started: an encoder here, or encode replicas. None if the model takes no images, or the backend
-    encodes them itself.
+    """Return what encodes images, not yet started: an encoder here, or encode replicas.
+
+    None if the model takes no images, or the backend encodes them itself.
     """
     settings = to.settings
     asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings

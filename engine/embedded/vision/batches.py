@@ -100,7 +100,7 @@ class BatchEncoder:
         ]
 
     def _try_out(self) -> None:
-        """Encode one image, so that a model that cannot encode fails now and the first image is not slower than others."""
+        """Encode one image: a model that cannot encode fails now, and the first image is no slower than others."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
         (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])

@@ -115,7 +115,8 @@ def _random(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, language: str) -> Any:
     """Load the model with its shrunken language part, in the submodule `language`.
 
-    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of `language` may be.
+    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of
+    `language` may be.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
