@@ -27,10 +27,12 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
 
 
 class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How PyTorch loads and runs a model, or its vision tower. The fields mean what the settings of the same names say."""
+    """How PyTorch runs a model, or its vision tower. The fields mean what the settings of the same names say."""
 
     model: str
-    """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image processor."""
+    """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image
+    processor.
+    """
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -40,7 +42,9 @@ class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
-    """The PyTorch engine. 0 takes the default that the setting of the same name documents (`server/settings/engine.py`)."""
+    """The PyTorch engine. 0 takes the default that the setting of the same name documents
+    (`server/settings/engine.py`).
+    """
 
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
@@ -57,6 +61,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    """Instruction set of the compiled path on a CPU."""
     guide_timeout_seconds: float = 15.0
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
     """How KV blocks move between replicas; empty if they do not."""

@@ -116,6 +116,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Folder of the model."""
     dtype: str
+    """In which the model computes, as far as the backend can say."""
     device: str
     context_length: int
     """Most tokens, prompt and output together, that one sequence may hold."""
@@ -133,6 +134,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is one rank's."""
     load_seconds: float = 0.0
+    compute_path: str = ""
+    """Of the embedded engine, what computes a step: `native`, `cuda` or `transformers`."""
+    instruction_set: str = ""
+    """Which that code uses: a level of CPU_ISA, or what torch names its own on a CPU (avx2, avx512 …) and a GPU (sm_90)."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     max_logprobs: int = 20

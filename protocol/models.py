@@ -19,6 +19,11 @@ class Runtime(BaseModel):
     backend: str | None
     device: str | None = None
     dtype: str | None = None
+    """In which the model computes."""
+    compute_path: str | None = None
+    """Of the embedded engine: native, cuda or transformers."""
+    instruction_set: str | None = None
+    """Which that path uses: portable, avx2, avx512, or a GPU's compute capability."""
     context_length: int | None = None
     kv_block_size: int | None = None
     """Tokens in a KV block."""

@@ -1,5 +1,5 @@
-"""`python -m server`: reads the settings, opens the port, and serves by one process or several; `config` shows with what, `doctor` whether
-this machine can.
+"""The command line, `python -m server`: serve (the default), `config` to print the settings, `doctor` to check this
+machine.
 """
 
 import logging
@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.roles import role_of, shortage
+from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings, read_settings
 from server.settings.environment import provide, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
-"""What the first argument may be; `serve` is what is meant without."""
+"""Values of the first argument; `serve` is the default."""
 _WRONG_SETTINGS = 2
 _ENVIRONMENT = {
     # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else runs; those that never
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Run a command and return the exit code. Serving lasts until a signal."""
     started = time.monotonic()
     if "--version" in arguments:
         sys.stdout.write(f"trellis {__version__}\n")
@@ -61,16 +61,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _listing(settings: Settings) -> list[str]:
-    """What `config` prints; making it finds what is wrong with the engine's arguments."""
+    """Return what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
     from server.compose import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
 
     return list(engine_args.listing(settings))
 
 
 def _check_servable(settings: Settings) -> None:
-    """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
-    if (lacking_of_role := shortage(settings)) is not None:
+    """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
+    if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
+    if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
+        _check_instruction_set(settings)
     if settings.otel_endpoint:
         try:
             from server.http import tracing  # noqa: F401, PLC0415 - most replicas do without
@@ -89,8 +91,19 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError("; ".join(lacking))
 
 
+def _check_instruction_set(settings: Settings) -> None:
+    """Raise SettingsError if this processor lacks the instruction set."""
+    from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
+    from engine.errors import EngineFailure  # noqa: PLC0415
+
+    try:
+        chosen(settings.cpu_isa)
+    except EngineFailure as error:
+        raise SettingsError(str(error)) from error
+
+
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
-    """Serve with `settings`; several API processes are started with the same `arguments`."""
+    """Serve with `settings`. Several API processes are started with the same `arguments`."""
     from server.process import launch, logs, serving  # noqa: PLC0415
 
     for name, value in _ENVIRONMENT.items():
@@ -109,7 +122,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
 
 
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:
-    """One line for each wrong setting, with its name and without its value, which may be a secret."""
+    """Yield one line for each wrong setting, with its name but without its value, which may be a secret."""
     if isinstance(error, EngineArgsError):
         yield from error.faults
         return

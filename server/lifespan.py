@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 def make_lifespan(
     settings: Settings, metrics: ServerMetrics, at_end: Callable[[], None] | None = None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
-    """Return the lifespan of an application. The model loads in a task of its own, so that the port answers at once. `at_end` is called
-    last, in a thread.
+    """Return the lifespan of an application. The model loads in a task of its own, so that the port answers at once.
+    `at_end` is called last, in a thread.
     """
 
     @asynccontextmanager

@@ -1,4 +1,6 @@
-"""The roles of a replica, one record each. What differs between roles is a field here; nothing else asks for the role by name."""
+"""The roles of a replica, one record each. What differs between roles is a field here; nothing else asks for the role
+by name.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def role_of(settings: Settings) -> Role:
     return ROLES[settings.disaggregation_mode]
 
 
-def shortage(settings: Settings) -> tuple[str, str] | None:
+def missing_setting(settings: Settings) -> tuple[str, str] | None:
     """Return the first setting that the role lacks, and why it is needed; None if it lacks nothing."""
     for need in (*role_of(settings).needs, _ENCODE_SECRET):
         if not need.met(settings):

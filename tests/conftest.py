@@ -1,12 +1,31 @@
 """What many tests share."""
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import certifi
 import pytest
+
+
+def _has_home() -> bool:
+    """Whether this user can keep files below the home folder."""
+    try:
+        (Path.home() / ".cache").mkdir(parents=True, exist_ok=True)
+        return os.access(Path.home() / ".cache", os.W_OK)
+    except (OSError, RuntimeError):
+        return False
+
+
+if not _has_home():
+    os.environ["HOME"] = tempfile.mkdtemp(
+        prefix="trellis-home-"
+    )  # models are converted, and code is compiled, below it
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 if importlib.util.find_spec("triton") is not None:
     import torch
@@ -15,6 +34,15 @@ if importlib.util.find_spec("triton") is not None:
         os.environ["TRITON_INTERPRET"] = (
             "1"  # for `tests.support.cuda`: Triton reads it when it is imported, which transformers does
         )
+
+
+def pytest_report_header() -> str:
+    from engine.embedded.models.native.levels import LEVELS, available  # noqa: PLC0415 - what it imports is measured by other tests
+
+    here = {level.name for level in available()}
+    return "compiled path: " + ", ".join(
+        level.name if level.name in here else f"{level.name} (emulated)" for level in LEVELS
+    )
 
 
 @pytest.fixture(scope="session")

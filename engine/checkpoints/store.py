@@ -69,6 +69,12 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
     return _checked(_download(model), weights)
 
 
+def present_model(model: str, cache_dir: Path) -> Path | None:
+    """The folder that `resolve_model` would find without converting or downloading; None if there is none. Raises ModelError."""
+    folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
+    return folder if folder.is_dir() else None
+
+
 def _checked(folder: Path, weights: bool) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if weights and not any(folder.glob("*.safetensors")):
@@ -98,15 +104,22 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def _converted(model: str, cache_dir: Path) -> Path:
-    parts = _packaged(model)
-    base = _converted(BUILTIN, cache_dir) if model == VISION else None
+def _converted_folder(model: str, cache_dir: Path) -> tuple[Path, Path | None]:
+    """Where a packaged model is, or will be, and the one it is made on top of."""
+    base = _converted_folder(BUILTIN, cache_dir)[0] if model == VISION else None
     digest = blake3(base.name.encode() if base else b"", max_threads=blake3.AUTO)
-    for part in parts:
+    for part in _packaged(model):
         digest.update_mmap(part)
-    folder = cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}"
+    return cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}", base
+
+
+def _converted(model: str, cache_dir: Path) -> Path:
+    folder, base = _converted_folder(model, cache_dir)
     if folder.is_dir():
         return folder
+    parts = _packaged(model)
+    if base is not None:
+        _converted(BUILTIN, cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{folder.name}.lock"):

@@ -211,6 +211,8 @@ class EmbeddedEngine:
             model=config.model,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
+            compute_path=model.compute_path,
+            instruction_set=model.instruction_set,
             context_length=model.context_length,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,

@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at the same time and return their results in order. The first error cancels the others and is raised as it is."""
+    """Run coroutines at the same time and return their results in order. The first error cancels the others and is
+    raised as it is.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -78,7 +78,8 @@ class ServiceProcess:
         assert self._supervision is not None, "not started"
         await asyncio.wait([self._supervision])
         if self._supervision.cancelled():
-            return await asyncio.get_running_loop().create_future()  # closed, not failed
+            never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            return await never  # closed, not failed
         return self._supervision.result()
 
     async def close(self) -> None:

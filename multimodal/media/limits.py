@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import MAX_IMAGE_PIXELS
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
     """Limits for each file. The caller limits their number in a request."""
 
     max_image_bytes: int = 20 << 20
-    max_image_pixels: int = 64_000_000
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     timeout_seconds: float = 30.0
     """Time for a whole fetch: name, connection, redirects and body. Waiting for other fetches does not count."""
     concurrency: int = 16

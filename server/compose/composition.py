@@ -17,8 +17,8 @@ Failed = Callable[[], Awaitable[str]]
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """A replica while it is composed. A composer makes a part from the settings, gives it to `replica`, registers its metrics and its
-    readiness checks, and leaves to `stack` what ends it.
+    """A replica while it is composed. A composer makes a part from the settings, gives it to `replica`, registers its
+    metrics and its readiness checks, and leaves to `stack` what ends it.
     """
 
     settings: Settings

@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+import msgspec
+
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
@@ -19,7 +21,6 @@ log = logging.getLogger(__name__)
 
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """Return what the chosen backend is told. The fields for the embedded engine have the settings' names."""
-    role = role_of(settings)
     if settings.engine == "fake":
         default = FakeConfig()
         batch_is_set = "max_batch_size" in settings.model_fields_set
@@ -36,7 +37,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         for name, reason in found.ignored.items():
             log.warning("the argument %s is ignored: %s", name, reason)
         arguments = dict(found.arguments)
-        kind = TrtllmConfig if role.has_engine else TrtllmEncoderConfig
+        kind = TrtllmConfig if role_of(settings).has_engine else TrtllmEncoderConfig
         return kind(
             model=str(folder),
             backend=arguments.pop("backend", settings.backend),
@@ -44,11 +45,16 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             arguments=arguments,
             processors=_processors(settings, folder),
         )
+    return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+
+
+def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
+    """Return what the embedded engine is told, without logits processors."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
-    if not role.moves_kv_blocks:
+    if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""
-    return EmbeddedConfig(model=str(folder), processors=_processors(settings, folder), **values)
+    return EmbeddedConfig(model=str(folder), **values)
 
 
 def default_processors(settings: Settings) -> tuple[str, ...]:
@@ -71,7 +77,9 @@ def spelled(text: bytes, tokenizer: Tokenizer) -> list[int]:
 
 
 def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfig, ...]:
-    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot spell the text."""
+    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot
+    spell the text.
+    """
     if not settings.enable_test_logits_processor or folder is None:
         return ()
     ends = read_model_facts(folder).eos_token_ids

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 
 async def add_encoders(to: Composition, folder: Path | None) -> Failed:
-    """Start what encodes images, if there is anything to encode here, and give it to the replica: for chats, or for other replicas."""
+    """Start what encodes images, if there is anything to encode here, and give it to the replica: for chats, or for
+    other replicas.
+    """
     encoder = _encoder(to, folder)
     if encoder is not None:
         if to.settings.encode_urls:
@@ -145,7 +147,9 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
 
 
 async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
-    """Return a prompt with one image; None if the model has no chat template that shows one: nothing else tells its placeholder."""
+    """Return a prompt with one image; None if the model has no chat template that shows one: nothing else tells its
+    placeholder.
+    """
     _, template = await in_thread(partial(load_text, to.settings, folder))
     message = {"role": "user", "content": [{"type": "image"}]}
     try:

@@ -32,7 +32,9 @@ _HEALTH_PAUSE = 1.0
 
 
 async def add_engine(to: Composition, folder: Path | None) -> Failed:
-    """Start the engine, and give the replica what answers requests by it. `folder` is None if the engine already runs at an address."""
+    """Start the engine, and give the replica what answers requests by it. `folder` is None if the engine already runs
+    at an address.
+    """
     settings, replica = to.settings, to.replica
     local, failed = await _open_engine(to, folder)
     to.health.check("engine", lambda: "" if local.healthy else "The engine is restarting, or does not answer.")
@@ -54,7 +56,7 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
 
 
 async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Failed]:
-    """Return the engine, not yet started: at an address, in this process, or in a process of its own, which is started."""
+    """Return the engine, not yet started: at an address, in this process, or in a process that is started."""
     settings = to.settings
     if settings.engine_address:
         return EngineClient(settings.engine_address), never
@@ -76,7 +78,9 @@ async def _stopped(engine: Engine) -> str:
 
 
 def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
-    """Return the engine that requests go to: `local`, or one that has prompts computed by other replicas before `local` decodes."""
+    """Return the engine that requests go to: `local`, or one that has prompts computed by other replicas before `local`
+    decodes.
+    """
     if not to.role.remote_prefill:
         return local
     from engine.replicas.prefill_engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without

@@ -19,8 +19,8 @@ def served_name(settings: Settings) -> str:
 
 
 def model_folder(settings: Settings) -> Path | None:
-    """Return the folder of the model, downloaded and converted first if needed, which may take minutes. None if the fake engine runs
-    without one.
+    """Return the folder of the model, downloaded and converted first if needed, which may take minutes. None if the
+    fake engine runs without one.
     """
     if settings.engine == "fake":
         folder = Path(settings.model).expanduser()
@@ -32,7 +32,9 @@ def model_folder(settings: Settings) -> Path | None:
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Load the tokenizer and the chat template, if there is one, of a model folder; without a folder, those that map bytes to tokens."""
+    """Load the tokenizer and the chat template, if there is one, of a model folder; without a folder, those that map
+    bytes to tokens.
+    """
     tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()
     source = settings.chat_template.read_text() if settings.chat_template is not None else tokenizer.chat_template
     return tokenizer, ChatTemplate(source, tokenizer.special_tokens) if source else None

@@ -11,8 +11,8 @@ from server.metrics.kv_events import watch_publisher
 
 
 def publish_events(to: Composition, engine: Engine) -> None:
-    """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises EngineFailure if an
-    address is taken.
+    """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises
+    EngineFailure if an address is taken.
     """
     settings = to.settings
     if not settings.publish_kv_events or not _elected(to.metrics.folder, to.stack):
@@ -38,8 +38,8 @@ def publish_events(to: Composition, engine: Engine) -> None:
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock ends with the
-    process, so that its successor can publish.
+    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock
+    ends with the process, so that its successor can publish.
     """
     if folder is None:
         return True

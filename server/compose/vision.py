@@ -1,4 +1,4 @@
-"""Settings to what puts images into prompts."""
+"""Settings to what puts media into prompts."""
 
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from server.metrics.embedding_cache import watch_cache
 
 
 def image_prompts(to: Composition, folder: Path | None, tokenizer: Tokenizer) -> MediaPrompts | None:
-    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes none."""
+    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
+    none.
+    """
     settings, replica = to.settings, to.replica
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),

@@ -1,11 +1,13 @@
-"""The server's own metrics: of the engine, of the queue before it and of the event loop; and the page that shows all of them.
+"""The registry of an application, the metrics of its engine, queue and event loop, and the page that shows all metrics.
 
-With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR), so that any of
-them can show the sum. What the engine says of itself is not summed: each process asks the same engine.
+With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR),
+so that any of them can show the sum. What the engine reports of itself is not summed: each process asks the same
+engine.
 """
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -25,7 +27,7 @@ _STATS_PAUSE = 0.1
 
 
 class _Collected:
-    """Metrics that have been collected already, for a registry."""
+    """Metrics that are already collected, for a registry."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -35,7 +37,9 @@ class _Collected:
 
 
 class ServerMetrics:
-    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API processes."""
+    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
+    processes.
+    """
 
     def __init__(self, model_name: str, folder: Path | None) -> None:
         self.registry = CollectorRegistry()
@@ -46,8 +50,9 @@ class ServerMetrics:
         self._speed = 0.0
         self._engine: AdmissionEngine | None = None
         self.polled = Polled(self.registry, {"model_name": model_name})
-        """For numbers to be shown with the label model_name; cheap to read, since they are also read between pages."""
+        """For numbers that are shown with the label model_name."""
         self.polled_unlabelled = Polled(self.registry, {})
+        self._updates = [self.polled.update, self.polled_unlabelled.update]
         self.polled.gauge(
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for the engine",
@@ -57,13 +62,13 @@ class ServerMetrics:
         self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds",
-            "How late the event loop runs a timer",
+            "Seconds by which the event loop runs a timer late",
             registry=self.registry,
             buckets=_LAG_BUCKETS,
         )
         self._last_lag = Gauge(
             "event_loop_lag_last_seconds",
-            "The latest event_loop_lag_seconds",
+            "Latest value of event_loop_lag_seconds",
             registry=self.registry,
             multiprocess_mode="livemax",
         )
@@ -87,18 +92,24 @@ class ServerMetrics:
             page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
         return generate_latest(page)
 
+    def watch(self, update: Callable[[], None]) -> None:
+        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be
+        cheap.
+        """
+        self._updates.append(update)
+
     @property
     def iteration(self) -> int:
-        """Steps that the engine has made, as far as it has said."""
+        """Number of steps that the engine has reported."""
         return self._stats.iteration if self._stats is not None else 0
 
     async def watch_engine(self, engine: AdmissionEngine) -> None:
-        """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
+        """Keep the engine's newest facts and statistics. Ends when the engine closes."""
         self._engine = engine
         self._info = engine.info
         self._step = Histogram(
             "trtllm_iteration_duration_seconds",
-            "The engine's steps, sampled: at most ten a second, in each API process",
+            "Duration of the engine's steps, sampled: at most ten per second in each API process",
             ["model_name"],
             registry=self.registry,
             buckets=_STEP_BUCKETS,
@@ -112,7 +123,9 @@ class ServerMetrics:
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until cancelled."""
+        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until
+        cancelled.
+        """
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
@@ -122,8 +135,8 @@ class ServerMetrics:
             self._poll()
 
     def _poll(self) -> None:
-        self.polled.update()
-        self.polled_unlabelled.update()
+        for update in self._updates:
+            update()
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats

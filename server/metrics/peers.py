@@ -57,7 +57,9 @@ class PeerMetrics:
         self._available.labels(self._model_name, peer).set(available)
 
     def gone(self, peer: str) -> None:
-        """Forget its series, or addresses would pile up. Several API processes keep theirs in files, which the library says it leaves."""
+        """Forget its series, or addresses would pile up. Several API processes keep theirs in files, which the library
+        says it leaves.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             self._requests.remove_by_labels({"peer": peer})

@@ -11,7 +11,9 @@ _NO_LABEL = ""
 
 
 class Polled:
-    """Metrics with the labels `labels`, brought up to date by `update`. A counter grows by what its number has grown since then."""
+    """Metrics with the labels `labels`, brought up to date by `update`. A counter grows by what its number has grown
+    since then.
+    """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry = registry

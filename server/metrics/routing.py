@@ -1,4 +1,4 @@
-"""What a router measures, as Prometheus metrics of one model. Replicas are numbers, as in the header x-trellis-replica."""
+"""Metrics of a router. Replicas are numbers, as in the header x-trellis-replica."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

@@ -40,8 +40,9 @@ class EngineSettings(BaseSettings):
     )
     disaggregation_mode: Annotated[RoleName, BeforeValidator(_role)] = Field(
         "aggregated",
-        description="Role of this replica: aggregated does everything, prefill computes prompts for decode replicas, decode generates "
-        "after remote prefill, encode encodes images for other replicas, router has no model and forwards to replicas",
+        description="Role of this replica: aggregated does everything, prefill computes prompts for decode replicas, "
+        "decode generates after remote prefill, encode encodes images for other replicas, router has no model and "
+        "forwards to replicas",
     )
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own; false runs it in the API process, for debugging"
@@ -57,7 +58,7 @@ class EngineSettings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default(EmbeddedConfig, "dtype"),
-        description="Type of weights and KV cache; auto takes bfloat16 if the device computes it fast, else float32",
+        description="Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU",
     )
     quantization: Literal["none", "fp8"] = Field(
         default(EmbeddedConfig, "quantization"),
@@ -65,7 +66,8 @@ class EngineSettings(BaseSettings):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default(EmbeddedConfig, "kv_cache_dtype"),
-        description="Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens",
+        description="Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many "
+        "tokens",
     )
     max_seq_len: int = Field(
         default(EmbeddedConfig, "max_seq_len"), ge=0, description="Context length in tokens; 0 takes the model's"
@@ -98,7 +100,8 @@ class EngineSettings(BaseSettings):
     )
     attention: Literal["auto", "sdpa", "flashinfer"] = Field(
         default(EmbeddedConfig, "attention"),
-        description="Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs) or sdpa (PyTorch, any device); auto chooses",
+        description="Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs) or sdpa (PyTorch, any "
+        "device); auto chooses",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default(EmbeddedConfig, "load_format"),
@@ -114,7 +117,13 @@ class EngineSettings(BaseSettings):
     threads: int = Field(
         default(EmbeddedConfig, "threads"),
         ge=0,
-        description="Compute threads of the embedded engine; 0 takes the available cores, within the container's CPU quota",
+        description="Compute threads of the embedded engine; 0 takes the available cores, within the container's CPU "
+        "quota",
+    )
+    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = Field(
+        default(EmbeddedConfig, "cpu_isa"),
+        description="Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the "
+        "processor has",
     )
     fake_token_delay_ms: float = Field(
         0.0, ge=0, description="Pause between two tokens of the fake engine, in milliseconds"
@@ -166,7 +175,8 @@ class TrtllmSettings(BaseSettings):
     enable_test_logits_processor: bool = Field(
         False,
         validation_alias=AliasChoices("enable_test_logits_processor", "dyn_enable_test_logits_processor"),
-        description="Answer every request with Hello world!, by a logits processor in the engine, to test that processors work",
+        description="Answer every request with Hello world!, by a logits processor in the engine, to test that "
+        "processors work",
     )
 
     @field_validator("enable_test_logits_processor", mode="after")

@@ -19,7 +19,8 @@ class HttpSettings(BaseSettings):
     root_path: str = Field("", description="Path prefix that a proxy strips")
     api_keys: Secrets = Field(
         (),
-        description="Comma-separated keys, one of which every route except liveness requires; empty leaves the server open",
+        description="Comma-separated keys, one of which every route except liveness requires; empty leaves the "
+        "server open",
     )
     internal_secret: Secret = Field(None, description="Secret of the internal routes between replicas")
     cors_origins: Names = Field(

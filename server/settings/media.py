@@ -47,11 +47,13 @@ class MediaSettings(BaseSettings):
     # Encode replicas
     encode_urls: Urls = Field(
         (),
-        description="Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port",
+        description="Comma-separated encode replicas that encode images for this one: http://host:port, or "
+        "dns+http://name:port",
     )
     encode_fallback: Literal["local", "refuse"] = Field(
         "local",
-        description="When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503",
+        description="When no encode replica answers: local encodes images here (and loads the encoder), refuse "
+        "answers 503",
     )
     encode_attempts: int = Field(
         3, ge=1, description="Maximum number of encode replicas tried for an image, one after another"
@@ -60,7 +62,8 @@ class MediaSettings(BaseSettings):
         1024,
         ge=0,
         le=1 << 15,
-        description="Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by transfer",
+        description="Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by "
+        "transfer",
     )
 
     @field_validator("image_processor_options", mode="after")

@@ -52,7 +52,8 @@ class ObservabilitySettings(BaseSettings):
     )
     nats_url: Annotated[str, AfterValidator(_nats)] = Field(
         default(PublisherConfig, "nats_url"),
-        description="NATS server that also receives the KV-cache events, nats://host:4222 for example; empty disables it",
+        description="NATS server that also receives the KV-cache events, nats://host:4222 for example; empty "
+        "disables it",
     )
     nats_subject: str = Field(
         default(PublisherConfig, "nats_subject"),
@@ -87,5 +88,6 @@ class ObservabilitySettings(BaseSettings):
     watchdog_seconds: float = Field(
         5.0,
         gt=0,
-        description="Seconds the event loop may be blocked before its stack is logged and the replica reports not ready",
+        description="Seconds the event loop may be blocked before its stack is logged and the replica reports not "
+        "ready",
     )

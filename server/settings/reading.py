@@ -1,7 +1,7 @@
 """All settings as one class, read once at start and frozen.
 
-Flags (`--max-batch-size 16`), environment variables (`MAX_BATCH_SIZE=16`) and a `.env` file set the same values, in this order of
-precedence. `settings.env.example` lists them in the order of this class; a test compares the two.
+Flags (`--max-batch-size 16`), environment variables (`MAX_BATCH_SIZE=16`) and a `.env` file set the same values, in
+this order of precedence. `settings.env.example` lists them in the order of this class; a test compares the two.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ class Settings(
     DisaggregationSettings,
     EngineSettings,  # pydantic lists the fields of the last base first
 ):
-    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the version."""
+    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the
+    version.
+    """
 
     model_config = SettingsConfigDict(
         env_file=".env",
@@ -49,14 +51,17 @@ class Settings(
 
 
 def read_settings(arguments: Sequence[str]) -> Settings:
-    """Read the settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError; `--help` exits."""
+    """Read the settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError;
+    `--help` exits.
+    """
     return CliApp.run(Settings, cli_args=list(arguments))
 
 
 def example() -> str:
     """Return the text of settings.env.example: every setting with its description and default."""
     lines = [
-        "# Every setting with its default. Copy to .env, or set in the environment, or pass as flags: MAX_BATCH_SIZE is --max-batch-size.",
+        "# Every setting with its default. Copy to .env, or set in the environment, or pass as flags: MAX_BATCH_SIZE "
+        "is --max-batch-size.",
         "",
     ]
     for name, info in Settings.model_fields.items():

@@ -15,11 +15,13 @@ class DisaggregationSettings(BaseSettings):
     # Disaggregation
     prefill_urls: Urls = Field(
         (),
-        description="Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port for all addresses",
+        description="Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port "
+        "for all addresses",
     )
     prefill_fallback: Literal["local", "refuse"] = Field(
         "local",
-        description="When no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503",
+        description="When no prefill replica answers: local computes the prompt on the decode replica, refuse "
+        "answers 503",
     )
     prefill_min_tokens: int = Field(
         32,
@@ -34,7 +36,8 @@ class DisaggregationSettings(BaseSettings):
     )
     kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = Field(
         "auto",
-        description="How KV blocks move between replicas of the embedded engine; auto takes the fastest that both support",
+        description="How KV blocks move between replicas of the embedded engine; auto takes the fastest that both "
+        "support",
     )
     kv_transfer_port: int = Field(
         default(EmbeddedConfig, "kv_transfer_port"),
@@ -45,7 +48,8 @@ class DisaggregationSettings(BaseSettings):
     transfer_timeout_seconds: float = Field(
         default(EmbeddedConfig, "transfer_timeout_seconds"),
         gt=0,
-        description="Seconds that reading a prompt's KV blocks may take before the decode replica computes the prompt itself",
+        description="Seconds that reading a prompt's KV blocks may take before the decode replica computes the "
+        "prompt itself",
     )
 
 
@@ -55,16 +59,19 @@ class RoutingSettings(BaseSettings):
     # Router
     route_urls: Urls = Field(
         (),
-        description="Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses",
+        description="Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all "
+        "addresses",
     )
     route_events: ConnectAddresses = Field(
         (),
-        description="Comma-separated ZMQ addresses of the replicas' KV-cache events, in the order of ROUTE_URLS; empty takes the "
+        description="Comma-separated ZMQ addresses of the replicas' KV-cache events, in the order of ROUTE_URLS; "
+        "empty takes the "
         "replicas' hosts with ROUTE_EVENTS_PORT",
     )
     route_replays: ConnectAddresses = Field(
         (),
-        description="Comma-separated ZMQ addresses that send missed events again, in the order of ROUTE_EVENTS; empty uses none",
+        description="Comma-separated ZMQ addresses that send missed events again, in the order of ROUTE_EVENTS; "
+        "empty uses none",
     )
     route_events_port: int = Field(
         5557, ge=0, le=65535, description="Port of the replicas' KV-cache events; 0 subscribes to none"
@@ -74,7 +81,8 @@ class RoutingSettings(BaseSettings):
     )
     route_policy: Literal["kv", "least_loaded", "round_robin"] = Field(
         "kv",
-        description="How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, least_loaded "
+        description="How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, "
+        "least_loaded "
         "ignores the cache, round_robin takes turns",
     )
     route_overlap_weight: float = Field(

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from engine.embedded.models.native.levels import available
 from tests.support.http import ServerProcess, serving
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,14 @@ def server(smollm2: object) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
         yield client
+
+
+def test_what_computes_is_said(server: ServerProcess) -> None:
+    runtime = httpx.get(f"{server.url}/server_info").json()["runtime"]
+    assert [runtime[name] for name in ("device", "dtype", "compute_path", "instruction_set")] == [
+        "cpu", "float32", "native", available()[-1].name,
+    ]  # fmt: skip
+    assert f"sequences at once, float32 on cpu (native, {available()[-1].name}); after" in server.log
 
 
 def test_chat_answers_and_streams_the_same(client: openai.OpenAI) -> None:

@@ -1,13 +1,19 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
+import ast
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from engine.config import FakeConfig
+from engine.embedded.models.native import levels
 from server.cli import explain, main
 from server.compose.config import engine_config
 from server.settings import Settings, example, read_settings
@@ -31,6 +37,37 @@ def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.Monk
     defaults = Settings()
     monkeypatch.chdir(tmp_path)
     assert Settings() == defaults
+
+
+def literal_defaults(files: Iterable[Path], value: Callable[[ast.expr], ast.expr]) -> Iterator[tuple[str, str, Any]]:
+    """Class, field and default of the annotated fields whose default, found by `value`, is a literal."""
+    for path in files:
+        classes = (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+        )
+        for each in classes:
+            for field in each.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
+                    default = value(field.value)
+                    if isinstance(default, ast.Constant):
+                        yield each.name, field.target.id, default.value
+
+
+def test_no_default_is_written_twice() -> None:
+    """What settings are handed to (engine configurations and limits) has the defaults; the settings refer to them."""
+    settings = {
+        name: default
+        for _, name, default in literal_defaults(
+            (ROOT / "server/settings").glob("*.py"),
+            lambda call: call.args[0] if isinstance(call, ast.Call) and call.args else call,
+        )
+    }
+    assert settings["port"] == 8000, "settings are found"
+    product = [path for package in ("engine", "multimodal", "routers") for path in (ROOT / package).rglob("*.py")]
+    ours = [path for path in product if not path.name.startswith("llm_")]  # those are TensorRT-LLM's
+    fields = [field for field in literal_defaults(ours, lambda value: value) if field[0].endswith(("Config", "Limits"))]
+    assert ("EmbeddedConfig", "max_batch_size", 32) in fields
+    assert [(owner, name) for owner, name, default in fields if name in settings and settings[name] == default] == []
 
 
 def test_help_shows_every_setting_with_default_and_description() -> None:
@@ -187,7 +224,8 @@ def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
 )
 def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
-    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text');"
+    code += "print(os.environ['TLLM_LOG_LEVEL'])"
     variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen
@@ -206,3 +244,40 @@ def test_the_engines_process_gets_the_level_and_the_defaults_of_libraries(monkey
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Settings().max_n = 3
+
+
+def test_an_instruction_set_that_the_processor_lacks_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(levels, "_features", frozenset)
+    assert main(["--cpu-isa", "avx512", "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: CPU_ISA=avx512 cannot be used: this processor has portable and lacks abm, avx2, "
+    )
+    assert main(["--cpu-isa", "sse9"]) == 2
+
+
+def test_config_shows_what_the_model_is_computed_with(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*arguments: str) -> str:
+        assert main(["config", "--device", "cpu", "--cpu-isa", "portable", *arguments]) == 0
+        return capsys.readouterr().out.partition("# the embedded engine computes with\n")[2]
+
+    native = "device: cpu\ndtype: float32\ncompute_path: native{}\ninstruction_set: portable\n"
+    assert shown("--model", str(tiny_model)) == native.format(", or transformers if bfloat16 would change the weights")
+    narrow = tmp_path / "narrow"
+    shutil.copytree(tiny_model, narrow)
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in load_file(tiny_model / "model.safetensors").items()},
+        narrow / "model.safetensors",
+    )
+    assert shown("--model", str(narrow)) == native.format("")
+    bfloat16 = shown("--model", str(tiny_model), "--dtype", "bfloat16")
+    assert bfloat16.startswith(
+        "device: cpu\ndtype: bfloat16\ncompute_path: transformers (dtype bfloat16 and load format auto are not"
+    )
+    assert shown("--cache-dir", str(tmp_path)).startswith("# known once the model has been fetched or converted")
+    monkeypatch.setattr(levels, "_features", frozenset)
+    assert main(["config", "--model", str(tiny_model), "--cpu-isa", "avx2"]) == 2
+    assert "CPU_ISA=avx2 cannot be used" in capsys.readouterr().err

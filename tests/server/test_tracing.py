@@ -1,4 +1,6 @@
-"""Traces as a collector gets them: one for each request, from its client through every replica, with its stages and without its text."""
+"""Traces as a collector gets them: one for each request, from its client through every replica, with its stages and
+without its text.
+"""
 
 import asyncio
 from collections.abc import Iterator

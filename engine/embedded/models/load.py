@@ -2,11 +2,13 @@
 
 import logging
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.config import EmbeddedConfig, EncoderConfig
+from engine.embedded.models.native.levels import chosen
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -29,7 +31,37 @@ def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
         return _load(config)
 
 
+def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
+    """What `load_model` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
+    level, device = chosen(config.cpu_isa), device_of(config)
+    yield "device", str(device)
+    if device.type == "cuda":
+        yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
+        yield (
+            "compute_path",
+            "transformers" if config.attention == "sdpa" else "cuda, or transformers where the model has no fast path",
+        )
+        return
+    from engine.embedded.models.native.model import NativeModel, check  # noqa: PLC0415
+
+    try:
+        if config.attention != "auto":
+            raise UnsupportedModelError(f"attention is {config.attention}")
+        certain = check(config)
+    except UnsupportedModelError as error:
+        yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
+        yield "compute_path", f"transformers ({error})"
+    else:
+        yield "dtype", str(NativeModel.dtype).removeprefix("torch.")
+        yield (
+            "compute_path",
+            NativeModel.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights"),
+        )
+        yield "instruction_set", level.name
+
+
 def _load(config: EmbeddedConfig) -> "Model | NativeModel":
+    chosen(config.cpu_isa)  # whether or not the compiled path is taken: a setting that cannot be kept stops the start
     if device_of(config).type == "cuda":
         return _on_gpu(config)
     if asked := _fp8_settings(config):
@@ -82,9 +114,12 @@ def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
 
 
 def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16, but float32 on CPUs that have no bfloat16 instructions and would be slower with it."""
+    """`auto` is float32 on a CPU, whichever it is, and bfloat16 on a GPU.
+
+    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block and the replicas
+    that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
+    """
     if config.dtype == "auto":
-        fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import TrtllmConfig, TrtllmEncoderConfig
+from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
 from engine.kit import logits
@@ -100,7 +100,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
 async def test_an_encoders_refusals_are_one_requests_while_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
+    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
     await encoder.start()
     kind = found("tensorrt_llm.llmapi.MultimodalEncoder")
     try:
@@ -305,7 +305,7 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
     for made in (
         TrtllmEngine(TrtllmConfig(model=str(folder))),
-        TrtllmEncoder(TrtllmEncoderConfig(model=str(folder))),
+        TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode")),
     ):
         with pytest.raises(ZeroDivisionError):
             async with made:

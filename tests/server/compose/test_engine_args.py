@@ -1,4 +1,6 @@
-"""Arguments of TensorRT-LLM's `LLM`: our models of them against the contract, the layers, and what is refused before a GPU is needed."""
+"""Arguments of TensorRT-LLM's `LLM`: our models of them against the contract, the layers, and what is refused before a
+GPU is needed.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ from engine.trtllm import llm_args, llm_configs
 from engine.trtllm.arguments import (
     EVENT_BUFFER_SIZE,
     KV_TRANSFER_TIMEOUT_MS,
-    Layer,
+    ArgumentLayer,
     attention_dp_size,
     defaults,
     forced,
@@ -113,7 +115,7 @@ mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 @given(st.lists(mappings, max_size=4))
 def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dict[str, Any]]) -> None:
     before = json.dumps(layers)
-    found = merge([Layer(str(index), values) for index, values in enumerate(layers)])
+    found = merge([ArgumentLayer(str(index), values) for index, values in enumerate(layers)])
     assert json.dumps(layers) == before, "layers are not changed"
     expected: dict[str, Any] = {}
     for values in layers:
@@ -126,7 +128,9 @@ def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dic
 
 
 def updated(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The plain definition of a deep merge; an empty mapping replaces what is no mapping, and adds nothing to one that is."""
+    """The plain definition of a deep merge; an empty mapping replaces what is no mapping, and adds nothing to one that
+    is.
+    """
     out = dict(old)
     for name, value in new.items():
         if isinstance(value, dict) and (value or isinstance(old.get(name), dict)):

@@ -41,6 +41,7 @@ class CudaModel(Model):
     """Models of the Llama kind: FlashInfer, Triton and CUDA graphs. Raises UnsupportedModelError and EngineFailure."""
 
     spare_blocks = 1
+    compute_path = "cuda"
 
     def __init__(self, config: EmbeddedConfig) -> None:
         _check(config)

@@ -1,4 +1,4 @@
-"""Compiles `decoder.cpp` for this machine, once for each cache folder, and gives its functions to Python."""
+"""Compile `decoder.cpp` for an instruction set, once for each cache folder, and give its functions to Python."""
 
 import ctypes
 import os
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from engine.embedded.models.native.levels import Level
 from engine.embedded.models.native.structures import Model, Step
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=gnu++20", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-O3", "-std=gnu++20", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
 _SECONDS = 120.0
 
 
@@ -24,13 +25,14 @@ class NoCompilerError(Exception):
 
 
 @cache
-def library(folder: Path) -> ctypes.CDLL:
+def library(folder: Path, level: Level) -> ctypes.CDLL:
     """The compiled code, kept in `folder`. Raises NoCompilerError."""
-    path = folder / f"decoder-{_fingerprint()}.so"
+    flags = (*_FLAGS, *level.flags, f"-DLANES={level.lanes}")
+    path = folder / f"decoder-{level.name}-{_fingerprint(flags)}.so"
     if not path.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _compile(path)
+            _compile(path, flags)
         except OSError as error:
             raise NoCompilerError(f"the compiled code cannot be kept in {folder} ({error})") from error
     try:
@@ -39,16 +41,22 @@ def library(folder: Path) -> ctypes.CDLL:
         raise NoCompilerError(f"{path} cannot be loaded ({error})") from error
 
 
-def _compile(path: Path) -> None:
-    """Several processes may do this at once: each makes a file of its own and moves it into place."""
+def find_compiler() -> str:
+    """Raises NoCompilerError."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoCompilerError(f"there is no C++ compiler ({', '.join(_COMPILERS)}); install g++")
+    return compiler
+
+
+def _compile(path: Path, flags: tuple[str, ...]) -> None:
+    """Several processes may do this at once: each makes a file of its own and moves it into place."""
+    compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=path.parent) as part:
         made = Path(part) / path.name
         try:
             done = subprocess.run(
-                [compiler, *_FLAGS, str(SOURCE), "-o", str(made)],
+                [compiler, *flags, str(SOURCE), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -61,12 +69,8 @@ def _compile(path: Path) -> None:
         os.replace(made, path)
 
 
-def _fingerprint() -> str:
-    """Of the source, the flags and the processor, since code for one does not run on all."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    return blake3(repr((SOURCE.read_bytes(), _FLAGS, platform.machine(), processor)).encode()).hexdigest(8)
+def _fingerprint(flags: tuple[str, ...]) -> str:
+    return blake3(repr((SOURCE.read_bytes(), flags, platform.machine())).encode()).hexdigest(8)
 
 
 def _declared(code: ctypes.CDLL) -> ctypes.CDLL:

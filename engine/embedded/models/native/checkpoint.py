@@ -83,6 +83,8 @@ def _check(facts: ModelFacts) -> None:
     }
     if reasons := [reason for reason, refused in refusals.items() if refused]:
         raise UnsupportedModelError(f"the compiled path does not know {', '.join(reasons)}")
+    if facts.head_dim % 2:
+        raise UnsupportedModelError("the compiled path does not know heads of an odd size")
 
 
 class Checkpoint:
@@ -117,6 +119,11 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether every tensor is stored so; others may still be values that bfloat16 holds."""
+        return all(file.get_slice(stored).get_dtype() == "BF16" for file, stored in self._places.values())
 
     def floats(self, name: str) -> torch.Tensor:
         """A tensor as float32."""

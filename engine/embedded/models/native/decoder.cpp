@@ -2,7 +2,9 @@
 //
 // Weights are bfloat16, which is what checkpoints hold, activations and sums float32. Every output is summed in the same order whatever
 // else is in the step, so a sequence gets the same logits, to the bit, alone and in a batch, in one prefill or in chunks.
-// Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for the machine it runs on.
+// Sizes need not be multiples of anything: the last panel of a matrix may be partly empty, and of keys and values partly another's.
+// Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for one instruction set at a time
+// (levels.py). LANES, the floats in a vector, is all that differs: layouts of the KV cache do not depend on it.
 
 #include <algorithm>
 #include <atomic>
@@ -14,13 +16,8 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 12;
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kTileRows = 6;
-#else
-constexpr int kLanes = 4, kTileRows = 6;
-#endif
+constexpr int kLanes = LANES, kTileRows = kLanes == 16 ? 12 : 6;  // AVX-512 has twice the registers
+constexpr int kSums = 16;             // running sums of a reduction: as many at every width of vector
 constexpr int kPanel = 2 * kLanes;    // outputs that one panel of a weight makes
 constexpr int kTaskPanels = 6;        // panels in a task: even, as gate and up panels come in pairs
 constexpr int kTaskRows = 16 * kTileRows;
@@ -58,10 +55,20 @@ inline Vec exponential(Vec x) {
   return y * (Vec)power;
 }
 
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += v[i];
-  return total;
+inline long padded(long size) { return (size + kPanel - 1) / kPanel * kPanel; }
+
+// The sum of a term of each value, in the same order at every width of vector.
+template <class Term>
+inline float total(const float* x, long size, Term term) {
+  Vec parts[kSums / kLanes] = {};
+  long i = 0;
+  for (; i + kSums <= size; i += kSums)
+    for (int p = 0; p < kSums / kLanes; p++) parts[p] += term(load<Vec>(x + i + p * kLanes));
+  float sums[kSums], whole = 0;
+  std::memcpy(sums, parts, sizeof sums);
+  for (int lane = 0; i < size; i++, lane++) sums[lane] += term(x[i]);
+  for (float part : sums) whole += part;
+  return whole;
 }
 inline float largest(Vec v) {
   float best = v[0];
@@ -200,7 +207,7 @@ class Team {
 
 }  // namespace
 
-// ---- What Python passes: engine/embedded/native/decoder.py has the same structures.
+// ---- What Python passes: engine/embedded/models/native/structures.py has the same.
 
 struct Matrix {
   const uint32_t* panels;
@@ -244,7 +251,7 @@ class Decoder {
     const long tokens = step.num_tokens, hidden = model_.embedding.inputs;
     const long most_outputs = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * hidden}, {&qkv_, tokens * most_outputs},
-                                {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].down.inputs}})
+                                {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
@@ -270,20 +277,20 @@ class Decoder {
     });
     for (int l = 0; l < model_.num_layers; l++) {
       const Layer& layer = model_.layers[l];
-      project(phase, layer.qkv, normalised(phase, layer.attention_norm), tokens, qkv_.data(), false);
+      project(phase, layer.qkv, normalised(phase, layer.attention_norm), hidden, tokens, qkv_.data(), false);
       if (prompts_)
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
         attend(l, queries_[i / kv_heads], i % kv_heads);
       });
-      project(phase, layer.out, attended_.data(), tokens, x_.data(), true);
+      project(phase, layer.out, attended_.data(), layer.out.inputs, tokens, x_.data(), true);
       gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
-      project(phase, layer.down, gated_.data(), tokens, x_.data(), true);
+      project(phase, layer.down, gated_.data(), layer.gate_up.outputs / 2, tokens, x_.data(), true);
     }
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
-    project(phase, model_.head, normed_.data(), rows, step_->logits, false);
+    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false);
   }
 
   // All rows: shared work if they are many; few are sooner done by each thread for itself than waited for.
@@ -310,10 +317,10 @@ class Decoder {
 
   void normalise(const float* x, const float* weight, float* out) const {
     const long size = model_.embedding.inputs;
-    Vec squares{};
-    for (long i = 0; i < size; i += kLanes) squares += load<Vec>(x + i) * load<Vec>(x + i);
-    const float factor = 1.0f / std::sqrt(sum(squares) / size + model_.epsilon);
-    for (long i = 0; i < size; i += kLanes) save(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
+    const float factor = 1.0f / std::sqrt(total(x, size, [](auto v) { return v * v; }) / size + model_.epsilon);
+    long i = 0;
+    for (; i + kLanes <= size; i += kLanes) save(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
+    for (; i < size; i++) out[i] = x[i] * factor * weight[i];
   }
 
   // Calls task(first row, rows, panels, first panel, count) for every piece of a product.
@@ -328,14 +335,15 @@ class Decoder {
     });
   }
 
-  void project(int& phase, const Matrix& m, const float* x, int rows, float* out, bool add) {
+  // x: rows of m.inputs values, `stride` apart.
+  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add) {
     pieces(phase, m, rows, [&](int first_row, int count_rows, const WeightPanel* group, int first, int count) {
-      multiply(x + first_row * m.inputs, m.inputs, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
+      multiply(x + first_row * stride, stride, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
         const long column = (long)(first + panel) * kPanel;
         float* to = out + (first_row + row) * m.outputs + column;
         if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
-        if (column + kPanel > m.outputs) {  // the last panel of an odd vocabulary
-          for (int i = 0; column + i < m.outputs; i++) to[i] = i < kLanes ? low[i] : high[i - kLanes];
+        if (column + kPanel > m.outputs) {  // the last panel, partly empty
+          for (int i = 0; column + i < m.outputs; i++) to[i] = (add ? to[i] : 0.0f) + (i < kLanes ? low[i] : high[i - kLanes]);
           return;
         }
         save(to, add ? load<Vec>(to) + low : low);
@@ -393,46 +401,50 @@ class Decoder {
     }
   }
 
-  // Softmax block by block, for the queries of a chunk that share a key head.
+  // Softmax block by block, for the queries of a chunk that share a key head. Where a block or a head is no whole number of panels, the
+  // last panel reaches into what follows in the cache: those columns are computed and never looked at (model.py adds a tail to the cache).
   void attend(int layer, const Queries& queries, long head) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
+    const long width = padded(size), out_width = padded(dim);
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
     thread_local std::vector<float> query, scores, out, state;
-    query.resize(rows * dim), scores.resize(rows * size), out.assign(rows * dim, 0.0f), state.resize(2 * rows);
+    thread_local std::vector<FloatPanel> panels;
+    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.resize(2 * rows);
+    panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
       for (long d = 0; d < dim; d++) query[r * dim + d] = from[d] * model_.scale;
       state[2 * r] = -1e30f, state[2 * r + 1] = 0;
     }
-    FloatPanel panels[64];
     for (int block = 0; block <= last / size; block++) {
       const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      for (int p = 0; p < size / kPanel; p++) panels[p] = {key + p * kPanel, size};
-      multiply(query.data(), dim, rows, panels, size / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
-        save(&scores[row * size + panel * kPanel], low);
-        save(&scores[row * size + panel * kPanel + kLanes], high);
+      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size};
+      multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
+        save(&scores[row * width + panel * kPanel], low);
+        save(&scores[row * width + panel * kPanel + kLanes], high);
       });
-      for (int r = 0; r < rows; r++) weigh(&scores[r * size], first + r / group - block * size + 1, &state[2 * r], &out[r * dim]);
-      for (int p = 0; p < dim / kPanel; p++) panels[p] = {value + p * kPanel, dim};
-      multiply(scores.data(), size, rows, panels, dim / kPanel, std::min(size, last - block * size + 1),
+      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, &state[2 * r], &out[r * out_width]);
+      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim};
+      multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
                [&](int row, int panel, Vec low, Vec high) {
-                 float* to = &out[row * dim + panel * kPanel];
+                 float* to = &out[row * out_width + panel * kPanel];
                  save(to, load<Vec>(to) + low);
                  save(to + kLanes, load<Vec>(to + kLanes) + high);
                });
     }
     for (int r = 0; r < rows; r++) {
       float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) to[d] = out[r * dim + d] / state[2 * r + 1];
+      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / state[2 * r + 1];
     }
   }
 
   // Scores of a block to weights: those from `seen` on are of later tokens. state: largest score so far, sum of weights; out follows.
   void weigh(float* scores, long seen, float* state, float* out) const {
-    const long size = model_.block_size;
+    const long size = padded(model_.block_size);
     if (seen <= 0) return (void)std::memset(scores, 0, size * sizeof(float));
+    seen = std::min<long>(seen, model_.block_size);
     for (long i = seen; i < size; i++) scores[i] = -1e30f;
     Vec best = all(state[0]);
     for (long i = 0; i < size; i += kLanes) {
@@ -443,13 +455,11 @@ class Decoder {
     if (highest > state[0]) {
       const float shrink = std::exp(state[0] - highest);
       state[0] = highest, state[1] *= shrink;
-      for (long d = 0; d < model_.head_dim; d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
+      for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
     }
     for (long i = 0; i < size; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
     for (long i = seen; i < size; i++) scores[i] = 0;
-    Vec total{};
-    for (long i = 0; i < size; i += kLanes) total += load<Vec>(scores + i);
-    state[1] += sum(total);
+    state[1] += total(scores, size, [](auto v) { return v; });
   }
 
   const Model model_;

@@ -4,6 +4,7 @@ Beside the other models (`engine/embedded/models/torch/model.py`), which run wha
 bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
+import math
 import weakref
 from collections.abc import Sequence as Sequence_
 from itertools import chain
@@ -17,8 +18,9 @@ from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
 from engine.embedded.models.embeddings import ImageRows, image_rows
 from engine.embedded.models.load import UnsupportedModelError
-from engine.embedded.models.native.build import NoCompilerError, library
+from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
+from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.native.structures import Step
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.pending import PendingTokens
@@ -26,6 +28,8 @@ from engine.embedded.scheduler import Chunk
 from engine.embedded.threads import compute_threads
 
 MIB = 1 << 20
+_TAIL = 64
+"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within one."""
 
 
 class NativeModel(PendingTokens):
@@ -33,29 +37,27 @@ class NativeModel(PendingTokens):
 
     device = torch.device("cpu")
     dtype = torch.float32
+    compute_path = "native"
 
     def __init__(self, config: EmbeddedConfig) -> None:
         super().__init__()
-        if config.dtype not in ("auto", "float32") or config.load_format == "dummy":
-            raise UnsupportedModelError(
-                f"dtype {config.dtype} and load format {config.load_format} are not for compiled code"
-            )
-        folder = Path(config.model)
+        _check_settings(config)
+        folder, level = Path(config.model), chosen(config.cpu_isa)
+        self.instruction_set = level.name
         shape = read_config(folder)
         try:
-            code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser())
+            code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser(), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
-        _check_sizes(shape, config.kv_block_size, code.panel_size())
         with Checkpoint(folder, shape) as checkpoint:
             self._weights = Weights(code, checkpoint, shape)
         self.takes_images = shape.takes_images
         self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)
-        cache = (shared_zeros if config.kv_transfer else zeros)(
-            (self.groups[0].num_blocks, _block_bytes(config, shape) // 4), torch.float32
-        )
+        blocks = self.groups[0].num_blocks, _block_bytes(config, shape) // 4
+        whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), torch.float32)
+        cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
         self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
         threads = compute_threads(config.threads)
@@ -93,26 +95,35 @@ class NativeModel(PendingTokens):
         return logits
 
 
+def check(config: EmbeddedConfig) -> bool:
+    """Whether the model certainly runs here, without reading weights or compiling; False if that depends on the weights' values.
+
+    Raises UnsupportedModelError.
+    """
+    _check_settings(config)
+    folder = Path(config.model)
+    with Checkpoint(folder, read_config(folder)) as checkpoint:
+        certain = checkpoint.is_bfloat16
+    try:
+        find_compiler()
+    except NoCompilerError as error:
+        raise UnsupportedModelError(str(error)) from error
+    return certain
+
+
+def _check_settings(config: EmbeddedConfig) -> None:
+    if config.dtype not in ("auto", "float32") or config.load_format == "dummy":
+        raise UnsupportedModelError(
+            f"dtype {config.dtype} and load format {config.load_format} are not for compiled code"
+        )
+
+
 def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
     """For each flat token that of its embedding, 0 for one that has its own."""
     addresses = np.zeros(tokens, np.uintp)
     row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize
     addresses[images.rows] = images.embeddings.data_ptr() + np.arange(len(images.rows)) * row_bytes
     return addresses
-
-
-def _check_sizes(shape: LlamaConfig, block_size: int, panel: int) -> None:
-    sizes = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "head_dim": shape.head_dim,
-        "kv_block_size": block_size,
-    }
-    for name, size in sizes.items():
-        if size % panel:
-            raise UnsupportedModelError(f"the compiled path wants multiples of {panel}, and {name} is {size}")
-    if max(shape.head_dim, block_size) > 64 * panel:
-        raise UnsupportedModelError(f"the compiled path takes heads and KV blocks of at most {64 * panel}")
 
 
 def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:

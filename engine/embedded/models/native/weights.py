@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.nn import functional
 
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import Layer, Matrix, Model
 from engine.embedded.threads import compute_threads
-
-_ALIGNMENT = 64
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +36,7 @@ class Weights:
         matrices = (1 if tied else 2) * self._words(config.vocab_size, config.hidden) + config.layers * (
             self._words(vectors * config.head_dim, config.hidden)
             + self._words(config.hidden, config.heads * config.head_dim)
-            + self._words(2 * config.intermediate, config.hidden)
+            + 2 * self._words(config.intermediate, config.hidden)
             + self._words(config.hidden, config.intermediate)
         )
         self._arena, self._used = zeros((matrices,), torch.int32), 0
@@ -81,29 +80,40 @@ class Weights:
         )
 
     def _matrix(self, names: list[str], *, interleaved: bool = False) -> Matrix:
-        """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`."""
+        """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`.
+
+        Interleaved ones have whole panels: what is beyond their outputs counts as outputs, and is zero.
+        """
         weights = [self._checkpoint.weight(f"{name}.weight") for name in names]
-        outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+        sizes, inputs = [len(weight) for weight in weights], weights[0].shape[1]
+        outputs = sum(map(self._padded, sizes)) if interleaved else sum(sizes)
         start = self._arena.data_ptr() + self._used * 4
         self._used += self._words(outputs, inputs)
+        if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
+            self._work.append(self._packing(weights, start, 0, 1))
+            return Matrix(start, self._bias(names), outputs, inputs)
         first = 0
         for index, weight in enumerate(weights):
             self._work.append(
-                self._packing(weight, start, index if interleaved else first, len(weights) if interleaved else 1)
+                self._packing([weight], start, index if interleaved else first, len(weights) if interleaved else 1)
             )
-            first += -(-len(weight) // self._panel)
+            first += self._padded(len(weight)) // self._panel
         return Matrix(start, self._bias(names), outputs, inputs)
 
-    def _packing(self, weight: torch.Tensor, start: int, first: int, step: int) -> Callable[[], None]:
-        return lambda: self._code.pack(weight.data_ptr(), *weight.shape, start, first, step)
+    def _packing(self, weights: list[torch.Tensor], start: int, first: int, step: int) -> Callable[[], None]:
+        def pack() -> None:
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self._code.pack(whole.data_ptr(), *whole.shape, start, first, step)
+
+        return pack
 
     def _bias(self, names: list[str]) -> int | None:
+        """Whole panels, zero beyond the outputs."""
         present = [f"{name}.bias" for name in names if f"{name}.bias" in self._checkpoint]
-        return (
-            self._keep(torch.cat([self._checkpoint.floats(name) for name in present]))
-            if len(present) == len(names)
-            else None
-        )
+        if len(present) != len(names):
+            return None
+        bias = torch.cat([self._checkpoint.floats(name) for name in present])
+        return self._keep(functional.pad(bias, (0, self._padded(len(bias)) - len(bias))))
 
     def _vector(self, name: str) -> int:
         return self._keep(self._checkpoint.floats(name))
@@ -113,5 +123,9 @@ class Weights:
         return values.data_ptr()
 
     def _words(self, outputs: int, inputs: int) -> int:
-        """32-bit words of a matrix's panels, each a multiple of the alignment since panels are."""
-        return -(-outputs // self._panel) * inputs * self._panel // 2
+        """32-bit words of a matrix's panels."""
+        return self._padded(outputs) * inputs // 2
+
+    def _padded(self, size: int) -> int:
+        """The next multiple of a panel."""
+        return -(-size // self._panel) * self._panel

@@ -31,11 +31,13 @@ class Model(PendingTokens):
 
     spare_blocks = 0
     """Blocks of each cache that belong to the model and not to the pool."""
+    compute_path = "transformers"
 
     def __init__(self, config: EmbeddedConfig) -> None:
         super().__init__()
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
+        self.instruction_set = instruction_set(self.device)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
@@ -131,6 +133,13 @@ class Model(PendingTokens):
         layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.cache_dtype.itemsize
         memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
         return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
+
+
+def instruction_set(device: torch.device) -> str:
+    """That of torch's own code: of the processor as torch names it, or a GPU's compute capability."""
+    if device.type != "cuda":
+        return torch.backends.cpu.get_cpu_capability().lower().replace("default", "portable")
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:

@@ -116,12 +116,14 @@ def test_windows_hand_over_what_is_still_attended_to(tmp_path: Path, kind: str, 
         assert pair.decode.stats().kv_transfer_failure_total == 0
 
 
-def test_the_compiled_path_hands_over_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["auto", "portable"])
+def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:
+    """Also to a replica on another processor: blocks are laid out alike for every instruction set."""
     folder = make_folder(tmp_path)
     sizes = {"kv_block_size": 16, "max_seq_len": 512}
     requests = greedy_requests()
     expected = alone(folder, requests, **sizes)
-    with pair_of(folder, {**SMALL, **sizes}) as pair:
+    with pair_of(folder, {**SMALL, **sizes}, {**SMALL, **sizes, "cpu_isa": level}) as pair:
         assert type(pair.decode.model) is NativeModel
         deltas = pair.serve(requests)
         assert pair.decode.stats().kv_transfer_failure_total == 0

@@ -1,4 +1,7 @@
-"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left to transformers."""
+"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left to transformers.
+
+Tests of numbers run at every level (`CPU_ISA`): as this processor has it, or else its code compiled for what the processor has.
+"""
 
 import json
 from pathlib import Path
@@ -10,13 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
-from engine.embedded.models.load import UnsupportedModelError
-from engine.embedded.models.native import build
+from engine.embedded.models.load import UnsupportedModelError, dtype_of, forecast, load_model
+from engine.embedded.models.native import build, levels
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
+from engine.embedded.models.native.levels import LEVELS, available
 from engine.embedded.models.native.model import NativeModel
 from engine.embedded.models.torch.model import Model
 from engine.embedded.scheduler import Chunk
+from engine.errors import EngineFailure
 from tests.engine.embedded.test_equivalence import OPTIONS, add, make_core, run, tokens
 
 SIZES: dict[str, Any] = {
@@ -71,6 +76,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_folder(tmp_path_factory.mktemp(request.param), request.param, **KINDS[request.param])
 
 
+def as_here(level: levels.Level) -> levels.Level:
+    """The level itself, or its width of vector in instructions that this processor has; -O3 takes 23 s to compile that, -O1 4 s."""
+    here = available()
+    return level if level in here else level._replace(flags=(*here[-1].flags, "-O1"), needs=frozenset())
+
+
+ALL_LEVELS = tuple(map(as_here, LEVELS))
+
+
+@pytest.fixture(params=[level.name for level in LEVELS])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every level's name; each can be had in the test."""
+    monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
+    return str(request.param)
+
+
 def load(folder: Path, **options: Any) -> NativeModel:
     return NativeModel(
         EmbeddedConfig(model=str(folder), **{"num_blocks": 64, "threads": 2, "max_seq_len": 256, **options})
@@ -81,18 +102,20 @@ def every_row(model: NativeModel, chunks: list[Chunk]) -> torch.Tensor:
     return model.forward(chunks, list(range(sum(chunk.length for chunk in chunks))))
 
 
-def test_logits_are_those_of_transformers(folder: Path) -> None:
+def test_logits_are_those_of_transformers(folder: Path, level: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sequence = Tokens(150, 1, range(3, 8))
     with torch.inference_mode():
         expected = reference(torch.tensor([sequence.tokens])).logits[0]
     for threads in (1, 3):
-        logits = every_row(load(folder, threads=threads), [chunk(sequence, 0, 150)])
+        model = load(folder, threads=threads, cpu_isa=level)
+        assert (model.instruction_set, model.dtype) == (level, torch.float32)
+        logits = every_row(model, [chunk(sequence, 0, 150)])
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path) -> None:
-    model = load(folder)
+def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path, level: str) -> None:
+    model = load(folder, cpu_isa=level)
     whole = every_row(model, [chunk(Tokens(100, 1, range(4)), 0, 100)])
     sequence, others = (
         Tokens(100, 1, range(4, 8)),
@@ -104,6 +127,61 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folde
         before = sum(part.length for part in company)
         parts.append(every_row(model, [*company, chunk(sequence, start, length)])[before:])
     assert torch.equal(torch.cat(parts), whole)
+
+
+ODD_SIZES: dict[str, dict[str, Any]] = {
+    "hidden": {"hidden_size": 76},
+    "intermediate": {"intermediate_size": 75},
+    "heads": {"head_dim": 18, "hidden_size": 78, "num_attention_heads": 6},
+    "tiny": {
+        "head_dim": 2,
+        "hidden_size": 5,
+        "intermediate_size": 3,
+        "vocab_size": 11,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
+    """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of none."""
+    options = {**KINDS[kind], **ODD_SIZES[sizes]}
+    reference = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path, kind, **options), dtype=torch.float32)
+    sequence = Tokens(50, 1, range(3, 8))
+    sequence.tokens = [token % options.get("vocab_size", SIZES["vocab_size"]) for token in sequence.tokens]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+    model = load(tmp_path, kv_block_size=11, cpu_isa=level)
+    logits = torch.cat(
+        [every_row(model, [chunk(sequence, start, length)]) for start, length in ((0, 30), (30, 1), (31, 19))]
+    )
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 16, 24, 31, 33, 64, 600, 1024])
+def test_blocks_of_any_size_hold_the_same_at_every_level(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a sequence goes on with the blocks that another level has filled, as when they come from another replica."""
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
+    count = -(-90 // size)
+    sequence = Tokens(90, 1, range(count, 2 * count))
+    models = [load(folder, kv_block_size=size, num_blocks=2 * count, cpu_isa=level.name) for level in LEVELS]
+    filled = [every_row(model, [chunk(sequence, 0, 90)]) for model in models]
+    for model, logits in zip(models, filled, strict=True):
+        torch.testing.assert_close(logits, filled[0], **NEAR)
+        torch.testing.assert_close(model.memory.blocks[0], models[0].memory.blocks[0], **NEAR)
+    for model, other in zip(models, [*models[1:], models[0]], strict=True):
+        other.memory.blocks[0][:] = model.memory.blocks[0]
+        torch.testing.assert_close(every_row(other, [chunk(sequence, 89, 1)]), filled[0][89:], **NEAR)
+
+
+NEAR = {"rtol": 1e-4, "atol": 3e-4}
+"""Levels add up the same products in the same order, but not all have fused multiplication and addition. Logits here are up to 60."""
 
 
 def test_only_the_rows_that_are_asked_for_come_back(folder: Path) -> None:
@@ -147,6 +225,7 @@ def test_weights_that_bfloat16_holds_may_be_of_any_type(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scaled rotary positions"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partly rotated heads"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"head_dim": 33}, "heads of an odd size"),
         ({"rms_norm_eps": None}, "no rms_norm_eps"),
     ],
 )
@@ -161,15 +240,12 @@ def test_other_models_are_refused_with_the_reason(change: dict[str, Any], reason
 def test_tensors_sizes_and_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for name, options, reason in (
         ("biased", {"mlp_bias": True}, "without, the tensor model.layers.0.mlp.down_proj.bias"),
-        ("odd", {"intermediate_size": 72}, "multiples of .*, and intermediate_size is 72"),
         ("exact", {"dtype": torch.float32}, "bfloat16 would change them"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             load(make_folder(tmp_path / name, **options))
-    with pytest.raises(UnsupportedModelError, match="kv_block_size is 8"):
-        load(make_folder(tmp_path / "blocks"), kv_block_size=8)
     with pytest.raises(UnsupportedModelError, match="dtype bfloat16"):
-        load(tmp_path / "blocks", dtype="bfloat16")
+        load(make_folder(tmp_path / "plain"), dtype="bfloat16")
 
 
 def test_a_checkpoint_in_several_files_is_one(tmp_path: Path) -> None:
@@ -194,8 +270,46 @@ def test_code_that_cannot_be_compiled_or_kept_is_told(tmp_path: Path, monkeypatc
     source.write_text("int f() { return none; }")
     monkeypatch.setattr(build, "SOURCE", source)
     with pytest.raises(NoCompilerError, match=r"was not declared|undeclared"):
-        library(tmp_path / "cache")
+        library(tmp_path / "cache", LEVELS[0])
     assert not list((tmp_path / "cache").iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(NoCompilerError, match=r"cannot be kept in .*file"):
-        library(tmp_path / "file")
+        library(tmp_path / "file", LEVELS[0])
+
+
+def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "_features", lambda: frozenset({"sse2", "avx2", "avx512f"}))
+    with pytest.raises(
+        EngineFailure, match=r"CPU_ISA=avx2 cannot be used: this processor has portable and lacks abm, .*movbe"
+    ):
+        load_model(EmbeddedConfig(model=str(tmp_path), cpu_isa="avx2"))
+    assert levels.chosen("auto").name == "portable"
+    monkeypatch.setattr(levels, "_features", lambda: frozenset().union(*(level.needs for level in LEVELS)))
+    assert [levels.chosen(name).name for name in ("auto", "avx2", "portable")] == ["avx512", "avx2", "portable"]
+
+
+def test_features_are_those_of_every_core() -> None:
+    lines = ["processor : 0", "flags\t\t: fpu avx2 fma", "flags\t\t: fpu avx2 avx512f", "power management:"]
+    assert levels._flags(lines) == {"fpu", "avx2"}
+    assert levels._flags([]) == frozenset()
+
+
+def test_the_type_chosen_does_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda fast=fast: fast)
+        assert dtype_of(EmbeddedConfig(model=""), torch.device("cpu")) == torch.float32
+    assert dtype_of(EmbeddedConfig(model="", dtype="bfloat16"), torch.device("cpu")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [({}, "native"), ({"attention": "sdpa"}, "transformers"), ({"dtype": "bfloat16"}, "transformers")],
+)
+def test_what_a_start_computes_with_is_known_before_and_after(
+    tmp_path: Path, options: dict[str, Any], path: str
+) -> None:
+    config = EmbeddedConfig(model=str(make_folder(tmp_path)), device="cpu", num_blocks=4, cpu_isa="portable", **options)
+    said, model = dict(forecast(config)), load_model(config)
+    assert said["compute_path"].split()[0] == model.compute_path == path
+    assert said["dtype"] == str(model.dtype).removeprefix("torch.")
+    assert said.get("instruction_set", model.instruction_set) == model.instruction_set
