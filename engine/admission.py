@@ -1,5 +1,7 @@
-"""The queue in front of an engine: it admits as many sequences as the engine runs at once and bounds how many wait, and
-how long."""
+"""The queue in front of an engine.
+
+It admits as many sequences as the engine runs at once, and bounds how many others wait, and for how long.
+"""
 
 import asyncio
 import contextvars

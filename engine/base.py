@@ -46,13 +46,18 @@ class Engine(Protocol):
         ...
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        """Yield KV-cache events in order, in batches: first Created and Stored events for what the cache contains
-        already, then each change. Any number of consumers; ends when the engine closes."""
+        """Yield KV-cache events in order, in batches.
+
+        The first are Created and Stored events for what the cache contains already; then come the changes. Any number
+        of consumers; ends when the engine closes.
+        """
         ...
 
     def stats(self) -> AsyncIterator[IterationStats]:
-        """Yield the latest iteration statistics whenever they change; slow consumers skip to the newest. Any number of
-        consumers."""
+        """Yield the latest iteration statistics whenever they change; slow consumers skip to the newest.
+
+        Any number of consumers.
+        """
         ...
 
     async def close(self) -> None:

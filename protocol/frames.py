@@ -1,5 +1,6 @@
-"""Length-prefixed frames: how messages are delimited on a byte stream, between replicas and between a process and its
-workers.
+"""Length-prefixed frames, which delimit messages on a byte stream.
+
+Replicas use them among themselves, and a process uses them to talk to its workers.
 
 A frame is a big-endian 32-bit header, the payload's size with one bit that marks a failure, and then the payload.
 """
@@ -36,8 +37,10 @@ def packed(message: Any) -> bytes:
 
 
 def size_of(header: bytes, max_bytes: int = MAX_FRAME_BYTES) -> tuple[int, bool]:
-    """Return the size of a payload, and whether it describes an error. Raises ValueError if the payload exceeds
-    `max_bytes`."""
+    """Return the size of a payload, and whether it describes an error.
+
+    Raises ValueError if the payload exceeds `max_bytes`.
+    """
     (value,) = _HEADER.unpack(header)
     size = value & ~_FAILED
     if size > max_bytes:
@@ -68,7 +71,7 @@ class FrameReader:
         """Yield the frames that `chunk` completes."""
         self._buffer += chunk
         while len(self._buffer) >= HEADER_BYTES:
-            size, failed = size_of(self._buffer[:HEADER_BYTES], self._max_bytes)
+            size, failed = size_of(bytes(self._buffer[:HEADER_BYTES]), self._max_bytes)
             end = HEADER_BYTES + size
             if len(self._buffer) < end:
                 return

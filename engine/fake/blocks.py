@@ -38,8 +38,10 @@ class FakeBlocks:
         return len(self._users) + self._partial
 
     def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[MediaSpan]) -> "FakeSequenceBlocks":
-        """Return the blocks of a new sequence: those of its prompt that are cached already, leaving at least one token
-        to compute."""
+        """Return the blocks of a new sequence.
+
+        These are the cached blocks of its prompt; at least one token is left to compute.
+        """
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):

@@ -185,8 +185,10 @@ class FakeEngine:
         )
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        """Return made-up log-probabilities: 1/2 for the token, at rank 1, then 1/4, 1/8 and so on for the ids after
-        it."""
+        """Return made-up log-probabilities.
+
+        The token has rank 1 and probability 1/2, the ids after it 1/4, 1/8 and so on.
+        """
         ranked = (
             Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1)
             for i in range(max(count, 1))

@@ -27,8 +27,11 @@ def output_here(request: GenerateRequest) -> int:
 
 
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
-    tokens."""
+    """Check a request's prompt and image spans.
+
+    Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
+    tokens.
+    """
     prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
         raise InvalidRequest("the prompt is empty", _PARAM)

@@ -57,8 +57,10 @@ class _WindowLog:
                 self.blocks.clear()
 
     def parents_first(self) -> Iterator[_Block]:
-        """Yield all blocks, parents before children. A parent can be younger than its children if it was evicted and
-        stored again."""
+        """Yield all blocks, parents before children.
+
+        A parent can be younger than its children if it was evicted and stored again.
+        """
         told: set[int] = set()
         for block_hash in self.blocks:
             chain: list[_Block] = []
@@ -84,8 +86,10 @@ class _RankLog:
 
 
 class KvEventLog(EventFeed[KvEvent]):
-    """The events of one engine from its start. Initial events get the ids just before those of the events that
-    follow."""
+    """The events of one engine from its start.
+
+    Initial events get the ids just before those of the events that follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,8 +14,9 @@ class LogitsProcessor(Protocol):
     """One request's processor. If it raises or writes NaN, that is logged once and it has no effect on that token."""
 
     def __call__(self, token_ids: Sequence[int], logits: Any) -> None:
-        """Change `logits` in place: float32 [vocab], after bias, masks and penalties, before temperature. Masked ids
-        are -inf and stay masked whatever is written. `token_ids` are the prompt and the output so far.
+        """Change `logits` in place: float32 [vocab], after bias, masks and penalties, before temperature.
+
+        Masked ids are -inf and stay masked whatever is written. `token_ids` are the prompt and the output so far.
         """
         ...
 
@@ -27,8 +28,10 @@ _factories: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Register a processor in this process, which must be the engine's. Raises ValueError if another factory has the
-    name."""
+    """Register a processor in this process, which must be the engine's.
+
+    Raises ValueError if another factory has the name.
+    """
     if _factories.setdefault(name, factory) != factory:
         raise ValueError(f"a logits processor named {name!r} is registered already")
 

@@ -1,5 +1,6 @@
-"""Sample logits processors, and their configuration. The engine's configuration lists them, so that every restart
-registers them again.
+"""Sample logits processors, and their configuration.
+
+The engine's configuration lists them, so that every restart registers them again.
 
 They use no tensor library: they call only methods that torch tensors have on every device.
 """
@@ -40,8 +41,10 @@ class HelloWorld(ForcedSequence):
 
 
 class Temperature:
-    """Divides the logits by `temperature`, in addition to the request's own temperature. Raises ValueError unless it is
-    above 0."""
+    """Divides the logits by `temperature`, in addition to the request's own temperature.
+
+    Raises ValueError unless it is above 0.
+    """
 
     def __init__(self, temperature: float) -> None:
         if not 0 < temperature < math.inf:
@@ -71,8 +74,10 @@ _CLASSES: dict[str, type[ForcedSequence] | type[Temperature]] = {
 
 
 def register_all(configs: Sequence[ProcessorConfig]) -> None:
-    """Register processors in this process. Raises ValueError if a name is taken, TypeError or ValueError for wrong
-    arguments."""
+    """Register processors in this process.
+
+    Raises ValueError if a name is taken, TypeError or ValueError for wrong arguments.
+    """
     for config in configs:
         config()
         register(config.name, config)

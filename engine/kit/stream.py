@@ -72,9 +72,10 @@ class DeltaStream:
             self.put(output)
 
     def pipe(self, sink: Sink) -> None:
-        """Instead of iterating, call `sink` with each delta as it comes, including those delivered already, and with
-        the error if the stream ends with one. A task for each request, woken for each token, would cost several times
-        as much.
+        """Call `sink` with each delta and with the final error, instead of iterating.
+
+        Deltas delivered already come first. A task for each request, woken for each token, would cost several times as
+        much.
         """
         self._sink = sink
         deltas, self._deltas = self._deltas, []
@@ -188,14 +189,21 @@ class Latest(Generic[T]):
 
 
 class EventFeed(Generic[T]):
-    """Events in order, for any number of consumers, each from the start of its iteration. A slow consumer loses the
-    oldest events."""
+    """Events in order, for any number of consumers, each from the start of its iteration.
+
+    A slow consumer loses the oldest events.
+    """
 
     def __init__(self, limit: int = 65536) -> None:
         self._limit = limit
         self._waiting: dict[object, deque[T]] = {}
         self._closed = False
         self._changed = asyncio.Event()
+
+    @property
+    def consumers(self) -> int:
+        """Number of iterations in progress."""
+        return len(self._waiting)
 
     def put(self, event: T) -> None:
         for waiting in self._waiting.values():

@@ -1,5 +1,4 @@
-"""A service in a process of its own: the process, the host that serves it there, its clients, and the messages between
-them.
+"""Services in processes of their own: the process, the host that serves it, clients, and the messages between them.
 
 The engine is one such service. To host another, for example an encoder:
 

@@ -24,7 +24,8 @@ from engine.process.wire import HostOptions
 
 _STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
-_LAST_LINES, _LAST_CHARACTERS = 20, 16384
+_LAST_LINES = 20
+_LAST_CHARACTERS = 16384
 _LONGEST_PATH = 100
 """Maximum bytes in the path of a Unix socket; the system's own limit is 107."""
 
@@ -181,8 +182,10 @@ class _Host:
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:
-        """Read the remaining output of the ended process, but do not wait for a child of its own that keeps the pipe
-        open."""
+        """Read the remaining output of the ended process.
+
+        A grandchild that keeps the pipe open is not waited for.
+        """
         await asyncio.wait([self._control])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._log_ended.wait(), 0.5)

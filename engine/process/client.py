@@ -1,5 +1,7 @@
-"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the
-next one."""
+"""Clients of services that run in another process (`engine/process/host.py`).
+
+A client outlives its host and finds the next one.
+"""
 
 import asyncio
 import itertools
@@ -55,7 +57,8 @@ class ServiceClient(Generic[InfoT]):
         self._ready = asyncio.Event()
         self._info: InfoT | None = None
         self._service_healthy = False
-        self._shares = False
+        self.shares_memory = False
+        """Whether the host can open memory of this process."""
         self._sample = SharedBytes.of(b"\0")
         self._heard = 0.0
         self._generation = 0
@@ -73,11 +76,6 @@ class ServiceClient(Generic[InfoT]):
     @property
     def healthy(self) -> bool:
         return self._ready.is_set() and self._service_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the host can open memory of this process."""
-        return self._shares
 
     async def start(self) -> None:
         """Connect, and wait until a host answers."""
@@ -114,8 +112,9 @@ class ServiceClient(Generic[InfoT]):
     def begin(
         self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
     ) -> int:
-        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must
-        follow.
+        """Begin a call and return its key.
+
+        `put` receives each result, `fail` the error if it ends with one; `end` must follow.
 
         Raises EngineNotReady and InvalidRequest.
         """
@@ -124,7 +123,7 @@ class ServiceClient(Generic[InfoT]):
         found = self._interface.methods[method]
         bare, parts = found.detach(argument)
         key = next(self._keys)
-        command, frames = wire.call(key, method, wire.encode(bare), parts, self._shares)
+        command, frames = wire.call(key, method, wire.encode(bare), parts, self.shares_memory)
         if wire.largest(command, frames) > wire.MAX_MESSAGE_BYTES:
             raise InvalidRequest(found.too_large, found.parameter)
         shared = [part for part in parts if isinstance(part, SharedBytes)]
@@ -212,7 +211,7 @@ class ServiceClient(Generic[InfoT]):
                     running.fail(wire.error_of(reply))
             case wire.Accepted():
                 self._info = msgspec.msgpack.decode(reply.info, type=self._interface.info)
-                self._shares = reply.shares
+                self.shares_memory = reply.shares
                 self._service_healthy = True
                 self._ready.set()
             case wire.Beat():

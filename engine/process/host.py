@@ -1,5 +1,6 @@
-"""A service's own process, `python -m engine.process.host MODULE:INTERFACE`: serves it to any number of clients over a
-local ZMQ socket.
+"""The host of a service: a process that serves it to any number of clients over a local ZMQ socket.
+
+It is started by `python -m engine.process.host MODULE:INTERFACE`.
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
 `ready` on standard output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to
@@ -65,8 +66,10 @@ class ServiceHost:
         self._socket.close(linger_ms=100)
 
     def send(self, client: "_Client", replies: list[wire.Reply]) -> bool:
-        """Send replies, divided if needed; return False if the client's queue is full. Forgets a client that has
-        gone."""
+        """Send replies, divided if needed; return False if the client's queue is full.
+
+        Forgets a client that has gone.
+        """
         payload = wire.encode(wire.Replies(client.generation, replies))
         if len(payload) > wire.MAX_MESSAGE_BYTES:
             return all(self.send(client, [reply]) for reply in _divided(replies))
@@ -258,8 +261,10 @@ class _HostProcess:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Start the service and serve it until the parent ends. Raises EngineFailure if it cannot start or stops
-        working."""
+        """Start the service and serve it until the parent ends.
+
+        Raises EngineFailure if it cannot start or stops working.
+        """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         socket = bind(self._address)
@@ -286,8 +291,10 @@ class _HostProcess:
             host.close()
 
     async def _completed(self, work: Any) -> bool:
-        """Wait for `work` and raise its exception; return False if the host was told to stop first, after cancelling
-        `work`."""
+        """Wait for `work` and raise its exception.
+
+        Returns False if the host was told to stop first; `work` is then cancelled.
+        """
         task, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -299,8 +306,10 @@ class _HostProcess:
         return False
 
     def _stop_at_end_of_input(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread, which a stuck step cannot hinder: wait for the parent to go, then stop, by force if the loop
-        does not react."""
+        """Wait for the parent to end, then stop the host, by force if the event loop does not react.
+
+        Runs in a thread, so that a stuck event loop cannot hinder it.
+        """
         while os.read(self._channel.input, 4096):
             pass
         loop.call_soon_threadsafe(self._stop.set)

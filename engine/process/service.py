@@ -1,5 +1,7 @@
-"""What can be hosted in a process of its own, and how its calls travel. `engine/process/__init__.py` explains how to
-host a service."""
+"""What can be hosted in a process of its own, and how its calls travel.
+
+`engine/process/__init__.py` explains how to host a service.
+"""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,8 +68,10 @@ def _attach_nothing(argument: Any, parts: Sequence[Data]) -> Any:
 
 @dataclass(frozen=True)
 class Method(Generic[A, R]):
-    """A call with one argument. `run(service, argument)` returns a coroutine of its one result, or a stream of results
-    at once."""
+    """A call with one argument.
+
+    `run(service, argument)` returns a coroutine of its one result, or a stream of results at once.
+    """
 
     argument: type[A]
     result: type[R]

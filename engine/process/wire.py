@@ -1,5 +1,4 @@
-"""The messages between a client (`engine/process/client.py`) and a host (`engine/process/host.py`): msgpack over one
-ZMQ socket on each side.
+"""The messages between a client and a host: msgpack over one ZMQ socket on each side.
 
 Either side sends batches: everything that became ready in one pass of its event loop, in order. A client numbers its
 connections; the number, called *generation*, is part of each batch, so that a message for a host that has died never
@@ -43,8 +42,10 @@ class HostOptions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First message of a connection, answered by Accepted. The host opens `sample` to find out whether memory can be
-    shared."""
+    """First message of a connection, answered by Accepted.
+
+    The host opens `sample` to find out whether memory can be shared.
+    """
 
     sample: Reference
 
@@ -154,8 +155,10 @@ def largest(command: Call, frames: Sequence[Buffer]) -> int:
 
 
 def unpack(frames: Sequence[bytes]) -> tuple[int, list[tuple[Command, list[bytes]]]]:
-    """Return the generation of a batch and its commands, each with the frames that belong to it. Raises ValueError for
-    a malformed batch."""
+    """Return the generation of a batch and its commands, each with the frames that belong to it.
+
+    Raises ValueError for a malformed batch.
+    """
     batch, rest = _decode_commands(frames[0]), iter(frames[1:])
     commands = [(command, list(_frames_of(command, rest))) for command in batch.commands]
     if more := len(list(rest)):

@@ -1,5 +1,7 @@
-"""Host memory that peers may read, allocated in pieces: encode replicas put embeddings there, and their clients read
-them into their own."""
+"""Host memory that peers may read, allocated in pieces.
+
+Encode replicas put embeddings there, and the replicas that need them read them into arenas of their own.
+"""
 
 import asyncio
 import ctypes
@@ -80,8 +82,10 @@ class Arena:
             address += len(part)
 
     async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[Data]:
-        """Return a peer's bytes from `offset` of its arena, in parts of these sizes. Raises TransferError, also after
-        `seconds`."""
+        """Return a peer's bytes from `offset` of its arena, in parts of these sizes.
+
+        Raises TransferError, also after `seconds`.
+        """
         place = await self.take(sum(sizes), seconds)
         if place is None:
             raise TransferError(f"no room for {sum(sizes)} bytes")

@@ -66,15 +66,18 @@ class Transfer(Protocol):
 
 
 class TransferMethod(Protocol):
-    """One way to move bytes. Several threads may call `read` at once; `close` is called when none of them runs any
-    more."""
+    """One way to move bytes.
+
+    Several threads may call `read` at once; `close` is called when none of them runs any more.
+    """
 
     def offer(self) -> Offer:
         """Return the offer of our regions, the same on every call."""
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        """Copy a peer's bytes; block until they are here. The caller has checked that `reads` lie within our regions;
-        this checks the peer's.
+        """Copy a peer's bytes; block until they are here.
+
+        The caller has checked that `reads` lie within our regions; this checks the peer's.
 
         Regions are read in the order of `reads`, each after the one before is complete.
 
@@ -113,8 +116,10 @@ def decode_offer(data: bytes, owner: type[T]) -> T:
 
 
 def join_reads(reads: Sequence[Read]) -> list[Read]:
-    """Return the same bytes in the fewest reads: sorted by local offset, joined where adjacent on both sides, without
-    empty ones."""
+    """Return the same bytes in the fewest reads.
+
+    They are sorted by local offset, joined where adjacent on both sides, and never empty.
+    """
     joined: list[Read] = []
     for read in sorted((read for read in reads if read.size), key=_place):
         last = joined[-1] if joined else None

@@ -17,7 +17,8 @@ from engine.transfer.base import TransferError
 HANDLE_BYTES = 64
 COPY_KIND_BY_POINTERS = 4
 STREAM_NON_BLOCKING = 1
-EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
+EVENT_BLOCKING_SYNC = 1
+EVENT_DISABLE_TIMING = 2
 IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
 
@@ -74,8 +75,10 @@ class Cuda:
             self._call("cudaSetDevice", before.value)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the handle of the allocation that contains an address of the current device, and the address's offset
-        in it."""
+        """Return the handle of the allocation that contains an address, and the address's offset in it.
+
+        The address belongs to the current device.
+        """
         self._call("cudaFree", None)  # creates the device's context if there is none
         base, _ = self.allocation(address)
         handle = Handle()

@@ -1,5 +1,6 @@
-"""KV blocks on GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two
-GPUs.
+"""KV blocks on GPUs of one host.
+
+The reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
 
 A handle names a whole allocation, which may contain a region at any offset. Memory from CUDA's virtual memory
 management (PyTorch's `expandable_segments`) and from its asynchronous pools has no such handle: the method `auto` then
@@ -28,7 +29,7 @@ from engine.transfer.base import (
     split_reads,
 )
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process import Mappings, ProcessId, check_survived, this_process
+from engine.transfer.process_id import Mappings, ProcessId, check_survived, this_process
 
 PIECE = 1 << 30
 """Bytes copied between two checks for cancellation: some milliseconds over NVLink."""

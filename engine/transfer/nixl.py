@@ -66,11 +66,11 @@ class Nixl:
     def __init__(self, regions: Sequence[Region]) -> None:
         self._nixl = _load()
         self._regions = regions
-        self._agent = _Agent(self._nixl, regions, served=True)
+        self._agent = NixlAgent(self._nixl, regions, served=True)
         """Serves our regions to peers."""
         self._offer = Offer("nixl", msgspec.msgpack.encode(_NixlOwner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
-        self._peers: dict[bytes, _Agent] = {}
+        self._peers: dict[bytes, NixlAgent] = {}
         self._connecting: dict[bytes, Lock] = {}
 
     def offer(self) -> Offer:
@@ -94,7 +94,7 @@ class Nixl:
             agent.close()
         self._peers.clear()
 
-    def _peer(self, owner: _NixlOwner) -> "_Agent":
+    def _peer(self, owner: _NixlOwner) -> "NixlAgent":
         with self._lock:
             if (known := self._peers.get(owner.metadata)) is not None:
                 return known
@@ -105,8 +105,8 @@ class Nixl:
                     return known
             return self._connect(owner)
 
-    def _connect(self, owner: _NixlOwner) -> "_Agent":
-        agent = _Agent(self._nixl, self._regions, served=False)
+    def _connect(self, owner: _NixlOwner) -> "NixlAgent":
+        agent = NixlAgent(self._nixl, self._regions, served=False)
         crowded = []
         try:
             agent.connect(owner.metadata)
@@ -124,16 +124,17 @@ class Nixl:
             other.close()
         return agent
 
-    def _forget(self, owner: _NixlOwner, agent: "_Agent") -> None:
+    def _forget(self, owner: _NixlOwner, agent: "NixlAgent") -> None:
         with self._lock:
             if self._peers.get(owner.metadata) is agent:
                 del self._peers[owner.metadata]
         agent.close()
 
 
-class _Agent:
-    """A NIXL agent with our regions registered. It serves them to peers by a thread of its own (`served`), or reads one
-    peer, by polling.
+class NixlAgent:
+    """A NIXL agent with our regions registered.
+
+    It serves them to peers by a thread of its own (`served`), or reads one peer, by polling.
 
     All calls into NIXL's agent are made under its lock.
     """
@@ -259,8 +260,10 @@ def has_rdma() -> bool:
 
 
 def _load() -> ModuleType:
-    """Import NIXL's bindings. Its Python layer above them imports pickle, configures logging, and adds nothing that is
-    used here."""
+    """Import NIXL's bindings.
+
+    Its Python layer above them imports pickle, configures logging, and adds nothing that is used here.
+    """
     try:
         return import_module("nixl_cu13._bindings")
     except ImportError as error:

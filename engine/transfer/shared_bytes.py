@@ -1,5 +1,6 @@
-"""Bytes that processes of one host pass to each other without copying: each in a memfd, sent as the number of its
-descriptor.
+"""Bytes that processes of one host pass to each other without copying.
+
+They lie in a memfd, and only the number of its descriptor is sent.
 
 Embeddings are megabytes, made in one process, cached in a second and used in a third. The process that keeps them has
 one descriptor open for each; a reader maps them and needs none.
@@ -16,12 +17,12 @@ from weakref import finalize
 import msgspec
 
 from engine.transfer.base import NotFromHere
-from engine.transfer.process import ProcessId, check_reachable, this_process
+from engine.transfer.process_id import ProcessId, check_reachable, this_process
 from engine.transfer.shared_memory import MemfdMapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20
 """Bytes from which sharing pays: fewer are copied in the time that opening a descriptor takes."""
-_open: set[int] = set()
+open_descriptors: set[int] = set()
 """Descriptors of this process's `SharedBytes`."""
 
 
@@ -35,21 +36,26 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedBytes:
-    """The bytes of one memfd. Its descriptor is closed with the object; the memory is freed when nobody has it open or
-    mapped."""
+    """The bytes of one memfd.
+
+    Its descriptor is closed with the object; the memory is freed when nobody has it open or mapped.
+    """
 
     def __init__(self, fd: int) -> None:
         """Take ownership of the descriptor."""
         facts = os.fstat(fd)
         self.fd = fd
-        self._inode, self._size = facts.st_ino, facts.st_size
-        _open.add(fd)
+        self._inode = facts.st_ino
+        self._size = facts.st_size
+        open_descriptors.add(fd)
         finalize(self, _close, fd).atexit = False
 
     @classmethod
     def of(cls, data: "Buffer") -> Self:
-        """Copy contiguous bytes into new shared memory. `write` takes half as long as copying into a mapping. Raises
-        OSError."""
+        """Copy contiguous bytes into new shared memory.
+
+        `write` takes half as long as copying into a mapping. Raises OSError.
+        """
         view = memoryview(data).cast("B")
         memory = cls(make_memory(len(view)))
         while view:
@@ -93,7 +99,7 @@ def shared_or_copied(data: "Buffer") -> Data:
 
 def crowded() -> bool:
     """Whether shared bytes use more than a quarter of the descriptors this process may open."""
-    return len(_open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    return len(open_descriptors) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def readable(data: Data) -> bytes | memoryview:
@@ -128,7 +134,7 @@ def _mapped(fd: int, size: int) -> memoryview:
 
 
 def _close(fd: int) -> None:
-    _open.discard(fd)
+    open_descriptors.discard(fd)
     os.close(fd)
 
 

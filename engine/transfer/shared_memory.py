@@ -29,7 +29,7 @@ from engine.transfer.base import (
     decode_offer,
     split_reads,
 )
-from engine.transfer.process import Mappings, ProcessId, check_survived, lives, this_process
+from engine.transfer.process_id import Mappings, ProcessId, check_survived, lives, this_process
 
 PIECE = 16 << 20
 """Bytes copied between two checks for cancellation: about two milliseconds."""
@@ -43,8 +43,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a region: `size` bytes from `offset` of the memfd that its owner has open as `fd`, with inode
-    `inode`."""
+    """Location of a region: `size` bytes from `offset` of a memfd.
+
+    Its owner has the memfd open as descriptor `fd`; `inode` identifies it.
+    """
 
     fd: int
     inode: int

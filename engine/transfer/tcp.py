@@ -270,8 +270,10 @@ def _exactly(connection: socket.socket, size: int, cancelled: Event, deadline: f
 
 
 def _receive(connection: socket.socket, into: memoryview, cancelled: Event, deadline: float = math.inf) -> None:
-    """Fill `into`. Raises OSError if the connection ends, stalls for STALL_SECONDS or misses the deadline,
-    TransferError if cancelled."""
+    """Fill `into`.
+
+    Raises OSError if the connection ends, stalls for STALL_SECONDS or misses the deadline, TransferError if cancelled.
+    """
     heard = time.monotonic()
     while into:
         check_cancelled(cancelled)
@@ -290,8 +292,10 @@ def _receive(connection: socket.socket, into: memoryview, cancelled: Event, dead
 
 
 def _set_timeouts(connection: socket.socket) -> None:
-    """Set timeouts in the kernel, so that a call waits there for a whole piece, and not in the interpreter for each
-    packet."""
+    """Set timeouts in the kernel.
+
+    A call then waits there for a whole piece, and not in the interpreter for each packet.
+    """
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(LOOK_SECONDS * 1e6)))

@@ -120,8 +120,10 @@ class Transfers:
 
 
 def _automatic(regions: Sequence[Region]) -> list[str]:
-    """Return the methods that `auto` tries. Without RDMA, NIXL would use TCP, which engine/transfer/tcp.py does faster
-    and more safely."""
+    """Return the methods that `auto` tries.
+
+    Without RDMA, NIXL would use TCP, which engine/transfer/tcp.py does faster and more safely.
+    """
     on_host = all(region.device < 0 for region in regions)
     return [name for name in METHODS if name != "nixl" or not on_host or has_rdma()]
 

@@ -135,8 +135,10 @@ class Launcher:
             self._stop()
 
     def _stop(self) -> None:
-        """At the first signal, let the children drain; at the second, have them abort running requests; at the third,
-        kill them."""
+        """React to a signal.
+
+        The first lets the children drain, the second has them abort running requests, the third kills them.
+        """
         self._stops += 1
         for supervisor in self._supervisors:
             supervisor.stop()

@@ -1,5 +1,6 @@
-"""The process that compiles each grammar first: xgrammar's C++ code cannot be interrupted, but this process can be
-killed.
+"""The process that compiles each grammar first.
+
+xgrammar's C++ code cannot be interrupted, but this process can be killed.
 
 `python -m engine.embedded.grammar.worker` reads a `Setup` and then guides from stdin and answers each on stdout, in
 frames of msgpack (`protocol/frames.py`). A guide is accepted if it compiles within the parent's timeout and the memory
@@ -47,8 +48,10 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`error` is why the guide is rejected. `compiled` is xgrammar's serialisation, or empty if compiling again is
-    faster."""
+    """`error` is why the guide is rejected.
+
+    `compiled` is xgrammar's serialisation, or empty if compiling again is faster.
+    """
 
     error: str = ""
     compiled: bytes = b""
@@ -148,8 +151,10 @@ def _limit_memory() -> None:
 
 
 def _try_out(compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]) -> str:
-    """Walk the grammar as a model would, twice at random and twice repeating one token. Return why it is rejected, or
-    ""."""
+    """Walk the grammar as a model would, twice at random and twice repeating one token.
+
+    Return why it is rejected, or "".
+    """
     for seed, sticky in ((0, False), (1, False), (2, True), (3, True)):
         if error := _walk(compiled, vocab_size, set(stop_token_ids), random.Random(seed), sticky):
             return error

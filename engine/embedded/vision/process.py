@@ -29,8 +29,10 @@ _ROOT = Path(engine.__file__).resolve().parents[1]
 
 
 class EncoderProcess:
-    """A started process. It ends with this one, however that ends. Call `send` one at a time, and `receive`
-    likewise."""
+    """A started process.
+
+    It ends with this one, however that ends. Call `send` one at a time, and `receive` likewise.
+    """
 
     def __init__(self, process: Process, channel: socket.socket) -> None:
         self.process = process
@@ -38,8 +40,10 @@ class EncoderProcess:
 
     @classmethod
     async def start(cls, options: Options) -> tuple[Self, EncoderInfo]:
-        """Start a process and wait until it is ready. Raises EngineFailure, with nothing left running, if it does not
-        start."""
+        """Start a process and wait until it is ready.
+
+        Raises EngineFailure, with nothing left running, if it does not start.
+        """
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -133,8 +137,10 @@ class EncoderProcess:
         return bytes(data)
 
     async def _shared(self, count: int) -> list[Data]:
-        """Receive so many descriptors of shared memory; fewer, the first ones, if this process may open no more. Raises
-        EOFError."""
+        """Receive so many descriptors of shared memory; fewer, the first ones, if this process may open no more.
+
+        Raises EOFError.
+        """
         while True:
             try:
                 byte, fds, _, _ = socket.recv_fds(self._channel, 1, count, socket.MSG_CMSG_CLOEXEC)

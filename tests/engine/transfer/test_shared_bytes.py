@@ -121,7 +121,7 @@ def mappings() -> int:
 
 def descriptors() -> int:
     gc.collect()
-    return sum("memfd:trellis" in os.readlink(f"/proc/self/fd/{fd}") for fd in shared_bytes._open)
+    return sum("memfd:trellis" in os.readlink(f"/proc/self/fd/{fd}") for fd in shared_bytes.open_descriptors)
 
 
 def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +245,9 @@ async def test_from_the_encoder_to_the_engine(encoder: EmbeddedEncoder, engine: 
     copied = [replace(image, data=bytes(readable(image.data))) for image in encoded]
     answers = [await said(engine, images) for images in (encoded, copied, encoded[::-1])]
     assert answers[0] == answers[1] != answers[2]
-    engine._shares = False  # a host elsewhere
+    engine.shares_memory = False  # a host elsewhere
     assert await said(engine, encoded) == answers[0]
-    engine._shares = True
+    engine.shares_memory = True
     with pytest.raises(InvalidRequest, match="bytes of embeddings"):
         await said(engine, [replace(encoded[0], data=SharedBytes.of(CONTENT))])
 

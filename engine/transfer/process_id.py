@@ -1,5 +1,7 @@
-"""Identity of the process behind an offer. It differs on another host, in another container, and for a later process
-with the same id."""
+"""Identity of the process behind an offer.
+
+It differs on another host, in another container, and for a later process with the same id.
+"""
 
 import os
 from collections.abc import Callable
@@ -34,8 +36,10 @@ MemoryT = TypeVar("MemoryT")
 
 
 class Mappings(Generic[OwnerT, MemoryT]):
-    """Memory of peers on this host, mapped into ours. `open_one` maps the memory of one peer; the mappings live as long
-    as their objects."""
+    """Memory of peers on this host, mapped into ours.
+
+    `open_one` maps the memory of one peer; the mappings live as long as their objects.
+    """
 
     def __init__(self, open_one: Callable[[OwnerT], list[MemoryT]]) -> None:
         self._open_one = open_one
@@ -43,8 +47,9 @@ class Mappings(Generic[OwnerT, MemoryT]):
         self._peers: dict[OwnerT, list[MemoryT]] = {}
 
     def of(self, owner: OwnerT) -> list[MemoryT]:
-        """Return the mappings of a peer, opened on first use. Mappings of dead peers are dropped, and unmapped once no
-        thread uses them.
+        """Return the mappings of a peer, opened on first use.
+
+        Mappings of dead peers are dropped, and unmapped once no thread uses them.
 
         Raises NotFromHere, also for a process that died: the peer's other offers are then tried and fail the same way.
         """
