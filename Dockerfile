@@ -1,7 +1,8 @@
-# Targets: cpu (default), the embedded engine on any machine; trtllm, TensorRT-LLM on NVIDIA's release image, for machines with GPUs.
+# Targets: `cpu` (default) has the embedded engine and runs on any machine; `trtllm` is based on NVIDIA's TensorRT-LLM
+# image, for machines with GPUs.
 #   docker build --target cpu -t trellis .
-#   docker build --target trtllm -t trellis-trtllm .    # to be run as docs/tensorrt-llm.md shows, with --engine trtllm
-# Health is liveness, which needs no API key; a replica still loading its model is live and not ready.
+#   docker build --target trtllm -t trellis-trtllm .    # run it with --engine trtllm as in docs/tensorrt-llm.md
+# The health check tests liveness, which needs no API key. A replica that is loading its model is live but not ready.
 
 FROM nvcr.io/nvidia/tensorrt-llm/release:1.2.1 AS trtllm
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
@@ -12,7 +13,8 @@ COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
-# Without constraints.txt: torch, tensorrt_llm and what they share with us stay as NVIDIA tested them (docs/decisions/0002).
+# Without constraints.txt: torch, tensorrt_llm and their dependencies keep the versions that NVIDIA tested
+# (docs/decisions/0002).
 RUN python3 -m venv --system-site-packages /opt/venv \
     && pip install --no-cache-dir . \
     && useradd --system --create-home --uid 10001 trellis \
@@ -43,7 +45,7 @@ RUN pip install --no-cache-dir --no-deps .
 
 FROM python:3.12-slim AS cpu
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
-# The embedded engine compiles its inner loops for the machine it starts on, into CACHE_DIR.
+# The embedded engine compiles its inner loops on the machine on which it starts, into CACHE_DIR.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --create-home --uid 10001 trellis && install -d -o trellis /cache
 COPY --from=build /opt/venv /opt/venv

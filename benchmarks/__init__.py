@@ -1,1 +1,1 @@
-"""Load tests: our server beside others, measured from the client's side. Run `python -m benchmarks --help`."""
+"""Benchmarks, measured from the client's side. README.md says what each one measures and how to run it."""

@@ -1,6 +1,6 @@
-"""`make bench`: our server beside `transformers serve` on one model, and our HTTP path alone, measured in one run on one machine.
+"""Compare our server with other servers on one model, and measure our HTTP path alone: `make bench`.
 
-The servers are all up at once and take turns, cell by cell, so that a noisy machine is noisy for all of them.
+All servers run at the same time and are measured in turns, cell by cell, so that noise affects all of them alike.
 """
 
 import argparse
@@ -27,13 +27,13 @@ CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 6
 QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
 DTYPES = ("float32", "bfloat16")
 FAKE_RAMP_SECONDS = 2.0
-"""So that the streams do not go in step: the arrival of all at once is not what is measured there."""
+"""Streams start spread over this time, so that they do not run in lockstep."""
 LAG = "event_loop_lag_seconds"
 
 
 def main() -> None:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the servers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the stack, which stops the servers
     compared = specs(args)
     settings = {
         key: value for key, value in vars(args).items() if key not in ("output", "label", "llama_server", "vllm")
@@ -60,37 +60,42 @@ def parse() -> argparse.Namespace:
         *(f"vllm-{dtype}" for dtype in DTYPES),
         "fake",
     ]
-    parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the setting's")
+    parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the server's")
     parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
     parser.add_argument(
         "--transformers-options",
         default="",
-        help="further options of transformers serve, such as '--cb-max-batch-tokens 512'",
+        help="additional options of transformers serve, such as '--cb-max-batch-tokens 512'",
     )
-    parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server, built for this machine")
+    parser.add_argument(
+        "--llama-server", default="llama-server", help="binary of llama.cpp's server, built for this machine"
+    )
     parser.add_argument(
         "--gguf",
         default="",
-        help="the model for llama.cpp; `python -m benchmarks.widen` makes bfloat16 of the built-in's",
+        help="model for llama.cpp; `python -m benchmarks.widen` converts the built-in model to bfloat16",
     )
+    parser.add_argument("--vllm", default="vllm", help="command of vLLM's CPU build, in its own environment")
     parser.add_argument(
-        "--vllm", default="vllm", help="the command of vLLM's build for CPUs, in an environment of its own"
+        "--cells",
+        nargs="+",
+        type=cell,
+        help="cells as STREAMS:PROMPT:OUTPUT; default: 1, 4, 16, 32 streams x 40:128, 500:64 tokens",
     )
+    parser.add_argument("--repeats", type=int, help="repetitions of all cells (3; quick: 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="requests per stream in a cell, at least 3 in total")
     parser.add_argument(
-        "--cells", nargs="+", type=cell, help="STREAMS:PROMPT:OUTPUT each; default: 1, 4, 16, 32 x 40:128, 500:64"
+        "--quick", action="store_true", help="take a few minutes: fewer and smaller cells, one repetition"
     )
-    parser.add_argument("--repeats", type=int, help="rounds over all cells (3; quick: 1)")
-    parser.add_argument("--rounds", type=int, default=1, help="requests of each stream in a cell, at least 3 in all")
-    parser.add_argument("--quick", action="store_true", help="a few minutes: fewer and smaller cells, one repeat")
     parser.add_argument("--fake-streams", type=int, default=256, help="streams on FakeEngine")
-    parser.add_argument("--fake-rounds", type=int, default=6, help="requests of each of these streams")
+    parser.add_argument("--fake-rounds", type=int, default=6, help="requests per stream on FakeEngine")
     parser.add_argument("--fake-delay-ms", type=float, default=24.0, help="time between the tokens of FakeEngine")
     parser.add_argument(
         "--fake-engine-process",
         action="store_true",
-        help="FakeEngine in a process of its own, as engines are by default",
+        help="run FakeEngine in a separate process, as engines are by default",
     )
-    parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
+    parser.add_argument("--seed", default=str(int(time.time())), help="seed of the prompts")
     parser.add_argument("--label", default="", help="name of the result files (full or quick)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -106,13 +111,14 @@ def cell(text: str) -> Cell:
 
 
 def specs(args: argparse.Namespace) -> list[Spec]:
-    """The servers to compare, ours first, all on one model folder."""
+    """Return the servers to compare, ours first, all with the same model folder."""
     if set(args.servers) <= {"fake"}:
         return []
     settings = read_settings(["--model", args.model] if args.model else [])
     folder = str(resolve_model(settings.model, settings.cache_dir))
     args.model = Path(folder).name
-    gguf, args.gguf = args.gguf, Path(args.gguf).name  # a result names files, not where they lie
+    gguf = args.gguf
+    args.gguf = Path(args.gguf).name  # results name files without their folders
     made = {
         "ours": lambda: servers.ours(folder),
         **{
@@ -133,7 +139,7 @@ def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> N
             for row in args.cells:
                 for server in running:
                     measure(server, row, prompts[server.spec.name], args, repeat, report)
-            report.write(args.output)  # what there is, should a later round fail
+            report.write(args.output)  # keep results if a later repetition fails
         for server in running:
             report.servers[server.spec.name] = {
                 "ready": server.ready_seconds,
@@ -143,10 +149,9 @@ def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> N
 
 
 def warm_up(server: Server) -> PromptMaker:
-    """Two requests of different sizes to learn how it counts, then a few at once."""
-    print(
-        f"{server.spec.name}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
-    )
+    """Learn how the server counts tokens from two requests, then send a few at once."""
+    times = f"ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
+    print(f"{server.spec.name}: {times}")
     prompts = fit(server.target)
     run(server.target, Load(4, 4, 60, 8), prompts, "warm-up")
     return prompts
@@ -173,13 +178,13 @@ def measure(
 
 
 def others_cpu_seconds(server: Server) -> float:
-    """CPU time so far of all that is neither this server nor this process."""
+    """Return the CPU time so far of everything except this server and this process."""
     spent, own = psutil.cpu_times(), psutil.Process().cpu_times()
     return float(spent.user + spent.nice + spent.system - own.user - own.system) - server.cpu_seconds()
 
 
 def http_alone(args: argparse.Namespace, report: Report) -> None:
-    """Our server on FakeEngine, on one core of its own where there are two."""
+    """Measure our server on FakeEngine, pinned to a core of its own if the machine has two."""
     cores = sorted(os.sched_getaffinity(0))
     server_core, client_core = (cores[1], cores[0]) if len(cores) > 1 else (None, None)
     with (

@@ -1,4 +1,4 @@
-"""Chats as a load: conversations of several turns that share a few long system prompts, and what their client saw."""
+"""A load of chats: conversations of several turns that share a few long system prompts, timed by their client."""
 
 import asyncio
 import json
@@ -13,13 +13,15 @@ from benchmarks.prompts import words
 from benchmarks.summary import percentile
 
 Rows = dict[str, float]
-"""What was measured by name; a name ends with the unit."""
+"""Measured values by name; names end with the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """`sessions` conversations of `turns` turns, `concurrency` at a time, that share `systems` system prompts; lengths in words, answers in
-    tokens; `pause` seconds between an answer and the next turn."""
+    """`sessions` conversations of `turns` turns, `concurrency` at a time, which share `systems` system prompts.
+
+    `system` and `user` are lengths in words, `answer` in tokens; `pause` is in seconds, before the next turn.
+    """
 
     sessions: int
     turns: int
@@ -33,7 +35,7 @@ class Chats:
 
 @dataclass
 class Found:
-    """What the client saw; times in seconds."""
+    """Results of a run; times in seconds."""
 
     ttft: list[float] = field(default_factory=list)
     prompt: int = 0
@@ -55,7 +57,7 @@ class Found:
 
 
 async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -> None:
-    """All conversations. Equal seeds say the same; a `salt` keeps the blocks of one run from another's."""
+    """Hold all conversations. Equal seeds send equal text; the `salt` keeps runs from sharing KV blocks."""
     rng = random.Random(seed)
     systems = [words(chats.system, rng) for _ in range(chats.systems)]
     talks = iter(
@@ -84,7 +86,7 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
 async def turn(
     client: httpx.AsyncClient, messages: list[dict[str, str]], max_tokens: int, salt: str, found: Found
 ) -> str:
-    """What a turn is answered. One that fails is asked again, and counted."""
+    """Return the answer to a turn. Failed requests are counted and repeated."""
     body = {
         "messages": messages,
         "max_tokens": max_tokens,
@@ -102,7 +104,7 @@ async def turn(
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, object], found: Found) -> tuple[str, str]:
-    """How a stream ended, and its text."""
+    """Return how a stream ended, and its text."""
     started, ttft, text = time.perf_counter(), 0.0, ""
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:

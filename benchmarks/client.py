@@ -1,7 +1,7 @@
-"""A closed-loop streaming client for any OpenAI-compatible server, fast enough to measure one: `python -m benchmarks.client --help`.
+"""A fast closed-loop streaming client for any OpenAI-compatible server: `python -m benchmarks.client --help`.
 
-It speaks HTTP/1.1 over an asyncio protocol and looks into an event only until the first text has come; after that an event costs it a
-few microseconds, so that one core takes well over 15,000 chunks a second. Tokens are counted by the server's usage, never guessed.
+It speaks HTTP/1.1 over an asyncio protocol and parses events only until the first text. After that an event costs a few
+microseconds, so one core handles more than 15,000 chunks per second. Token counts are those of the server's usage.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import orjson
 import uvloop
 
 from benchmarks.prompts import PromptMaker, words
-from benchmarks.summary import Summary, summarise
+from benchmarks.summary import Sample, Summary, summarise
 
 Endpoint = Literal["chat", "completions"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server to load. `extra` is added to every request: how a server is told to ignore the end of sequence differs."""
+    """A server to load. `extra` is added to every request, as servers differ in how to ignore the end of sequence."""
 
     base_url: str
     model: str
@@ -35,7 +35,7 @@ class Target:
     extra: dict[str, object] = field(default_factory=lambda: {"ignore_eos": True})
 
     def request(self, text: str | Sequence[object], max_tokens: int) -> bytes:
-        """The whole HTTP request for a greedy stream of `max_tokens` tokens after `text`, or token ids, or content parts."""
+        """Return the HTTP request for a greedy stream of `max_tokens` tokens after text, token ids or content parts."""
         url = urlsplit(self.base_url)
         prompt: dict[str, object] = (
             {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
@@ -68,26 +68,9 @@ class Load:
     prompt_tokens: int
     max_tokens: int
     timeout: float = 900.0
-    """Seconds a request may take."""
+    """Maximum seconds for a request."""
     ramp: float = 0.0
-    """Seconds over which the streams begin; 0 starts them all at once."""
-
-
-@dataclass(slots=True)
-class Sample:
-    """One request as the client saw it; times in seconds."""
-
-    seconds: float = 0.0
-    ttft: float = 0.0
-    """Until the first event with text; 0 if none came."""
-    chunks: int = 0
-    """Events with data, less the closing `[DONE]`."""
-    gaps: list[float] = field(default_factory=list)
-    """Between events from the first text on; those that arrive together are 0 apart."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    error: str = ""
+    """Seconds over which the streams start; 0 starts all at once."""
 
 
 class _Connection(asyncio.Protocol):
@@ -105,7 +88,10 @@ class _Connection(asyncio.Protocol):
         self._sent = self._previous = self._now = time.perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.alive = cast(asyncio.Transport, transport), True  # uvloop's is none by inheritance
+        self._transport, self.alive = (
+            cast(asyncio.Transport, transport),
+            True,
+        )  # uvloop's class does not inherit from Transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
@@ -162,7 +148,7 @@ class _Connection(asyncio.Protocol):
         self._done.set_result(None)
 
     async def send(self, request: bytes, timeout: float) -> Sample:
-        """Post `request` and read its stream to the end; whatever goes wrong is told in the sample."""
+        """Send `request` and read its stream to the end; errors are reported in the sample."""
         self._reset()
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -186,7 +172,7 @@ def _has_text(chunk: dict[str, object]) -> bool:
 
 
 def _count(sample: Sample, last: bytes) -> None:
-    """Take the usage, which the last event carries."""
+    """Read the usage from the last event."""
     usage = orjson.loads(last[5:]).get("usage") if last else None
     if not usage:
         sample.error = "the stream ended without usage"
@@ -216,7 +202,9 @@ async def _worker(
             if connection is None or not used:
                 connection = await _connect(target.base_url)
             sample = await connection.send(request, load.timeout)
-            if used and sample.error == _LOST and not sample.chunks:  # the server had hung up after the request before
+            if (
+                used and sample.error == _LOST and not sample.chunks
+            ):  # the server closed the connection after the previous request
                 connection = await _connect(target.base_url)
                 sample = await connection.send(request, load.timeout)
         except OSError as error:
@@ -230,7 +218,7 @@ async def _worker(
 
 
 async def fit_prompts(target: Target) -> PromptMaker:
-    """Ask the server how it counts. Raises RuntimeError if it does not answer."""
+    """Learn from two requests how the server counts tokens. Raises RuntimeError if it does not answer."""
     rng = random.Random(0)
     counts = (8, 72)
     samples: list[Sample] = []
@@ -242,7 +230,7 @@ async def fit_prompts(target: Target) -> PromptMaker:
 
 
 async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
-    """Run `load` and sum it up. Equal seeds send equal prompts; every request of a seed has its own."""
+    """Run `load` and summarise it. Equal seeds send equal prompts; the prompts of one run all differ."""
     rng = random.Random(seed)
     requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
     started = time.perf_counter()
@@ -251,7 +239,7 @@ async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -
 
 
 async def exchange(target: Target, load: Load, requests: Sequence[bytes]) -> list[Sample]:
-    """Send these requests, `load.concurrency` at a time, and return what came of each."""
+    """Send `requests`, `load.concurrency` at a time, and return a sample for each."""
     samples: list[Sample] = []
     queue = iter(requests)
     delays = (load.ramp * i / load.concurrency for i in range(load.concurrency))
@@ -260,23 +248,23 @@ async def exchange(target: Target, load: Load, requests: Sequence[bytes]) -> lis
 
 
 def run(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
-    """`measure`, on a uvloop of its own."""
+    """Run `measure` on a new uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(measure(target, load, prompts, seed))
 
 
 def fit(target: Target) -> PromptMaker:
-    """`fit_prompts`, on a uvloop of its own."""
+    """Run `fit_prompts` on a new uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(fit_prompts(target))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.client", description="Load one server and print what the client saw."
+        prog="python -m benchmarks.client", description="Load one server and print a summary."
     )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", required=True, help="name of the model in requests")
+    parser.add_argument("--model", required=True, help="model name in requests")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")
     parser.add_argument("--extra", type=json.loads, default={"ignore_eos": True}, help="JSON added to every request")

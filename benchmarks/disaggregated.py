@@ -1,11 +1,11 @@
-"""One prefill and one decode replica against two aggregated ones, over HTTP, on the same devices and under the same load.
+"""Compare a prefill and a decode replica with two aggregated replicas, over HTTP, on the same devices and load.
 
-    python -m benchmarks.disaggregated                      # SmolLM2 on this CPU, a thread for each replica
+    python -m benchmarks.disaggregated                      # SmolLM2 on this CPU, one thread per replica
     python -m benchmarks.disaggregated --device cuda        # Llama 3.1 8B's shape on GPU 0 and 1, about two minutes
 
-The hand-over: a prompt alone, from its first token, which the prefill replica computes, to its second, the first of the decode replica;
-beside it what an aggregated server takes for that. The mix: streams run while long prompts arrive at a steady pace, until the streams
-have ended. Options that this program does not know are settings of all replicas.
+Handoff: for one prompt at a time, the time from the first token, which the prefill replica computes, to the second, the
+first of the decode replica; an aggregated replica's time between them is shown for comparison. Mix: streams run while
+long prompts arrive at a steady rate. Unknown options are settings of all replicas.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.client import Load, Sample, Target, exchange
+from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.__main__ import arguments, settings_of
 from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.model import SHAPES, write_folder
@@ -33,24 +33,24 @@ from benchmarks.gpu.report import describe_gpu
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, reserved_port, serving
-from benchmarks.summary import percentile
+from benchmarks.summary import Sample, percentile
 
 SMOLLM2 = "smollm2-135m-instruct"
 CPU = {"device": "cpu", "threads": "1", "max-seq-len": "2048", "prefill-min-tokens": "16"}
 CUDA = {"device": "cuda", "dtype": "bfloat16", "max-batch-size": "64", "max-num-tokens": "2048", "max-seq-len": "20480"}
 PREFILL_CUDA = {"max-num-tokens": "8192"}
-"""Nobody waits between its chunks."""
+"""Prefill replicas compute long prompts in large chunks: no stream waits for them."""
 VOCABULARY = 49152
 PEER_SECONDS = 60.0
 MOST_LONG = 160
-"""Long prompts of a mix; they are made before it begins, so that the client has nothing to do but to look at the time."""
+"""Maximum number of long prompts in a mix. They are generated beforehand, to keep the client's timing exact."""
 Rows = dict[str, float]
-"""What was measured by name; a name ends with the unit."""
+"""Measured values by name; names end with the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """`streams` streams of (prompt, output) tokens, and beside them every `every` seconds a prompt of `long` tokens with a short answer."""
+    """`streams` streams of (prompt, output) tokens, and every `every` seconds a prompt of `long` tokens."""
 
     streams: int
     prompt: int
@@ -64,7 +64,7 @@ CPU_MIX, CUDA_MIX = Mix(4, 64, 400, 256, 1.0), Mix(32, 512, 1200, 8192, 0.5)
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the stack, which stops the servers
     facts = {**describe_gpu(), **describe_machine(), **({"commit": args.commit} if args.commit else {})}
     facts |= {
         "model": args.model,
@@ -80,7 +80,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         if args.model in SHAPES:
             write_folder(Path(folder) / args.model, SHAPES[args.model])
-        run = Run(args, args.model if args.model not in SHAPES else str(Path(folder) / args.model), logs)
+        run = DisaggregatedRun(args, args.model if args.model not in SHAPES else str(Path(folder) / args.model), logs)
         found = {"disaggregated": run.disaggregated(), "aggregated": run.aggregated()}
     facts["whole run, s"] = f"{time.perf_counter() - began:.0f}"
     lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
@@ -98,18 +98,20 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", help=f"a folder, a model's name, or a shape without weights: {', '.join(SHAPES)}")
+    parser.add_argument("--model", help=f"folder, model name, or a shape without weights: {', '.join(SHAPES)}")
     parser.add_argument(
-        "--gpus", default="0,1", help="of the decode and of the prefill replica; the same twice shares it"
+        "--gpus", default="0,1", help="GPUs of the decode and the prefill replica; twice the same to share one"
     )
-    parser.add_argument("--prompts", default="", help="tokens of the prompts that are handed over, separated by commas")
-    parser.add_argument("--repeats", type=int, default=5, help="of each prompt, after a warm-up")
-    parser.add_argument("--mix", default="", help="streams:prompt:output:long:every, as tokens and seconds")
+    parser.add_argument(
+        "--prompts", default="", help="lengths in tokens of the prompts to hand off, separated by commas"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="measurements per prompt, after a warm-up")
+    parser.add_argument("--mix", default="", help="streams:prompt:output:long:every, in tokens and seconds")
     parser.add_argument("--seed", default=str(int(time.time())))
-    parser.add_argument("--commit", default="", help="what to report where there is no git")
+    parser.add_argument("--commit", default="", help="commit to report if git is not available")
     parser.add_argument("--label", default="", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of the replicas; default: one that is removed")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the replicas; default: a temporary one")
     args, flags = parser.parse_known_args()
     cuda = args.device == "cuda"
     args.model = args.model or ("llama-8b" if cuda else SMOLLM2)
@@ -132,11 +134,13 @@ def mix_of(text: str) -> Mix:
     return Mix(int(streams), int(prompt), int(output), int(long), float(every))
 
 
-class Run:
-    """Both sides, one after the other."""
+class DisaggregatedRun:
+    """Measures both set-ups, one after the other."""
 
     def __init__(self, args: argparse.Namespace, model: str, logs: Path) -> None:
-        self._args, self._model, self._logs = args, model, logs
+        self._args = args
+        self._model = model
+        self._logs = logs
         self._vocabulary = SHAPES[args.model].vocabulary if args.model in SHAPES else VOCABULARY
         self._gpus = args.gpus.split(",")
 
@@ -161,7 +165,7 @@ class Run:
                 return self._measured(servers)
 
     def _spec(self, name: str, flags: dict[str, str], gpu: int, more: tuple[str, ...], env: dict[str, str]) -> Spec:
-        """A replica on a GPU of ours. It sees the other as well, behind its own: CUDA IPC needs that."""
+        """Return a replica on its own GPU. It sees the other's GPU too, after its own, as CUDA IPC requires."""
         argv = (sys.executable, "-m", "server", "--port", "{port}", *arguments(Path(self._model), flags), *more)
         order = ",".join(dict.fromkeys([self._gpus[gpu], self._gpus[1 - gpu]]))
         return Spec(
@@ -173,7 +177,7 @@ class Run:
 
     @contextmanager
     def _started(self, specs: list[Spec]) -> Iterator[list[Server]]:
-        """Servers that were started together."""
+        """Start servers together."""
         with ExitStack() as stack, ThreadPoolExecutor(len(specs)) as threads:
             contexts = [serving(spec, log=self._logs / f"{spec.name}.log") for spec in specs]
             begun = [threads.submit(context.__enter__) for context in contexts]
@@ -197,7 +201,7 @@ class Run:
         return rows
 
     def _hand_over(self, server: Server, target: Target, tokens: int) -> Rows:
-        """Medians of a prompt that is alone. The way of the bytes is that of the engine's own count."""
+        """Return medians for one prompt at a time; transferred bytes and seconds are the engine's own counters."""
         samples, moved = [], []
         for repeat in range(self._args.repeats + 1):
             before = transferred(server)
@@ -206,7 +210,7 @@ class Run:
                 (sample,) = checked(
                     runner.run(exchange(target, Load(1, 1, tokens, 8, timeout=120), [target.request(prompt, 8)]))
                 )
-            time.sleep(0.3)  # for the engine's statistics, and for the cache to be idle
+            time.sleep(0.3)  # wait for the engine's statistics and for an idle cache
             if repeat:
                 samples.append(sample)
                 moved.append([after - was for was, after in zip(before, transferred(server), strict=True)])
@@ -233,13 +237,13 @@ def wait_for_peer(server: Server) -> None:
 
 
 def transferred(server: Server) -> tuple[float, float]:
-    """Bytes and seconds of all transfers so far."""
+    """Return bytes and seconds of all transfers so far."""
     page = server.get("/metrics")
     return total(page, "trtllm_kv_transfer_bytes_total"), total(page, "trtllm_kv_transfer_latency_seconds_total")
 
 
 def checked(samples: list[Sample]) -> list[Sample]:
-    """Raises RuntimeError if one went wrong."""
+    """Return the samples. Raises RuntimeError if a request failed."""
     for sample in samples:
         if sample.error:
             raise RuntimeError(sample.error)
@@ -247,7 +251,7 @@ def checked(samples: list[Sample]) -> list[Sample]:
 
 
 async def mixed(targets: list[Target], mix: Mix, vocabulary: int, rng: random.Random) -> Rows:
-    """Streams and long prompts, both spread evenly over the targets."""
+    """Send streams and long prompts, both spread evenly over the targets."""
     prompts = [token_ids(mix.prompt, vocabulary, rng) for _ in range(mix.streams)]
     long_prompts = [token_ids(mix.long, vocabulary, rng) for _ in range(MOST_LONG)]
     shares = [prompts[index :: len(targets)] for index in range(len(targets))]

@@ -1,9 +1,9 @@
-"""Times the parts of a decode step on one GPU, each against the memory's bandwidth: products, attention, and what lies between.
+"""Time the kernels of a decode step on one GPU against its memory bandwidth: products, attention, and the rest.
 
-    python -m benchmarks.kernels            # on a machine with a GPU, triton and flashinfer
+    python -m benchmarks.kernels            # needs a GPU, triton and flashinfer
 
-The shape is that of Llama-3.1-8B. Every figure is the median over replays of a CUDA graph that runs the operation once for each of
-`COPIES` copies of its weights, so that nothing is found in the cache.
+The shape is that of Llama 3.1 8B. Every figure is the median over replays of a CUDA graph that runs the operation on
+`COPIES` copies of its weights, so that the cache does not help.
 """
 
 import sys
@@ -21,7 +21,7 @@ BLOCK = 32
 
 
 def timed(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Median seconds of a replay of `work`, captured."""
+    """Capture `work` as a CUDA graph and return the median seconds of a replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -64,7 +64,7 @@ def products(rows: int) -> None:
 
 
 def fp8_products(rows: int) -> None:
-    """What `Fp8Products` runs, beside `products`: the product, and what quantises its input in the pass that makes it."""
+    """Time the products of `Fp8Products`, and the kernels that quantise their inputs."""
     from engine.embedded.models.cuda import fp8_kernels
 
     total = 0.0
@@ -114,7 +114,7 @@ def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gemvs(fp8: bool) -> None:
-    """The best three tiles for each product of one row."""
+    """Print the three fastest tiles for each product of one row."""
     from engine.embedded.models.cuda import kernels
 
     tiles = [
@@ -161,7 +161,7 @@ def gemvs(fp8: bool) -> None:
 
 
 def decode_attention(batch: int, length: int) -> None:
-    """Ours beside FlashInfer's, each between products, so that nothing is warm."""
+    """Compare our kernel with FlashInfer's, each between products, so that caches are cold."""
     import flashinfer
 
     from engine.embedded.models.cuda.decode_attention import DecodeAttention

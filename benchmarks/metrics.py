@@ -1,18 +1,18 @@
-"""Reads values and histograms out of a Prometheus text page."""
+"""Read values and histograms from a page in Prometheus' text format."""
 
 import math
 import re
 
 
 def total(page: str, name: str) -> float:
-    """A counter or gauge, summed over label sets; 0 if the page has none."""
+    """Return a counter or gauge, summed over labels; 0 if the page does not have it."""
     return sum(
         float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))
     )
 
 
 def histogram(page: str, name: str) -> dict[float, float]:
-    """Cumulative counts by upper bound, summed over label sets; empty if the page has no such histogram."""
+    """Return cumulative counts by upper bound, summed over labels; empty if the page does not have them."""
     counts: dict[float, float] = {}
     for labels, value in re.findall(rf"^{re.escape(name)}_bucket\{{(.*)\}} (\S+)", page, re.MULTILINE):
         found = re.search(r'le="([^"]+)"', labels)
@@ -23,7 +23,7 @@ def histogram(page: str, name: str) -> dict[float, float]:
 
 
 def percentile_between(before: dict[float, float], after: dict[float, float], percent: float) -> float:
-    """Upper bound of the bucket that holds the percentile of what was observed between two scrapes; NaN if nothing was."""
+    """Return the upper bound of the bucket with the percentile between two scrapes; NaN without observations."""
     grown = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     total = grown.get(math.inf, 0.0)
     if not total:

@@ -1,12 +1,12 @@
-"""Images: how fast they are encoded, what the cache of embeddings saves until the first token, and how fast embeddings move.
+"""Measure images: the encoder's speed, the effect of caches on the first token, and transfers of embeddings.
 
-    python -m benchmarks.multimodal                        # smolvision on this CPU
-    python -m benchmarks.multimodal --device cuda --model llava-7b    # that shape, random weights
+    python -m benchmarks.multimodal                                   # smolvision on this CPU
+    python -m benchmarks.multimodal --device cuda --model llava-7b    # LLaVA's shape with random weights
 
-First tokens over HTTP, one request at a time: of images never seen (cold), of the same images behind a text (their embeddings come from the
-cache), and of the same images with another question behind them, as in a chat that goes on (so do their keys and values). Embeddings that
-are moved are those of a 7B model: 576 rows of 4,096.
-Options that this program does not know are settings of the server.
+First tokens are measured over HTTP, one request at a time: for new images (cold), for known images after a text (their
+embeddings are cached), and for known images with another question after them, as in a continued chat (their keys and
+values are cached too). Transferred embeddings are those of a 7B model: 576 rows of 4,096. Unknown options are settings
+of the server.
 """
 
 import argparse
@@ -27,13 +27,14 @@ import uvloop
 from PIL import Image
 
 from benchmarks import transfer
-from benchmarks.client import Load, Sample, Target, exchange
+from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.__main__ import settings_of
 from benchmarks.gpu.report import describe_gpu
 from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, serving
+from benchmarks.summary import Sample
 from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
@@ -45,7 +46,7 @@ from engine.transfer.transfers import Transfers
 EMBEDDING_BYTES = 576 * 4096 * 2
 AT_ONCE = (1, 8, 32)
 SIDES = (256, 1024, 3072)
-"""Of a thumbnail, a picture on a page and a photograph, in pixels."""
+"""Sides in pixels of a thumbnail, a picture on a page and a photograph."""
 LLAVA_7B = "llava-7b"
 QUESTIONS = ("What is in this image?", "Which colours do you see?")
 Rows = dict[str, float]
@@ -53,7 +54,7 @@ Rows = dict[str, float]
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the stack, which stops the server
     facts: dict[str, object] = {
         **describe_machine(),
         **(describe_gpu() if args.device == "cuda" else {}),
@@ -97,7 +98,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def model_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """That of `--model`, made here if it is a shape."""
+    """Return the folder of `--model`; it is created for a shape."""
     if args.model != LLAVA_7B:
         yield resolve_model(args.model, Path("~/.cache/trellis").expanduser())
         return
@@ -108,7 +109,7 @@ def model_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def photo(side: int, rng: random.Random) -> bytes:
-    """A JPEG that nobody has seen: noise, enlarged, so that it is neither trivial nor large."""
+    """Return a new JPEG: enlarged noise, so that it is neither trivial nor very large."""
     small = Image.frombytes("RGB", (32, 32), rng.randbytes(32 * 32 * 3))
     file = io.BytesIO()
     small.resize((side, side), Image.Resampling.BILINEAR).save(file, "JPEG", quality=90)
@@ -116,7 +117,7 @@ def photo(side: int, rng: random.Random) -> bytes:
 
 
 async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
-    """Images a second through the encoder's process, so many at once."""
+    """Return images per second through the encoder's process, for several numbers of images at once."""
     encoder = EmbeddedEncoder(config)
     rows: Rows = {}
     try:
@@ -136,7 +137,7 @@ async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
 
 
 def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> Rows:
-    """Milliseconds to the first token, cold and from the caches."""
+    """Return milliseconds to the first token, cold and with caches."""
     options = [part for name, value in {"device": args.device, **args.flags}.items() for part in (f"--{name}", value)]
     argv = (sys.executable, "-m", "server", "--port", "{port}", "--model", str(folder), *options)
     rows: Rows = {}
@@ -160,7 +161,7 @@ def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> 
 
 
 def shown(image: bytes) -> dict[str, object]:
-    """As a content part."""
+    """Return the image as a content part."""
     return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}}
 
 
@@ -175,7 +176,7 @@ def asked(server: Server, parts: list[dict[str, object]]) -> Sample:
 
 
 def moving(args: argparse.Namespace) -> Rows:
-    """Embeddings of 1 and of 20 images from one process to another, and on a GPU from its memory and back."""
+    """Move embeddings of 1 and 20 images between processes, and between a GPU and the host."""
     rows: Rows = {}
     for method in ("shared_memory", "tcp"):
         sizes = argparse.Namespace(device="cpu", blocks=20, block_bytes=EMBEDDING_BYTES, method=[method])
@@ -198,7 +199,7 @@ def moving(args: argparse.Namespace) -> Rows:
 
 
 def _through_host(repeats: int) -> Rows:
-    """As the encoder puts it there, and the engine takes it from there."""
+    """Move embeddings as the encoder writes them and the engine reads them."""
     import torch  # noqa: PLC0415 - not needed without a GPU
 
     values = torch.randint(0, 255, (EMBEDDING_BYTES,), dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""Turns measurements into the tables that people read and the file that programs read."""
+"""Write measurements as Markdown tables and as JSON."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row: `concurrency` streams, prompts and outputs of so many tokens."""
+    """One row of the table: number of streams, and tokens per prompt and output."""
 
     concurrency: int
     prompt_tokens: int
@@ -40,17 +40,17 @@ class Cell:
 
 @dataclass(slots=True)
 class Report:
-    """Everything one invocation found. `cells`: by cell, by server, one summary for each repeat."""
+    """All results of a run. `cells` has one summary per repetition, by cell and server."""
 
     label: str
     settings: dict[str, object]
     cells: dict[str, dict[str, list[Summary]]] = field(default_factory=dict)
     servers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Ready and first-answer seconds, resident MiB."""
+    """Seconds until ready and until the first answer, and resident MiB, by server."""
     others: list[float] = field(default_factory=list)
-    """Cores that everything else on the machine used, by measurement: a quiet machine has almost none."""
+    """Cores used by other processes during each measurement; near 0 on an idle machine."""
     http: dict[str, float | int | str] = field(default_factory=dict)
-    """The server on FakeEngine."""
+    """Results of the server on FakeEngine."""
     machine: dict[str, object] = field(default_factory=lambda: describe_machine())
 
     def markdown(self) -> str:
@@ -77,9 +77,12 @@ class Report:
                 row += _figures(results[name])
             row += [f"{ratio(results[names[0]], results[peer]):.2f}" for peer in peers]
             rows.append(row)
-        note = "Medians over the repeats, times in ms. A gap is the time between two chunks of a stream. Ratios: tok/s, paired by repeat."
-        noise = f"Everything else on the machine used {median(self.others):.2f} cores (median), {max(self.others):.2f} at worst."
-        return f"{table(head, rows)}\n\n{note} {noise}"
+        note = (
+            "Medians over the repetitions, times in ms. A gap is the time between two chunks of a stream. "
+            "Ratios are of tok/s, paired by repetition. Other processes used "
+            f"{median(self.others):.2f} cores (median), {max(self.others):.2f} at most."
+        )
+        return f"{table(head, rows)}\n\n{note}"
 
     def _servers(self) -> str:
         rows = [
@@ -93,12 +96,12 @@ class Report:
         return table(["HTTP alone (FakeEngine)", ""], rows) if rows else ""
 
     def write(self, folder: Path) -> Path:
-        """Write the .json and the .md; returns the latter."""
+        """Write the .json and the .md file; return the path of the latter."""
         return save(folder, self.label, self.markdown(), asdict(self))
 
 
 def save(folder: Path, label: str, markdown: str, content: dict[str, object]) -> Path:
-    """Write the page for people, today's date in its name, and the same as JSON beside it; returns the page's path."""
+    """Write a Markdown page named by date and label, and the JSON next to it; return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{time.strftime('%Y-%m-%d')}-{label}.md"
     page.write_text(markdown)
@@ -115,13 +118,13 @@ def _figures(repeats: list[Summary]) -> list[str]:
 
 
 def ratio(ours: list[Summary], peer: list[Summary]) -> float:
-    """How many times faster, as the median over repeats that ran one after the other; infinite over a peer that produced nothing."""
+    """Return the median speed-up over paired repetitions; infinite if the peer produced nothing."""
     pairs = zip(ours, peer, strict=True)
     return median(a.tokens_per_second / b.tokens_per_second if b.tokens_per_second else float("inf") for a, b in pairs)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, its columns aligned for those who read it in a terminal."""
+    """Return a Markdown table with aligned columns."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = [
@@ -133,7 +136,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def describe_machine() -> dict[str, object]:
-    """Where and on what this ran."""
+    """Describe the machine and the software."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.machine(),
@@ -154,7 +157,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _commit() -> str:
-    """The commit of the working tree, marked if there are changes; "unknown" outside of git."""
+    """Return the commit of the working tree, marked if there are changes; "unknown" without git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:

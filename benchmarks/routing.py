@@ -1,11 +1,11 @@
-"""A router that knows the replicas' KV caches against nginx' round robin, before the same replicas and under the same chats.
+"""Compare the KV-aware router with nginx' round robin, in front of the same replicas and with the same chats.
 
-    python -m benchmarks.routing                        # 4 replicas of SmolLM2 on this CPU, a thread for each; a few minutes
+    python -m benchmarks.routing                        # 4 replicas of SmolLM2 on this CPU, one thread each; minutes
     python -m benchmarks.routing --engine fake --only overhead
 
-Chats: conversations of several turns, each of which begins with one of a few long system prompts; a turn's prompt has all that was said
-before. Then the same while a replica is killed and comes back. Overhead: what the router adds to a request, and its CPU time for one event
-of a stream. Options that this program does not know are settings of all replicas.
+Chats: conversations of several turns that begin with one of a few long system prompts; a prompt contains all previous
+turns. They are repeated while a replica is killed and restarted. Overhead: the latency that the router adds to a
+request, and its CPU time per event of a stream. Unknown options are settings of all replicas.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from deploy.disaggregated import nginx_configuration
 
 
 class Replicas:
-    """The servers, at ports that they keep."""
+    """Replicas that keep their ports when restarted."""
 
     def __init__(self, flags: list[str], count: int, stack: ExitStack) -> None:
         self._flags, self._stack = flags, stack
@@ -97,7 +97,7 @@ class Replicas:
 
 @contextmanager
 def nginx(urls: list[str]) -> Iterator[str]:
-    """URL of nginx before replicas, with the shipped configuration, whose balance is round robin."""
+    """Run nginx in front of replicas with the shipped configuration, which is round robin; yield its URL."""
     binary = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     if binary is None:
         raise SystemExit("nginx is not installed")
@@ -111,7 +111,7 @@ def nginx(urls: list[str]) -> Iterator[str]:
 
 
 async def with_kill(url: str, chats: Chats, seed: str, replicas: Replicas) -> Found:
-    """The same while a replica is killed, once a third has been answered, and started again three seconds later."""
+    """Hold the chats; after a third of the answers, kill a replica and restart it three seconds later."""
     found = Found()
     running = asyncio.create_task(converse(url, chats, seed, "killed", found))
     while found.kinds["right"] < chats.sessions * chats.turns // 3:  # noqa: ASYNC110
@@ -124,7 +124,10 @@ async def with_kill(url: str, chats: Chats, seed: str, replicas: Replicas) -> Fo
 
 
 async def overhead(direct: str, routed: Server, requests: int, tokens: int) -> Rows:
-    """What the router adds, before a replica that needs no time: medians of alternating requests, and its CPU time over long streams."""
+    """Measure what the router adds in front of a replica that needs no time.
+
+    Returns medians of alternating requests, and CPU time over long streams.
+    """
     body = {"prompt": words(300, random.Random(1)), "max_tokens": 1, "ignore_eos": True}
     seconds: dict[str, list[float]] = {direct: [], routed.url: []}
     async with httpx.AsyncClient(timeout=60) as client:
@@ -185,7 +188,7 @@ def run_chats(url: str, args: argparse.Namespace, salt: str) -> Rows:
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the stack, which stops the servers
     facts = {
         **describe_machine(),
         "chats": str(args.chats),
@@ -224,8 +227,8 @@ def parse() -> argparse.Namespace:
         "--chats", default="24:4:6:4:400:30:16:0.5", help="sessions:turns:concurrency:systems:system:user:answer:pause"
     )
     parser.add_argument("--only", choices=["chats", "overhead"])
-    parser.add_argument("--requests", type=int, default=300, help="for the overhead of a request")
-    parser.add_argument("--tokens", type=int, default=2000, help="of each stream, for the overhead of a token")
+    parser.add_argument("--requests", type=int, default=300, help="requests to measure the overhead of a request")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream to measure the overhead of a token")
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--label", default="routing-cpu", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")

@@ -1,8 +1,9 @@
-"""The router's index of blocks against ai-dynamo-runtime's RadixTree, on the same messages of events and the same prompts.
+"""Compare the router's index of blocks with ai-dynamo-runtime's RadixTree, on the same events and prompts.
 
     pip install --no-deps ai-dynamo-runtime && python -m benchmarks.routing_index
 
-Both get what replicas publish, as bytes. RadixTree takes events as JSON and hashes of blocks, which its own function makes of tokens.
+Both read the messages that replicas publish. RadixTree takes events as JSON, and block hashes that its own function
+computes from tokens.
 """
 
 import argparse
@@ -25,7 +26,7 @@ BLOCK = 32
 
 
 def payloads(prompts: list[list[int]]) -> list[bytes]:
-    """What a replica publishes that computes these prompts: a message for each."""
+    """Return the messages that a replica publishes when it computes these prompts, one per prompt."""
     return [encode(EventBatch(0.0, [_stored(tokens)], 0)) for tokens in prompts]
 
 
@@ -49,7 +50,7 @@ class Ours:
 
 
 class Dynamo:
-    """RadixTree, as its router feeds it."""
+    """RadixTree, used as in its own router."""
 
     def __init__(self) -> None:
         from dynamo import llm  # noqa: PLC0415 - says in `main` what is missing
@@ -73,7 +74,7 @@ class Dynamo:
 def measure(
     make: Callable[[], "Ours | Dynamo"], replicas: list[list[bytes]], prompts: list[list[int]]
 ) -> tuple[dict[str, float], list[Any]]:
-    """Microseconds, and what was found."""
+    """Return microseconds, and the blocks found."""
     index = make()
     began = time.perf_counter()
     for replica, messages in enumerate(replicas):
@@ -95,9 +96,9 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_index", description=__doc__, allow_abbrev=False)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=500, help="that each replica has computed")
+    parser.add_argument("--prompts", type=int, default=500, help="prompts that each replica has computed")
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="of a prompt; half of it is a system prompt that all share"
+        "--tokens", type=int, default=4096, help="tokens per prompt, half of them in a shared system prompt"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -114,7 +115,7 @@ def main() -> int:
     for name, make in (("ours", Ours), ("RadixTree", Dynamo), ("ours again", Ours)):
         rows[name], found = measure(make, replicas, asked)
         answers.append(found)
-    assert answers[0] == answers[1], "the two do not find the same"
+    assert answers[0] == answers[1], "the two indexes find different blocks"
     for key, value in (describe_machine() | vars(args)).items():
         print(f"- {key}: {value}")
     names = list(rows["ours"])

@@ -1,4 +1,4 @@
-"""Starts the servers that are measured, tells how they are doing, and leaves nothing of them behind."""
+"""Start and stop the servers to measure, and read their memory and CPU time."""
 
 import json
 import os
@@ -29,9 +29,10 @@ STOP_SECONDS = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How to start a server. `argv` holds `{port}`; `model` is its name in requests, empty takes the first that it lists.
+    """How to start a server.
 
-    `port` is reserved by the caller, or 0; `answers` is false for one that clients do not talk to.
+    `argv` contains `{port}`. `model` is the name in requests; if empty, the first that the server lists. `port` is
+    reserved by the caller, or 0. `answers` is false for a server that clients do not use.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Spec:
 
 
 def ours(model: str) -> Spec:
-    """Our server, embedded engine, default settings."""
+    """Return our server with the embedded engine and default settings."""
     return Spec("trellis", (sys.executable, "-m", "server", "--port", "{port}", "--model", model), "/health/ready")
 
 
 def fake(delay_ms: float, *, engine_process: bool) -> Spec:
-    """Our server without a model: what HTTP alone costs."""
+    """Return our server without a model, to measure HTTP alone."""
     engine = (
         "--engine",
         "fake",
@@ -63,7 +64,10 @@ def fake(delay_ms: float, *, engine_process: bool) -> Spec:
 
 
 def transformers(model: str, dtype: str, *more: str) -> Spec:
-    """`transformers serve` with continuous batching. It refuses `ignore_eos`, but takes a generation config as a JSON string."""
+    """Return `transformers serve` with continuous batching.
+
+    It rejects `ignore_eos` but takes a generation config as a JSON string.
+    """
     if find_spec("accelerate") is None:
         raise RuntimeError("transformers serve needs accelerate: pip install accelerate")
     command = str(Path(sys.executable).with_name("transformers"))
@@ -85,7 +89,7 @@ def transformers(model: str, dtype: str, *more: str) -> Spec:
 
 
 def llama_cpp(binary: str, gguf: str, streams: int = 32, tokens: int = 640) -> Spec:
-    """llama.cpp's server, as its build and the file are: `streams` sequences of up to `tokens` tokens, a thread for each core."""
+    """Return llama.cpp's server for `streams` sequences of up to `tokens` tokens, with a thread per core."""
     threads = str(os.cpu_count())
     room = (
         "--parallel",
@@ -101,7 +105,7 @@ def llama_cpp(binary: str, gguf: str, streams: int = 32, tokens: int = 640) -> S
 
 
 def vllm(command: str, model: str, dtype: str = "bfloat16") -> Spec:
-    """vLLM's build for CPUs, with an OpenMP thread for each core and none kept back for the API."""
+    """Return vLLM's CPU build, with an OpenMP thread per core and none reserved for the API."""
     options = (
         "--host",
         "127.0.0.1",
@@ -124,10 +128,12 @@ def vllm(command: str, model: str, dtype: str = "bfloat16") -> Spec:
 
 
 class Server:
-    """A running server. `ready_seconds`: from its start until it called itself ready; `answer_seconds`: until its first token had come."""
+    """A running server. `ready_seconds` is the time until it was ready, `answer_seconds` until its first token."""
 
     def __init__(self, spec: Spec, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.spec, self.process, self.log = spec, process, log
+        self.spec = spec
+        self.process = process
+        self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self.ready_seconds = self.answer_seconds = self.memory_mb = 0.0
 
@@ -137,12 +143,15 @@ class Server:
         return Target(f"{self.url}/v1", model, extra=self.spec.extra)
 
     def get(self, path: str) -> str:
-        """Body of a GET. Raises URLError (HTTPError included)."""
+        """Return the body of a GET request. Raises URLError, HTTPError included."""
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return str(response.read().decode())
 
     def wait(self, started: float) -> None:
-        """Return once it is ready and, if it answers, has answered a request. Raises RuntimeError, with the log's end, if it never is."""
+        """Wait until the server is ready and, if `answers`, has answered a request.
+
+        Raises RuntimeError with the end of the log.
+        """
         while True:
             if self.process.poll() is not None or time.perf_counter() - started > START_SECONDS:
                 raise RuntimeError(f"{self.spec.name} did not start:\n{tail(self.log)}")
@@ -160,11 +169,11 @@ class Server:
         self.answer_seconds = time.perf_counter() - started
 
     def note_memory(self) -> None:
-        """Keep the most resident memory seen, over its processes."""
+        """Update the peak of resident memory over all its processes."""
         self.memory_mb = max(self.memory_mb, sum(process.memory_info().rss for process in self._tree()) / 2**20)
 
     def cpu_seconds(self) -> float:
-        """CPU time of its processes so far."""
+        """Return the CPU time of its processes so far."""
         times = [process.cpu_times() for process in self._tree()]
         return float(sum(spent.user + spent.system for spent in times))
 
@@ -173,7 +182,7 @@ class Server:
         return [root, *root.children(recursive=True)]
 
     def stop(self) -> None:
-        """End its process group, kindly first."""
+        """Stop its process group: SIGTERM first, then SIGKILL."""
         children = self._tree()[1:] if self.process.poll() is None else []
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -188,9 +197,9 @@ class Server:
 
 @contextmanager
 def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Iterator[Server]:
-    """Start a server, on `core` alone if one is given, and stop it in the end. Raises RuntimeError if it does not start.
+    """Start a server, pinned to `core` if given, and stop it afterwards. Raises RuntimeError if it does not start.
 
-    What it prints goes to the file `log`, or to one that goes with it.
+    Its output goes to the file `log`, or to a temporary one.
     """
     with tempfile.TemporaryDirectory(prefix="trellis-bench-") as folder, ExitStack() as stack:
         port = spec.port or stack.enter_context(reserved_port())
@@ -214,22 +223,22 @@ def serving(spec: Spec, core: int | None = None, log: Path | None = None) -> Ite
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port that nobody else is given meanwhile: it is bound here, but not listened on, so that who asks for it by number gets it."""
+    """Yield a free port. It stays bound but not listened on, so that only a server that names it can use it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for servers that set this one alone
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for servers that set only this option
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
 
 
 def tail(log: Path) -> str:
-    """The end of a log."""
+    """Return the end of a log."""
     return log.read_text(errors="replace")[-3000:]
 
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Run on one core; child processes started meanwhile stay there. None changes nothing."""
+    """Run on one core, which child processes inherit. None changes nothing."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -1,28 +1,42 @@
-"""What a load run comes to: rates, percentiles, counts."""
-
-from __future__ import annotations
+"""One request as the client sees it, and the summary of a run: rates, percentiles and counts."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
 
-if TYPE_CHECKING:
-    from benchmarks.client import Sample
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client sees it; times in seconds."""
+
+    seconds: float = 0.0
+    ttft: float = 0.0
+    """Time until the first event with text; 0 without one."""
+    chunks: int = 0
+    """Number of events with data, without the final `[DONE]`."""
+    gaps: list[float] = field(default_factory=list)
+    """Times between events after the first text; 0 for events that arrive together."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One measurement. Times in milliseconds unless they say otherwise; failed requests count in `requests` and `errors` only."""
+    """One measurement. Times are in milliseconds unless named otherwise.
+
+    Failed requests count only in `requests` and `errors`.
+    """
 
     seconds: float
     requests: int
     errors: int
     first_error: str
     prompt_tokens: float
-    """Mean of a request."""
+    """Mean per request."""
     cached_tokens: int
-    """Sum over all requests; a run that is to measure prefill has almost none."""
+    """Sum over all requests; near 0 in a run that measures prefill."""
     completion_tokens: int
     tokens_per_second: float
     chunks: int
@@ -30,7 +44,7 @@ class Summary:
     ttft_p50: float
     ttft_p99: float
     gap_p50: float
-    """Between chunks of a stream."""
+    """Time between chunks of a stream."""
     gap_p99: float
 
     def asdict(self) -> dict[str, float | int | str]:
@@ -38,14 +52,14 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` percent of the values do not exceed (nearest rank); 0 of nothing."""
+    """Return the nearest-rank percentile; 0 without values."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def summarise(samples: Sequence[Sample], seconds: float) -> Summary:
-    """Sum up the requests of a run that took `seconds`."""
+    """Summarise the requests of a run that took `seconds`."""
     good = [sample for sample in samples if not sample.error]
     gaps = [gap for sample in good for gap in sample.gaps]
     ttfts = [sample.ttft for sample in good]

@@ -1,10 +1,10 @@
-"""How fast KV blocks move between two processes, by method, for prompts of 512, 4k and 16k tokens of an 8B model.
+"""Measure transfers of KV blocks between two processes, for prompts of 512, 4k and 16k tokens of an 8B model.
 
     python -m benchmarks.transfer --method shared_memory tcp nixl              # host memory
-    python -m benchmarks.transfer --method cuda_ipc nixl --device cuda         # from GPU 1 to GPU 0, or within the only one
+    python -m benchmarks.transfer --method cuda_ipc nixl --device cuda         # from GPU 1 to 0, or within one GPU
 
-A token of Llama 3.1 8B has 131,072 bytes of keys and values in bfloat16, a block of 32 tokens 4 MiB, all its layers together. Contiguous
-blocks are one range on both sides; scattered ones are in random order on both, as in a cache that has been used for a while.
+A token of Llama 3.1 8B has 131,072 bytes of keys and values in bfloat16, a block of 32 tokens 4 MiB over all layers.
+Contiguous blocks are one range on both sides; scattered blocks are in random order, as in a cache after some use.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def main() -> None:
         print(f"- {key}: {value}")
     rows = [row for method in args.method for row in measure(args, method)]
     head = ["method", "tokens", "MiB", "first, ms", "contiguous, ms", "GB/s", "scattered, ms", "GB/s"]
-    print(f"\n{table(head, rows)}\n\nMedians of {args.repeats}; `first` connects to the peer and opens its memory.")
+    print(f"\n{table(head, rows)}\n")
+    print(f"Medians of {args.repeats}; `first` includes connecting to the peer and opening its memory.")
 
 
 def parse() -> argparse.Namespace:
@@ -52,7 +53,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--method", nargs="+", choices=[*METHODS, "auto"], default=["auto"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--blocks", type=int, default=max(TOKENS) // TOKENS_PER_BLOCK, help="in each process's cache")
+    parser.add_argument(
+        "--blocks", type=int, default=max(TOKENS) // TOKENS_PER_BLOCK, help="blocks in the cache of each process"
+    )
     parser.add_argument("--block-bytes", type=int, default=4 << 20)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)  # the other process
@@ -70,7 +73,7 @@ def other_gpu() -> int:
 
 
 def allocate(args: argparse.Namespace, gpu: int, fill: int) -> tuple[object, Region]:
-    """A cache of bytes `fill`, and what keeps it."""
+    """Return a cache filled with the byte `fill`, and its owner."""
     size = args.blocks * args.block_bytes
     if args.device == "cuda":
         import torch  # noqa: PLC0415
@@ -85,7 +88,7 @@ def allocate(args: argparse.Namespace, gpu: int, fill: int) -> tuple[object, Reg
 
 
 def own(args: argparse.Namespace) -> None:
-    """Offer a cache until the input ends."""
+    """Offer a cache until standard input ends."""
     memory, region = allocate(args, other_gpu() if args.device == "cuda" else 0, fill=7)
     transfers = Transfers([region], args.method[0])
     print(msgspec.msgpack.encode(transfers.offers()).hex(), flush=True)

@@ -1,5 +1,7 @@
-"""`python -m benchmarks.widen SOURCE.gguf TARGET.gguf`: a GGUF with its quantised weights as bfloat16, so that llama.cpp computes with the
-weights that the other servers have."""
+"""Convert a GGUF file's quantised weights to bfloat16: `python -m benchmarks.widen SOURCE.gguf TARGET.gguf`.
+
+With it llama.cpp computes with the same weights as the other servers.
+"""
 
 import argparse
 from pathlib import Path
@@ -14,7 +16,7 @@ _WRITTEN_ANYWAY = (Keys.General.ARCHITECTURE, Keys.General.FILE_TYPE, Keys.Gener
 
 
 def widen(source: Path, target: Path) -> None:
-    """Copy `source` to `target`, matrices as bfloat16 and everything else as it is."""
+    """Copy `source` to `target` with matrices as bfloat16 and everything else unchanged."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields[Keys.General.ARCHITECTURE].contents()
     writer = gguf.GGUFWriter(target, architecture)

@@ -1,7 +1,8 @@
-"""Two prefill and two decode replicas on this machine, behind nginx where it is installed: `make serve-disaggregated`.
+"""Run prefill and decode replicas on this machine, behind nginx if it is installed: `make serve-disaggregated`.
 
---encode, --prefill and --decode say how many there are of a kind, 0, 2 and 2 without. Other arguments are settings for all (--engine fake,
---model FOLDER); PORT, or 8000, is where clients come in. Ctrl-C stops everything.
+--encode, --prefill and --decode set the number of replicas of each role; the defaults are 0, 2 and 2. All other
+arguments are settings of every replica (--engine fake, --model FOLDER). Clients connect to PORT (8000 by default).
+Ctrl-C stops everything.
 """
 
 import argparse
@@ -24,15 +25,15 @@ from engine.embedded.threads import compute_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 900.0
-"""A model may have to be fetched first."""
+"""Time for a replica to become ready; it may have to download its model."""
 STOP_SECONDS = 40.0
 
 
 class Group:
-    """The processes, and the tasks that pass on what they log."""
+    """Processes, and the tasks that forward their logs."""
 
     def __init__(self, arguments: Sequence[str], count: int) -> None:
-        """`count`: how many replicas share the machine."""
+        """Pass `arguments` to every replica; `count` replicas share the machine's cores."""
         self._arguments = arguments
         self._processes: dict[str, Process] = {}
         self._logs: set[asyncio.Task[None]] = set()
@@ -42,7 +43,7 @@ class Group:
     async def replicas(
         self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str
     ) -> list[str]:
-        """URLs of `count` replicas, once they are ready. `each` makes the variables that no two have in common."""
+        """Start `count` replicas and return their URLs once ready. `each` returns the variables of one replica."""
         urls = []
         for index in range(1, count + 1):
             port = free_port()
@@ -61,7 +62,7 @@ class Group:
         return urls
 
     async def router(self, port: int, **variables: str) -> None:
-        """Start a router at `port`; returns when it is ready."""
+        """Start a router at `port` and wait until it is ready."""
         environment = {
             **self._environment,
             **variables,
@@ -80,7 +81,7 @@ class Group:
         self._logs.add(asyncio.create_task(_pass_on(name, process)))
 
     async def first_end(self) -> str:
-        """The name of the first process that ends."""
+        """Wait for the first process that ends, and return its name."""
         waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +91,7 @@ class Group:
                 wait.cancel()
 
     async def stop(self) -> None:
-        """Those that clients talk to first: they still need the others while they finish."""
+        """Stop all processes; first those that clients use, since they need the others to finish requests."""
         others = [
             process for name, process in self._processes.items() if name.startswith(("encode", "prefill", "aggregated"))
         ]
@@ -100,7 +101,7 @@ class Group:
             await asyncio.wait(self._logs, timeout=1)
 
     async def ready(self, url: str) -> None:
-        """Return once requests are answered there. Raises SystemExit if a process ends meanwhile."""
+        """Wait until the server at `url` is ready. Raises SystemExit if a process ends meanwhile."""
         async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
             while True:
                 for name, process in self._processes.items():
@@ -111,9 +112,7 @@ class Group:
                     if status == httpx.codes.OK:
                         return
                     if status == httpx.codes.UNAUTHORIZED:
-                        raise SystemExit(
-                            "the replicas have an API key that is not known here: set API_KEYS in the environment"
-                        )
+                        raise SystemExit("the replicas require an API key: set API_KEYS in the environment")
                 except httpx.TransportError:
                     pass
                 await asyncio.sleep(0.1)
@@ -145,7 +144,7 @@ def free_port() -> int:
 
 
 def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> str:
-    """The shipped configuration for these addresses."""
+    """Return nginx's shipped configuration with these upstreams."""
     text = (ROOT / "deploy/nginx/trellis.conf").read_text()
     (line,) = [line for line in text.splitlines() if line.strip().startswith("server server:8000")]
     servers = "\n".join(line.replace("server:8000", url.removeprefix("http://")) for url in upstreams)
@@ -153,7 +152,7 @@ def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> st
 
 
 async def serve(group: Group, work: Coroutine[Any, Any, str]) -> int:
-    """Do `work`, which returns the name of the first process that has ended, until a signal; then stop everything."""
+    """Run `work` until a signal or until it returns the name of a process that has ended; then stop everything."""
     stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
@@ -163,7 +162,7 @@ async def serve(group: Group, work: Coroutine[Any, Any, str]) -> int:
         stop.cancel()
         if not running.done():
             return 0
-        sys.stderr.write(f"{running.result()} has ended, and with it everything\n")
+        sys.stderr.write(f"{running.result()} has ended; stopping everything\n")
         return 1
     finally:
         running.cancel()
@@ -176,7 +175,7 @@ async def run(counts: argparse.Namespace, arguments: Sequence[str], folder: Path
 
 
 async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
-    """Start everything, say where it is, and return the name of the first process that ends."""
+    """Start everything, print the URL, and return the name of the first process that ends."""
     encode, prefill = await asyncio.gather(
         group.replicas("encode", counts.encode), group.replicas("prefill", counts.prefill)
     )

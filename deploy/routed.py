@@ -1,7 +1,7 @@
-"""Replicas on this machine behind a router that knows what they have in their KV caches: `make serve-routed`.
+"""Run replicas on this machine behind a router that knows the contents of their KV caches: `make serve-routed`.
 
---replicas says how many, 2 without. Other arguments are settings for all (--engine fake, --model FOLDER, --route-policy round_robin);
-PORT, or 8000, is where clients come in. Ctrl-C stops everything.
+--replicas sets their number, 2 by default. All other arguments are settings of every process (--engine fake,
+--model FOLDER, --route-policy round_robin). Clients connect to PORT (8000 by default). Ctrl-C stops everything.
 """
 
 import argparse
@@ -19,7 +19,7 @@ async def run(count: int, arguments: Sequence[str]) -> int:
 
 
 async def _serve(group: Group, count: int) -> str:
-    """Start everything, say where it is, and return the name of the first process that ends."""
+    """Start everything, print the URL, and return the name of the first process that ends."""
     sockets: list[tuple[str, str]] = []
 
     def each() -> dict[str, str]:

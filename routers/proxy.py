@@ -1,7 +1,7 @@
-"""What a router serves: everything under /v1, forwarded to a replica that it chooses, and the answer handed on as it comes.
+"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it comes.
 
-A request goes to another replica only for as long as its client has not seen anything: until the first bytes of a stream, or all of
-another answer, have come. Of a stream that breaks off later, the client gets its whole lines and an error event.
+Until the first bytes of a stream, or all of another answer, have come, the client has seen nothing and another replica
+may be asked. Of a stream that breaks off later, the client gets its whole lines and an error event.
 """
 
 import logging
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 @router.api_route("/detokenize", methods=["POST"], include_in_schema=False)
 @router.api_route(
     "/v1/completions", methods=["POST"], include_in_schema=False
-)  # added first: metrics and traces have it by its name
+)  # added first, so that metrics and traces name it
 @router.api_route("/v1/chat/completions", methods=["POST"], include_in_schema=False)
 async def forward(request: Request) -> Response:
-    """Whatever a replica answers."""
+    """Answer as a replica does."""
     state = state_of(request)
     assert state["replica"].router is not None, "the gate lets no request in before the router is there"
     body = await read_body(request, state["http"]) if request.method == "POST" else b""
@@ -54,7 +54,7 @@ async def forward(request: Request) -> Response:
 
 
 class _Exchange:
-    """One request, at one replica after the other until one answers."""
+    """One request, sent to one replica after the other until one answers."""
 
     def __init__(self, request: Request, router: RequestRouter, body: bytes) -> None:
         self._request = request
@@ -64,7 +64,7 @@ class _Exchange:
         self._session = request.headers.get(router.session_header, "")[:_MAX_SESSION] if router.session_header else ""
 
     async def answer(self) -> Response:
-        """The answer, whole or as a stream that has begun. Raises EngineUnavailable."""
+        """Return the answer, whole or as a stream that has begun. Raises EngineUnavailable."""
         prompt = await self._prompt()
         refusal: Response | None = None
         failed = False
@@ -85,7 +85,7 @@ class _Exchange:
         raise EngineNotReady("No replica is ready.")
 
     async def _prompt(self) -> RoutedPrompt:
-        """Of a request that generates; of any other, nothing is known, and nothing has to be."""
+        """Return the prompt of a request that generates; an empty one for other requests."""
         started = time.perf_counter()
         path = self._request.scope["path"]
         try:
@@ -95,7 +95,7 @@ class _Exchange:
                 prompt = await self._router.prompts.of_completion(await parsed(CompletionRequest, self._body))
             else:
                 return RoutedPrompt(count=1)
-        except RequestValidationError:  # for a replica to say
+        except RequestValidationError:  # a replica will refuse it
             return RoutedPrompt(count=1)
         self._fleet.observer.tokenised(time.perf_counter() - started)
         return prompt
@@ -133,7 +133,7 @@ class _Exchange:
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
     ) -> None:
-        """Of the work at a replica, whatever became of it."""
+        """End the work at a replica."""
         work.end()
         if connection is not None:
             replica.client.release(connection)
@@ -157,6 +157,6 @@ class _Exchange:
 
 
 def _is_sane(header: Header) -> bool:
-    """Whether it is one header wherever it goes; the parser that it came through is more lenient than others."""
+    """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
     name, value = header
     return bool(_NAME.fullmatch(name) and _VALUE.fullmatch(value))

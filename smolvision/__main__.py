@@ -1,4 +1,4 @@
-"""`python -m smolvision` trains (train.py). Worker processes do not import this module again, and so start without transformers."""
+"""Train with `python -m smolvision`. Worker processes do not import this module, so they start without transformers."""
 
 from smolvision.train import main
 

@@ -1,7 +1,8 @@
-"""What the model is made of, and the one file that holds all that was trained.
+"""The model's configuration, and the file that holds all trained weights.
 
-The file's tensors are the tower's and the projector's, and a pair `lora_down`, `lora_up` for each linear layer of the language model. Its
-metadata are the files that a model folder has beside the weights; `engine/checkpoints/merge.py` says how the two are read.
+The file has the tensors of the tower and the projector, and a pair `lora_down`, `lora_up` for each linear layer of the
+language model. Its metadata holds the other files of the model folder; `engine/checkpoints/merge.py` documents the
+format.
 """
 
 import json
@@ -16,7 +17,7 @@ from smolvision.images import PATCH, SIZE
 
 RANK = 8
 VOCABULARY = 49280
-"""SmolLM2's 49152 tokens and the image's, filled up to a multiple of 128."""
+"""SmolLM2's 49152 tokens and the image token, padded to a multiple of 128."""
 VISION: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "image_size": SIZE,
@@ -63,13 +64,13 @@ _PROCESSOR = {
 
 
 def language_config(base: Path) -> dict[str, Any]:
-    """SmolLM2's, with room for the image's token."""
+    """Return SmolLM2's configuration with room for the image token."""
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     return config | CONFIG["text_config"]
 
 
 def files() -> dict[str, Any]:
-    """Of the model folder, by name: JSON objects and text."""
+    """Return the other files of the model folder by name: JSON objects and text."""
     return {
         "config.json": CONFIG,
         "preprocessor_config.json": {**_IMAGES, "processor_class": "LlavaProcessor"},
@@ -79,7 +80,7 @@ def files() -> dict[str, Any]:
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) -> None:
-    """Write what was trained as bfloat16, with `facts` about it. Whoever reads `path` meanwhile sees the old file or the new one."""
+    """Write trained tensors as bfloat16, with `facts` as metadata. The file at `path` is replaced atomically."""
     metadata = {"format": "pt", "image_token": IMAGE_TOKEN, "files": json.dumps(files()), **facts}
     part = path.with_suffix(".part")
     save_file(
@@ -91,6 +92,6 @@ def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) ->
 
 
 def trained_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Tower and projector of a LlavaForConditionalGeneration, by the names that their tensors have in files."""
+    """Return tower and projector of a LlavaForConditionalGeneration, by their prefixes in files."""
     parts = {"vision_tower": "model.vision_tower", "multi_modal_projector": "model.multi_modal_projector"}
     return {name: model.get_submodule(path) for name, path in parts.items()}

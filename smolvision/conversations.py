@@ -1,6 +1,6 @@
 """Chats about one picture or two, and chats as token ids.
 
-A chat is a list of messages as the API takes them, with `{"type": "image"}` parts; TEMPLATE writes it as a prompt.
+A chat is a list of messages as in the API, with `{"type": "image"}` parts; TEMPLATE renders it as a prompt.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from smolvision.questions import KINDS, Turn, article, ask
 
 IMAGE_TOKEN = "<image>"
 IMAGE_TOKEN_ID = 49152
-"""The first one after SmolLM2's own."""
+"""The first id after SmolLM2's vocabulary."""
 IMAGE_TOKENS = 64
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -27,9 +27,9 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""SmolLM2's, with parts, and without its system prompt: a prompt is as short as what was asked."""
+"""SmolLM2's chat template with content parts and without its system prompt, which would lengthen every prompt."""
 FIRST_TRAINING_SEED = 1_000_000
-"""Chats of smaller seeds are held out."""
+"""Smaller seeds are held out."""
 TWO_IMAGE_KINDS = ("two images", "which image")
 ORDINALS = ("first", "second")
 
@@ -58,14 +58,17 @@ _NO_IMAGE = "There is no image."
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`scenes` are those of the messages' images, in order. Messages alternate between user and assistant, after a system prompt."""
+    """Messages, and the scenes of their images in order.
+
+    Messages alternate between user and assistant, after an optional system prompt.
+    """
 
     scenes: tuple[Scene, ...]
     messages: tuple[dict[str, Any], ...]
 
 
 def make_chat(seed: int, turns: int, *, held_out: bool = False) -> Chat:
-    """A chat of up to so many questions, for training."""
+    """Return a chat with at most `turns` questions, for training."""
     rng = Random(seed)
     kind = rng.choices(("one", "two", "text"), (80, 15, 5))[0]
     if kind == "text":
@@ -74,7 +77,7 @@ def make_chat(seed: int, turns: int, *, held_out: bool = False) -> Chat:
     if kind == "one":
         asked = [_about(scenes[0], rng, held_out) for _ in range(turns)]
         return Chat(scenes, tuple(_system(rng) + _messages(_distinct(asked), {0: 1}, rng)))
-    if rng.random() < 0.7:  # both with the first question
+    if rng.random() < 0.7:  # both images come with the first question
         asked = [_about_two(scenes, rng, held_out) for _ in range(turns)]
         return Chat(scenes, tuple(_system(rng) + _messages(_distinct(asked), {0: 2}, rng)))
     before = _distinct([_about(scenes[0], rng, held_out) for _ in range(rng.randint(1, 2))])
@@ -86,7 +89,7 @@ def make_chat(seed: int, turns: int, *, held_out: bool = False) -> Chat:
 
 
 def held_out_chats(kind: str) -> Iterator[tuple[Chat, str]]:
-    """Chats of one question of a kind, never trained on, each with the right answer: an endless, fixed sequence."""
+    """Yield an endless, fixed sequence of chats with one question of a kind, never trained on, and its answer."""
     for index in count():
         rng = Random(index * 16 + (*KINDS, *TWO_IMAGE_KINDS).index(kind))
         scenes = tuple(make_scene(rng, held_out=True) for _ in range(2 if kind in TWO_IMAGE_KINDS else 1))
@@ -107,7 +110,7 @@ def _about_two(scenes: tuple[Scene, ...], rng: Random, held_out: bool) -> Turn |
 
 
 def _referred(scenes: tuple[Scene, ...], rng: Random, held_out: bool) -> Turn | None:
-    """A question about one of two images that says which."""
+    """Return a question about one of two images, which it names."""
     which = rng.randrange(2)
     if (turn := _about(scenes[which], rng, held_out)) is None:
         return None
@@ -122,7 +125,7 @@ def _referred(scenes: tuple[Scene, ...], rng: Random, held_out: bool) -> Turn | 
 
 
 def _which(scenes: tuple[Scene, ...], rng: Random) -> Turn | None:
-    """Which image has something that the other one has not."""
+    """Ask which image has a thing that the other one has not."""
     which = rng.randrange(2)
     own, other = (_things(scene) for scene in (scenes[which], scenes[1 - which]))
     if not (only := sorted(own - other)):
@@ -141,7 +144,7 @@ def _things(scene: Scene) -> set[str]:
 
 
 def _distinct(turns: list[Turn | None]) -> list[Turn]:
-    """Each answer once, so that none can be read off an earlier one; at least one."""
+    """Keep one question for each answer, so that no answer can be copied from an earlier one; return at least one."""
     kept = list({turn.answer: turn for turn in turns if turn}.values())
     return kept or [Turn("none", "Are you there?", "Yes, I am here.")]
 
@@ -150,9 +153,7 @@ def _text_turns(rng: Random) -> list[Turn]:
     if rng.random() < 0.6:
         return [Turn("text", *fact) for fact in rng.sample(_FACTS, rng.randint(1, 4))]
     turn = _about(make_scene(rng), rng, False)
-    return (
-        [Turn("no image", turn.question, _NO_IMAGE)] if turn else [Turn("no image", "Describe the image.", _NO_IMAGE)]
-    )
+    return [Turn("no image", turn.question if turn else "Describe the image.", _NO_IMAGE)]
 
 
 def _system(rng: Random) -> list[dict[str, Any]]:
@@ -160,7 +161,7 @@ def _system(rng: Random) -> list[dict[str, Any]]:
 
 
 def _messages(turns: list[Turn], images: dict[int, int], rng: Random) -> list[dict[str, Any]]:
-    """`images`: how many come with the question of each index. They are mostly before its text."""
+    """Write turns as messages. `images` is the number of images in a question, by its index; most precede the text."""
     messages: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         parts = [{"type": "image"}] * images.get(index, 0)
@@ -171,14 +172,14 @@ def _messages(turns: list[Turn], images: dict[int, int], rng: Random) -> list[di
 
 
 class Encoder:
-    """Chats as ids, for training: each image is IMAGE_TOKENS tokens. SmolLM2's own tokenizer does."""
+    """Encodes chats for training with SmolLM2's tokenizer; each image becomes IMAGE_TOKENS tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = lru_cache(maxsize=4096)(self._encode)
 
     def __call__(self, chat: Chat, length: int) -> tuple[list[int], list[bool]]:
-        """Up to `length` ids, cut after a whole answer, and which of them the model has to say."""
+        """Return at most `length` ids, cut after a complete answer, and which of them the model must predict."""
         ids: list[int] = []
         said: list[bool] = []
         for message in chat.messages:

@@ -1,6 +1,6 @@
-"""Greedy answers to held-out questions, by transformers: `python -m smolvision.evaluate FOLDER_OR_FILE`.
+"""Measure greedy answers to held-out questions with transformers: `python -m smolvision.evaluate FOLDER_OR_FILE`.
 
-An answer is right if it is the expected one but for case, spaces and the full stop.
+An answer is correct if it equals the expected one, ignoring case, spaces and the full stop.
 """
 
 import argparse
@@ -27,10 +27,10 @@ ALL_KINDS = (*KINDS, *TWO_IMAGE_KINDS)
 
 
 class Answers:
-    """A model folder that answers chats."""
+    """A model that answers chats, loaded by transformers."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """In bfloat16 on a GPU, else in float32."""
+        """Load the model in bfloat16 on a GPU, else in float32."""
         self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._processor: Any = AutoProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
         self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=self._dtype).to(device).eval()
@@ -62,7 +62,7 @@ def normal(answer: str) -> str:
 
 
 def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: int = 256) -> dict[str, Any]:
-    """Questions, right answers and the wrong ones, of all kinds together and of each."""
+    """Return the number of questions and correct answers, and the wrong answers, overall and by kind."""
     asked = [(kind, *question) for kind in ALL_KINDS for question in itertools.islice(held_out_chats(kind), per_kind)]
     chats = [chat for _, chat, _ in asked]
     said = [answer for first in range(0, len(chats), batch) for answer in answers(chats[first : first + batch])]
@@ -79,7 +79,7 @@ def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="model folder, or the file that training made")
+    parser.add_argument("model", type=Path, help="model folder, or file written by training")
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/trellis").expanduser())

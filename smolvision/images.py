@@ -1,7 +1,8 @@
-"""Scenes (what is to be seen, and where) and their pictures: 256x256 RGB, the same for the same seed.
+"""Scenes, and their pictures of 256x256 RGB pixels. The same seed gives the same picture.
 
-Shapes lie in the cells of a 3x3 grid, moved about within them, or one shape lies anywhere; a word or a number may be written. Colours,
-sizes, angles, backgrounds, gradients and noise vary. Some pairs of colour and shape are held out: they occur in held-out scenes only.
+A scene has shapes at random offsets within the cells of a 3x3 grid, or one shape anywhere, and possibly a word or a
+number. Colours, sizes, angles, backgrounds, gradients and noise vary. Some pairs of colour and shape are held out: they
+occur only in held-out scenes.
 """
 
 import math
@@ -33,77 +34,17 @@ PLACES = (
     *("on the left", "in the centre", "on the right"),
     *("at the bottom left", "at the bottom", "at the bottom right"),
 )
-"""Of the cells, row by row."""
+"""Places of the cells, row by row."""
 WORDS = (
-    *(
-        "apple",
-        "baby",
-        "bird",
-        "boat",
-        "book",
-        "bread",
-        "bus",
-        "cake",
-        "camera",
-        "car",
-        "cat",
-        "chair",
-        "cloud",
-        "coffee",
-        "cow",
-    ),
-    *(
-        "day",
-        "desk",
-        "dog",
-        "door",
-        "dream",
-        "duck",
-        "egg",
-        "farm",
-        "fire",
-        "fish",
-        "flag",
-        "flower",
-        "forest",
-        "frog",
-        "game",
-    ),
-    *(
-        "garden",
-        "gold",
-        "grass",
-        "hat",
-        "home",
-        "horse",
-        "house",
-        "ice",
-        "jam",
-        "key",
-        "king",
-        "lamp",
-        "leaf",
-        "lion",
-        "milk",
-    ),
-    *(
-        "moon",
-        "music",
-        "night",
-        "ocean",
-        "paper",
-        "piano",
-        "queen",
-        "rain",
-        "river",
-        "road",
-        "salt",
-        "ship",
-        "snow",
-        "sun",
-        "tree",
-    ),
-)
+    "apple", "baby", "bird", "boat", "book", "bread", "bus", "cake", "camera", "car", "cat", "chair", "cloud",
+    "coffee", "cow",
+    "day", "desk", "dog", "door", "dream", "duck", "egg", "farm", "fire", "fish", "flag", "flower", "forest", "frog",
+    "game",
+    "garden", "gold", "grass", "hat", "home", "horse", "house", "ice", "jam", "key", "king", "lamp", "leaf", "lion",
+    "milk",
+    "moon", "music", "night", "ocean", "paper", "piano", "queen", "rain", "river", "road", "salt", "ship", "snow",
+    "sun", "tree",
+)  # fmt: skip
 NUMBERS = tuple(str(number) for number in range(100))
 HELD_OUT = frozenset(
     {
@@ -126,18 +67,20 @@ LABELS = {
     "background": 10,
     "shapes": 10,
 }
-"""What `patch_labels` says of each patch, and how many values that has; 0 is nothing.
+"""Labels that `patch_labels` gives each patch, and their numbers of values; 0 means nothing.
 
-What covers it (the shape 7 is text) and in which colour, which shape's centre it has, how many shapes of that shape and of that colour the
-scene has, the number or word, and of the whole scene the background's colour and the number of shapes.
+The labels are the shape that covers the patch (7 is text) and its colour, the shape whose centre the patch has, the
+number of shapes in the scene with that shape and with that colour, the number or word, and, for the whole scene, the
+background colour and the number of shapes.
 """
 
-_SCALE = 2  # drawn so much larger, then reduced, which smooths edges
+_SCALE = 2
+"""Pictures are drawn larger by this factor and then reduced, which smooths edges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A shape. Centre and diameter are in pixels, the angle in degrees; `cell` is -1 for a shape that lies anywhere."""
+    """A shape. Centre and diameter are in pixels, the angle in degrees; `cell` is -1 for a shape outside the grid."""
 
     colour: str
     shape: str
@@ -150,7 +93,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A word or a number, written around a centre; `width` and `height` are what it covers."""
+    """A word or a number around a centre; `width` and `height` are its extent in pixels."""
 
     content: str
     colour: str
@@ -173,7 +116,7 @@ class Scene:
 
 
 def make_scene(rng: Random, *, held_out: bool = False) -> Scene:
-    """A random scene; only one that is `held_out` has the held-out pairs."""
+    """Return a random scene; only a `held_out` scene may have held-out pairs."""
     background = rng.choice(list(COLOURS))
     kind = rng.choices(("one", "some", "count", "word", "number", "mixed"), (10, 26, 24, 14, 12, 14))[0]
     if kind == "one":
@@ -198,7 +141,7 @@ def make_scene(rng: Random, *, held_out: bool = False) -> Scene:
 
 
 def _repeated(rng: Random, background: str, held_out: bool) -> list[tuple[str, str]]:
-    """One to six of a shape, of one colour or of several, and up to three others."""
+    """Return one to six shapes of a kind, in one colour or several, and up to three others."""
     first = _pair(rng, background, held_out)
     same_colour = rng.random() < 0.5
     pairs = [first]
@@ -233,7 +176,7 @@ def _angle(rng: Random) -> float:
 
 
 def _write(rng: Random, background: str, number: bool, rows: tuple[float, float]) -> Writing:
-    """Text between two heights."""
+    """Return text that lies between two heights."""
     content = rng.choice(NUMBERS if number else WORDS)
     tall = rows[1] - rows[0] >= SIZE
     size = rng.randint(44, 150 if tall else 76) if number else rng.randint(32, 88 if tall else 72)
@@ -261,7 +204,7 @@ def _extent(content: str, size: int) -> tuple[float, float]:
 
 
 def render(scene: Scene, rng: Random) -> np.ndarray:
-    """The picture: uint8 [256, 256, 3]. The same scene looks different for another `rng`: tints, gradient and noise are drawn from it."""
+    """Return the picture, uint8 [256, 256, 3]. Tints, gradient and noise are drawn from `rng`."""
     background = _tint(scene.background, rng)
     image = Image.new("RGB", (SIZE * _SCALE, SIZE * _SCALE), background)
     draw = ImageDraw.Draw(image)
@@ -300,17 +243,15 @@ def _draw(
     turn = math.radians(item.angle)
     sine, cosine = math.sin(turn), math.cos(turn)
     outline = _OUTLINES[item.shape]
-    draw.polygon(
-        [(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline], colour
-    )
+    corners = [(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline]
+    draw.polygon(corners, colour)
 
 
 def _rays(count: int, *radii: float) -> list[tuple[float, float]]:
-    """Points around a centre, the first one above it, at the radii in turn."""
-    turns = [2 * math.pi * index / count - math.pi / 2 for index in range(count)]
-    return [
-        (radii[i % len(radii)] * math.cos(turn), radii[i % len(radii)] * math.sin(turn)) for i, turn in enumerate(turns)
-    ]
+    """Return points around a centre, the first above it, with the radii in rotation."""
+    angles = [2 * math.pi * index / count - math.pi / 2 for index in range(count)]
+    rays = [(radii[index % len(radii)], angle) for index, angle in enumerate(angles)]
+    return [(radius * math.cos(angle), radius * math.sin(angle)) for radius, angle in rays]
 
 
 _ARM = 0.32
@@ -325,7 +266,7 @@ _OUTLINES: dict[str, list[tuple[float, float]]] = {
         (-1, -1, ((1, _ARM), (_ARM, _ARM), (_ARM, 1))),
     ) for a, b in pairs],
 }  # fmt: skip
-"""In units of the radius, y downwards."""
+"""Corners in units of the radius, y downwards."""
 
 
 @lru_cache(maxsize=128)
@@ -337,12 +278,12 @@ def _gradient(direction: int, strength: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _noise(strength: int) -> np.ndarray:
-    """Four times the area of a picture: pictures take a part that begins anywhere in its first quarter."""
+    """Return noise of twice a picture's size, from which pictures take a part at a random offset."""
     return np.random.default_rng(strength).normal(0, strength * 1.6, (2 * SIZE, 2 * SIZE, 3)).astype(np.int16)
 
 
 def patch_labels(scene: Scene) -> np.ndarray:
-    """What the patches show, for training the tower by itself: uint8 [8, 64], rows as LABELS has them, patches row by row."""
+    """Return labels of the patches, for training the tower alone: uint8 [8, 64], in the order of LABELS, row by row."""
     labels = {name: np.zeros((GRID, GRID), np.uint8) for name in LABELS}
     colours = {colour: index for index, colour in enumerate(COLOURS, 1)}
     for item in scene.items:
@@ -364,7 +305,7 @@ def patch_labels(scene: Scene) -> np.ndarray:
 
 
 def _patches(x: float, y: float, width: float, height: float) -> np.ndarray:
-    """Those whose middle lies in a box around a centre."""
+    """Return which patches have their middle in a box around a centre."""
     middles = (np.arange(GRID) + 0.5) * PATCH
     inside: np.ndarray = (abs(middles[:, None] - y) < height / 2) & (abs(middles[None, :] - x) < width / 2)
     return inside

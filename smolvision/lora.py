@@ -1,4 +1,4 @@
-"""Low-rank changes of a language model's linear layers, whose own weights stay as they are."""
+"""Low-rank adapters (LoRA) for the linear layers of a language model, whose own weights stay frozen."""
 
 import torch
 from torch import nn
@@ -6,11 +6,11 @@ from torch.nn import functional
 
 _MODULES = "model.language_model."
 _FILES = "language_model.model."
-"""What the language model is called in the model, and in files."""
+"""Prefixes of the language model in the model, and in files."""
 
 
 class LowRank(nn.Module):
-    """A linear layer and its change, `up @ down`, which begins as nothing."""
+    """A linear layer and its adapter `up @ down`, which is initially zero."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -19,13 +19,13 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         out: torch.Tensor = self.linear(x) + functional.linear(functional.linear(x, self.down), self.up)
         return out
 
 
 def add_low_rank(model: nn.Module, rank: int) -> dict[str, nn.Parameter]:
-    """Put a change on each linear layer of the language model of a LLaVA; the changes' parts by the names they have in files."""
+    """Add an adapter to each linear layer of a LLaVA's language model; return their parameters by names in files."""
     parts = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.startswith(_MODULES):

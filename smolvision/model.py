@@ -1,4 +1,4 @@
-"""The model in training: what of it learns, and the two losses."""
+"""The model in training: which parameters are trained, and the two losses."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from smolvision.lora import add_low_rank
 
 
 class Student(nn.Module):
-    """Tower, projector and low-rank changes learn, in float32; SmolLM2 stays as it is, in `dtype`.
+    """Tower, projector and low-rank adapters are trained in float32; SmolLM2 is frozen, in `dtype`.
 
-    The tower learns from labels of patches too, by linear heads that are not kept.
+    The tower is also trained on labels of patches, through linear heads that are not saved.
     """
 
     def __init__(self, base: Path, start: Path | None, dtype: torch.dtype) -> None:
-        """`base` is SmolLM2's folder; `start` a file that training made, to go on from it."""
+        """Load SmolLM2 from the folder `base`. `start` is a file written by training, to continue from."""
         super().__init__()
         config = LlavaConfig(**CONFIG | {"text_config": language_config(base), "dtype": "float32"})
         self.model: Any = LlavaForConditionalGeneration(config)
@@ -31,12 +31,13 @@ class Student(nn.Module):
         self._read_language(load_file(base / "model.safetensors"), dtype)
         changes = add_low_rank(self.model, RANK)
         modules = trained_modules(self.model)
-        self.tower, self.projector = modules["vision_tower"], modules["multi_modal_projector"]
+        self.tower = modules["vision_tower"]
+        self.projector = modules["multi_modal_projector"]
         whole = {
             f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.named_parameters()
         }
         self.trained: dict[str, nn.Parameter] = {**whole, **changes}
-        """By the names in the file."""
+        """Trained parameters by their names in the file."""
         self.heads = nn.Linear(VISION["hidden_size"], sum(LABELS.values()))
         if start:
             for name, tensor in load_file(start).items():
@@ -47,18 +48,18 @@ class Student(nn.Module):
         rows = tensors["embed_tokens.weight"]
         tensors["embed_tokens.weight"] = functional.pad(rows, (0, 0, 0, VOCABULARY - len(rows)))
         self.language.load_state_dict(tensors)
-        for parameter in self.language.parameters():  # its buffers, the rotary frequencies, stay exact
+        for parameter in self.language.parameters():  # buffers, the rotary frequencies, stay float32
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
 
     def look(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 images to the tower's features, [images, patches, hidden], as LLaVA takes them."""
+        """Return the tower's features [images, patches, hidden] of uint8 images, as LLaVA takes them."""
         pixels = images.permute(0, 3, 1, 2).float() / 127.5 - 1
         features: torch.Tensor = self.tower(pixels, output_hidden_states=True).hidden_states[-1]
         return features
 
     def patch_loss(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of all kinds of labels, and how often each kind is right, where there is something to be seen."""
+        """Return the sum of the losses of all labels, and each label's accuracy where it is not 0."""
         parts = self.heads(features).float().split(list(LABELS.values()), dim=-1)
         loss, shares = features.new_zeros(()), []
         for part, target in zip(parts, labels.long().unbind(1), strict=True):
@@ -68,7 +69,7 @@ class Student(nn.Module):
         return loss, torch.stack(shares).detach()
 
     def answer_loss(self, batch: Batch, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss of the answers' tokens, and how many of these are likeliest."""
+        """Return the mean loss of the answers' tokens, and the share that is predicted correctly."""
         table = self.language.embed_tokens.weight
         embeddings = functional.embedding(batch.ids, table)
         places = (batch.ids == IMAGE_TOKEN_ID).unsqueeze(-1).expand_as(embeddings)
@@ -81,5 +82,5 @@ class Student(nn.Module):
 
 
 def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """0 where there is no target at all."""
+    """Return the mean cross-entropy; 0 without targets."""
     return functional.cross_entropy(logits, targets, reduction="sum") / max(1, targets.numel())

@@ -1,4 +1,4 @@
-"""What can be asked of a scene, in several wordings, with the one answer that is right by the scene."""
+"""Questions about a scene in several wordings, each with its only correct answer."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Turn(NamedTuple):
 
 
 def ask(kind: str, scene: Scene, rng: Random, *, held_out: bool = False) -> Turn | None:
-    """A question of that kind; None if the scene leaves nothing of the kind to ask. Only `held_out` ones name the held-out pairs."""
+    """Return a question of a kind; None if the scene has no such question. Only `held_out` ones name held-out pairs."""
     asked = _ASKS[kind](scene, rng, held_out)
     return asked and Turn(kind, *asked)
 
@@ -90,7 +90,7 @@ def _count(scene: Scene, rng: Random, _: bool) -> _Asked:
 
 
 def _exists(scene: Scene, rng: Random, held_out: bool) -> _Asked:
-    """As often with yes as with no; a pair that is not there often has the colour or the shape of one that is."""
+    """Ask for a pair that is there or, as often, for one that is not but may share its colour or shape."""
     there = {(item.colour, item.shape) for item in scene.items}
     if not there:
         return None
@@ -132,7 +132,7 @@ def _place(scene: Scene, rng: Random, _: bool) -> _Asked:
 
 
 def _relation(scene: Scene, rng: Random, _: bool) -> _Asked:
-    """Only if exactly one shape lies in columns left of the named one (or right, or in rows above or below)."""
+    """Ask only if exactly one shape lies in a column to the left (or right, or in a row above or below)."""
     found = []
     for name, item in _names(scene):
         for words, axis, sign in (("left of", 0, -1), ("right of", 0, 1), ("above", 1, -1), ("below", 1, 1)):
@@ -175,7 +175,7 @@ def _background(scene: Scene, rng: Random, _: bool) -> _Asked:
 
 
 def _describe(scene: Scene, rng: Random, _: bool) -> _Asked:
-    """Up to three shapes from left to right, in different columns, then the text."""
+    """Describe up to three shapes in different columns from left to right, then the text."""
     columns = [item.cell % 3 for item in scene.items]
     if len(set(columns)) < len(columns):
         return None
@@ -198,7 +198,7 @@ def plural(shape: str) -> str:
 
 
 def _names(scene: Scene) -> list[tuple[str, Item]]:
-    """Shapes that one name means: the shape alone if there is one of it, or colour and shape."""
+    """Return shapes with an unambiguous name: the shape alone if it is unique, or colour and shape."""
     shapes = Counter(item.shape for item in scene.items)
     pairs = Counter((item.colour, item.shape) for item in scene.items)
     alone = [(item.shape, item) for item in scene.items if shapes[item.shape] == 1]

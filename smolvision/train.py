@@ -1,7 +1,8 @@
-"""`python -m smolvision --base GGUF_OR_FOLDER --out FOLDER`: all of smolvision's training, in minutes on one GPU.
+"""Train smolvision in minutes on one GPU: `python -m smolvision --base GGUF_OR_FOLDER --out FOLDER`.
 
-First the tower alone learns what the patches show; then tower, projector and low-rank changes learn to answer, with the patches as a
-second, smaller loss. Then held-out questions are asked of the model as it ships: merged, rounded to bfloat16 and loaded by transformers.
+1. Only the tower is trained, to classify what each patch shows.
+2. Tower, projector and low-rank adapters are trained to answer, with the patches as a second, smaller loss.
+3. Held-out questions are put to the model as it ships: merged, rounded to bfloat16 and loaded by transformers.
 """
 
 import argparse
@@ -35,20 +36,22 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
     parser.add_argument(
-        "--start", type=Path, help="weights to go on from, instead of random ones; goes with --look-share 0"
+        "--start", type=Path, help="weights to continue from instead of random ones; use with --look-share 0"
     )
-    parser.add_argument("--minutes", type=float, default=8.7, help="for everything, from the start to the results")
-    parser.add_argument("--look-share", type=float, default=0.35, help="of the training time, for the tower alone")
-    parser.add_argument("--evaluation-seconds", type=float, default=30.0, help="of the minutes, kept for evaluation")
+    parser.add_argument("--minutes", type=float, default=8.7, help="total duration, evaluation included")
+    parser.add_argument("--look-share", type=float, default=0.35, help="share of the training time for the tower alone")
+    parser.add_argument(
+        "--evaluation-seconds", type=float, default=30.0, help="seconds of --minutes reserved for evaluation"
+    )
     parser.add_argument("--per-kind", type=int, default=200, help="held-out questions of each kind")
-    parser.add_argument("--batch", type=int, default=256, help="chats in a step")
-    parser.add_argument("--length", type=int, default=224, help="tokens of a chat")
-    parser.add_argument("--turns", type=int, default=6, help="questions of a chat, as far as they fit")
-    parser.add_argument("--workers", type=int, default=14, help="processes that make chats")
+    parser.add_argument("--batch", type=int, default=256, help="chats per step")
+    parser.add_argument("--length", type=int, default=224, help="tokens per chat")
+    parser.add_argument("--turns", type=int, default=6, help="maximum questions per chat, as far as they fit")
+    parser.add_argument("--workers", type=int, default=14, help="processes that generate chats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tower-rate", type=float, default=1e-3, help="highest learning rate of the tower")
     parser.add_argument(
-        "--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank changes"
+        "--rate", type=float, default=1e-3, help="highest learning rate of projector and low-rank adapters"
     )
     parser.add_argument("--compile", action="store_true", help="compile the language model's layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +60,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Phase:
-    """A part of the training by the clock: from `begin` to `end`, in seconds of `time.monotonic`."""
+    """A phase of training with a fixed duration: `begin` and `end` are in seconds of `time.monotonic`."""
 
     name: str
     begin: float
@@ -78,7 +81,7 @@ class Trainer:
         self.batches = loader(chats, args.workers, self.device.type == "cuda")
         torch.manual_seed(args.seed)
         self.half = self.device.type == "cuda"
-        """bfloat16, which CPUs are slow with."""
+        """Whether to compute in bfloat16, which is slow on CPUs."""
         self.student = Student(base, args.start, torch.bfloat16 if self.half else torch.float32).to(self.device)
         if args.compile:
             for layer in self.student.language.layers:
@@ -94,7 +97,7 @@ class Trainer:
         self._shown = self._saved = time.monotonic()
 
     def run(self, phase: Phase) -> None:
-        """Steps until the phase ends, with a line every ten seconds and a file every ninety."""
+        """Run steps until the phase ends; print progress every 10 seconds, save weights every 90."""
         answers = phase.name == "answer"
         first = self.steps
         while phase.done < 1:
@@ -114,7 +117,10 @@ class Trainer:
                 self._saved = now
 
     def _shares(self, phase: Phase) -> tuple[float, float]:
-        """Of the highest rates, for what sees and what speaks: a cosine, that of the tower over both phases in two parts."""
+        """Return the learning rates of tower and other parts, as shares of the highest rates.
+
+        Both follow a cosine; the tower's is spread over both phases.
+        """
         cosine = (1 + math.cos(math.pi * phase.done)) / 2
         return (0.4 + 0.6 * cosine, 0.0) if phase.name == "look" else (0.4 * cosine, cosine)
 
@@ -140,7 +146,7 @@ class Trainer:
 
 @dataclass
 class Report:
-    """Of one step, still on the device until it is written."""
+    """Results of one step, which stay on the device until they are printed."""
 
     patches: torch.Tensor
     loss: torch.Tensor | None = None
@@ -156,7 +162,7 @@ class Report:
 
 
 def base_folder(base: Path, made: Path) -> Path:
-    """The language model's folder, converted into `made` if `base` is a GGUF file."""
+    """Return the language model's folder; a GGUF file is converted into `made`."""
     if base.is_dir():
         return base
     made.mkdir()
@@ -165,14 +171,14 @@ def base_folder(base: Path, made: Path) -> Path:
 
 
 def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any]:
-    """What was done, for the results."""
+    """Train, and return facts about the run for the results."""
     trainer = Trainer(args, base)
-    next(trainer.batches)  # the workers are there
+    next(trainer.batches)  # wait until the workers have started
     begin = time.monotonic()
     end = started + args.minutes * 60 - args.evaluation_seconds
     if end < begin + 1:
-        raise SystemExit(f"starting took {begin - started:.0f} s, which leaves no time to train: give more --minutes")
-    print(f"ready after {begin - started:.0f} s on {args.device}, {(end - begin):.0f} s to train", flush=True)
+        raise SystemExit(f"starting took {begin - started:.0f} s, which leaves no time to train: increase --minutes")
+    print(f"ready after {begin - started:.0f} s on {args.device}, {end - begin:.0f} s left to train", flush=True)
     middle = begin + (end - begin) * args.look_share
     phases = [Phase("look", begin, middle), Phase("answer", middle, end)]
     for phase in phases[0 if args.look_share else 1 :]:
@@ -189,7 +195,7 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
 
 
 def main(flags: Sequence[str] | None = None) -> None:
-    """Train as the command line, or `flags`, say."""
+    """Train and evaluate with the arguments in `flags`, or those of the command line."""
     started = time.monotonic()
     args = parse(flags)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -204,5 +210,6 @@ def main(flags: Sequence[str] | None = None) -> None:
     found = {**facts, "minutes": round((time.monotonic() - started) / 60, 2), **found}
     (args.out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{found['accuracy']:.2%} of {found['asked']} held-out answers, {found['minutes']} minutes in all", flush=True
+        f"{found['accuracy']:.2%} of {found['asked']} held-out answers correct, {found['minutes']} minutes in total",
+        flush=True,
     )

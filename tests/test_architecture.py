@@ -29,6 +29,7 @@ HOMES = {
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
+    "httptools": ("engine/replicas/client.py",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
@@ -45,9 +46,8 @@ READS_ENVIRONMENT = {
 }
 # Class names that still mean several things: to be emptied.
 DOUBLES = {
-    "Answer", "Cleared", "CompletionLogprobs", "Connection", "Embeddings", "Family", "Layer", "Lease", "Mapping",
-    "Memory", "Method", "Model", "Observer", "Owner", "Pool", "Prefill", "Process", "Prompt", "Prompts", "Rank", "Removed",
-    "Replica", "Run", "Runtime", "Service", "Step", "Stored", "Welcome", "Work",
+    "Answer", "CompletionLogprobs", "Embeddings", "Layer", "Mapping", "Memory", "Method", "Model", "Owner", "Prefill",
+    "Process", "Prompts", "Replica", "Run", "Service", "Step", "Welcome",
 }  # fmt: skip
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]

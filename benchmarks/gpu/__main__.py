@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: see the package's description."""
+"""Run the GPU benchmark: `python -m benchmarks.gpu`. See the package's docstring."""
 
 import argparse
 import os
@@ -28,17 +28,17 @@ DEFAULTS = {
     "dtype": "bfloat16",
     "attention": "flashinfer",
     "max-batch-size": "256",
-    "max-num-tokens": "8448",  # 8192 of prompts beside a decode of each sequence
+    "max-num-tokens": "8448",  # 8192 prompt tokens and one token per decoding sequence
     "max-seq-len": "8192",
     "engine-on-death": "exit",
 }
 CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "1024"}
-"""Few tokens a step, so that prompts are split and computed beside decoding sequences."""
+"""Few tokens per step, so that prompts are split and share steps with decoding sequences."""
 
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that servers and engines are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the stack, which stops servers and engines
     shown = {
         key: value for key, value in vars(args).items() if key not in ("output", "label", "shape", "flags", "commit")
     }
@@ -53,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
         args.logs = args.logs or Path(folder)
         args.logs.mkdir(parents=True, exist_ok=True)
-        run = Run(args, report, Path(folder))
+        run = GpuRun(args, report, Path(folder))
         for wanted, part in ((args.http, run.over_http), (args.in_process, run.in_process), (args.check, run.check)):
             if wanted:
                 run.attempt(part)
@@ -70,35 +70,35 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--cells", default=",".join(WORKLOADS), help="workloads by name, separated by commas")
-    parser.add_argument("--repeats", type=int, default=3, help="of each workload, after a warm-up")
-    parser.add_argument("--starts", type=int, default=2, help="of the server, each timed; the last is loaded")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements per workload, after a warm-up")
+    parser.add_argument(
+        "--starts", type=int, default=2, help="starts of the server, all timed; the last one is measured"
+    )
     parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="measure over HTTP")
     parser.add_argument(
         "--in-process", action=argparse.BooleanOptionalAction, default=True, help="measure the engine alone"
     )
     parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=False, help="hold the output against float32"
+        "--check", action=argparse.BooleanOptionalAction, default=False, help="compare the output with float32"
     )
     parser.add_argument(
-        "--shape", dest="shape_name", choices=SHAPES, default="llama-8b", help="tiny: to try this out on a CPU"
+        "--shape", dest="shape_name", choices=SHAPES, default="llama-8b", help="model shape; tiny is for tests on a CPU"
     )
     parser.add_argument(
-        "--load-format", choices=["dummy", "auto"], default="dummy", help="auto writes and loads random weights"
+        "--load-format", choices=["dummy", "auto"], default="dummy", help="auto writes random weights and loads them"
     )
     parser.add_argument(
-        "--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes of the client"
+        "--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="client processes"
     )
-    parser.add_argument("--seed", default=str(int(time.time())), help="equal seeds send equal prompts")
-    parser.add_argument("--commit", default="", help="what to report where there is no git")
+    parser.add_argument("--seed", default=str(int(time.time())), help="seed of the prompts")
+    parser.add_argument("--commit", default="", help="commit to report if git is not available")
     parser.add_argument("--label", default="gpu", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results")
-    parser.add_argument(
-        "--logs", type=Path, help="folder for the logs of server and engines; default: one that is removed"
-    )
+    parser.add_argument("--logs", type=Path, help="folder for the logs of server and engines; default: a temporary one")
     args, flags = parser.parse_known_args()
     wrong = [name for name in args.cells.split(",") if name not in WORKLOADS]
     if wrong:
-        parser.error(f"no such cells: {', '.join(wrong)}; there are {', '.join(WORKLOADS)}")
+        parser.error(f"no such cells: {', '.join(wrong)}; choose from {', '.join(WORKLOADS)}")
     args.shape = SHAPES[args.shape_name]
     args.flags = (
         DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
@@ -107,7 +107,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings_of(flags: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """`--a b --c=d` as names and values, to be laid over the defaults."""
+    """Parse `--a b --c=d` to names and values that override the defaults."""
     settings = {}
     rest = iter(flags)
     for flag in rest:
@@ -119,29 +119,31 @@ def settings_of(flags: list[str], parser: argparse.ArgumentParser) -> dict[str, 
 
 
 def run_alone(module: str) -> str:
-    """What a module prints, in a process that takes its hold on the GPU with it."""
+    """Return what a module prints, run in a process that frees the GPU when it ends."""
     return subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True).stdout.strip()
 
 
-class Run:
-    """The parts of one run, each adding to the report. `failed`: something broke, or was wrong."""
+class GpuRun:
+    """The parts of one run, which add to the report. `failed` is set if a part raises or finds wrong output."""
 
     def __init__(self, args: argparse.Namespace, report: GpuReport, folder: Path) -> None:
-        self._args, self._report, self._folder = args, report, folder
+        self._args = args
+        self._report = report
+        self._folder = folder
         self._workloads: list[Workload] = [WORKLOADS[name] for name in args.cells.split(",")]
         self._began = time.perf_counter()
         self.failed = False
 
     def attempt(self, part: Callable[[], None]) -> None:
-        """Do a part. One that breaks says so and leaves the next ones their turn: a machine's time is scarce."""
+        """Run a part. If it fails, report this and go on with the next one: machine time is scarce."""
         try:
             part()
         except RuntimeError as error:
             self.failed = True
-            self._say(f"{part.__name__} broke: {error}")
+            self._say(f"{part.__name__} failed: {error}")
 
     def over_http(self) -> None:
-        """Start the server, as often as asked, and load the last one."""
+        """Start the server `--starts` times, and measure the last one."""
         args, model = self._args, self._model(self._args.shape, self._args.load_format == "auto")
         argv = (sys.executable, "-m", "server", "--port", "{port}", *arguments(model, args.flags))
         spec = Spec("trellis", argv, "/health/ready")
@@ -149,14 +151,15 @@ class Run:
             for start in range(1, args.starts + 1):
                 with serving(spec, log=args.logs / f"server-{start}.log") as server:
                     self._report.starts.append((server.ready_seconds, server.answer_seconds))
-                    self._say(
-                        f"start {start}: ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
+                    times = (
+                        f"ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
                     )
+                    self._say(f"start {start}: {times}")
                     if start == args.starts:
                         self._load(server, clients)
 
     def in_process(self) -> None:
-        """The same workloads on the engine, in a process that has nothing else to do."""
+        """Measure the same workloads on the engine, in a process of its own."""
         args = self._args
         config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
         cells = [(workload, repeat) for workload in self._workloads for repeat in range(args.repeats + 1)]
@@ -167,15 +170,14 @@ class Run:
         queue = iter(cells)
         for message in work(Job(config, Measure(asked)), args.logs / "in-process.log"):
             if isinstance(message, Started):
-                self._say(
-                    f"in process: started after {message.seconds:.1f} s, {message.info.num_blocks} KV blocks of {message.info.block_size}"
-                )
+                blocks = f"{message.info.num_blocks} KV blocks of {message.info.block_size}"
+                self._say(f"in process: started after {message.seconds:.1f} s, {blocks}")
             elif isinstance(message, Measured):
                 self._note("in process", *next(queue), message.summary, self._report.in_process)
 
     def check(self) -> None:
-        """Hold the engine's output against float32: it fails if it differs by more than its type explains."""
-        from benchmarks.gpu.check import check, passes  # noqa: PLC0415 - torch and transformers take seconds that other runs do not need
+        """Compare the engine's output with float32; fail if it differs by more than its type explains."""
+        from benchmarks.gpu.check import check, passes  # noqa: PLC0415 - torch and transformers take seconds to import
 
         args, shape = self._args, min(self._args.shape, SMALL, key=lambda shape: shape.hidden)
         if "fp8" in (args.flags.get("quantization"), args.flags.get("kv-cache-dtype")):
@@ -199,7 +201,7 @@ class Run:
                 cpu = server.cpu_seconds()
                 summary = clients.run(target, cell, self._seed(workload, repeat))
                 if summary.errors:
-                    time.sleep(1)  # for the server's last words
+                    time.sleep(1)  # wait for the end of the server's log
                     self._say(f"{summary.errors} errors; the server's log ends with\n{tail(server.log)}")
                 if server.process.poll() is not None:
                     raise RuntimeError(f"the server ended with {server.process.poll()}")
@@ -212,18 +214,19 @@ class Run:
         self.failed |= summary.errors > 0
         if repeat:
             runs.setdefault(workload.name, []).append(summary)
-            self._report.write(self._args.output)  # what there is, should a later part fail
+            self._report.write(self._args.output)  # keep results if a later part fails
         what = f"{where} {workload.name} " + (f"run {repeat}" if repeat else "warm-up")
         self._say(
             f"{what}: {workload.rate(summary):,.0f} tok/s in {summary.seconds:.2f} s, "
-            f"TTFT {summary.ttft_p50:.0f} / {summary.ttft_p99:.0f} ms, gap {summary.gap_p50:.1f} / {summary.gap_p99:.1f} ms, "
+            f"TTFT {summary.ttft_p50:.0f} / {summary.ttft_p99:.0f} ms, "
+            f"gap {summary.gap_p50:.1f} / {summary.gap_p99:.1f} ms, "
             f"{summary.chunks:,} chunks for {summary.completion_tokens:,} tokens"
             + (f", {summary.cached_tokens} tokens found in the cache" if summary.cached_tokens else "")
             + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else "")
         )
 
     def _model(self, shape: Shape, weights: bool) -> Path:
-        """The model's folder, made when it is first asked for."""
+        """Return the model's folder, which is created on first use."""
         folder = self._folder / f"hidden-{shape.hidden}-{f'spread-{shape.spread}' if weights else 'dummy'}"
         if not folder.exists():
             write_folder(folder, shape)
@@ -237,7 +240,7 @@ class Run:
 
     def _config(self, model: Path, flags: dict[str, str]) -> EmbeddedConfig:
         config = engine_config(read_settings(arguments(model, flags)), model)
-        assert isinstance(config, EmbeddedConfig), "this measures the embedded engine"
+        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
         return config
 
     def _say(self, text: str) -> None:
@@ -245,7 +248,7 @@ class Run:
 
 
 def arguments(model: Path, flags: dict[str, str]) -> list[str]:
-    """The server's command line."""
+    """Return the server's command line."""
     return ["--model", str(model), *(part for name, value in flags.items() for part in (f"--{name}", value))]
 
 

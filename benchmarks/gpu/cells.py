@@ -1,4 +1,4 @@
-"""The workloads, and what they are held against."""
+"""Workloads, and the figures to compare them with."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,17 @@ from benchmarks.summary import Summary
 VLLM = "vLLM 0.25.1 (CUDA graphs, torch.compile, FA3) over HTTP, same shape, dummy weights, one H200"
 VLLM_READY_SECONDS = (91.0, 124.0)
 READY_SECONDS = 30.0
-"""What a second start is to stay under."""
+"""Target for the second start."""
 HTTP_SHARE = 0.97
-"""Of the rate in process, what HTTP is to keep."""
+"""Target for the rate over HTTP, as a share of the rate in process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """What one H200 allows, what vLLM reaches and what we want: tokens per second, milliseconds. 0 is unknown."""
+    """Reference figures: the limit of one H200, vLLM's rate and our target in tokens per second; vLLM's TTFT in ms.
+
+    0 means unknown.
+    """
 
     limit: float
     vllm: float
@@ -26,7 +29,7 @@ class Anchors:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`cell.concurrency` requests, all sent at once. Of a `prefill` workload the prompt's tokens are counted, else the output's."""
+    """`cell.concurrency` requests, sent at once. The rate counts prompt tokens of a `prefill` workload, else output."""
 
     name: str
     cell: Cell
@@ -34,13 +37,13 @@ class Workload:
     prefill: bool = False
 
     def rate(self, summary: Summary) -> float:
-        """Tokens per second, by the server's usage."""
+        """Return tokens per second, as counted by the server's usage."""
         if self.prefill:
             return summary.prompt_tokens * (summary.requests - summary.errors) / summary.seconds
         return summary.tokens_per_second
 
     def warm_up(self) -> Cell:
-        """As many prompts of this size, and enough output to have met every batch size on the way."""
+        """Return a cell with as many prompts, and enough output to run every batch size once."""
         return Cell(self.cell.concurrency, self.cell.prompt_tokens, min(self.cell.max_tokens, 24))
 
 

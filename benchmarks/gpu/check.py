@@ -1,8 +1,9 @@
-"""Is the output right? Greedy continuations with log-probabilities, held against transformers in float32 on the same tokens.
+"""Check the output: compare greedy continuations and their log-probabilities with transformers in float32.
 
-The model has random weights, rounded to bfloat16 before both sides read them: what differs is arithmetic. How much it may differ is
-what transformers' own forward differs in the engine's type, on the same tokens: the yardstick. Where the engine rounds to eight bits,
-the yardstick does so too (`emulate`), and transformers' forward without that is reported besides: the price of eight bits.
+The model has random weights that are rounded to bfloat16 before both sides read them, so only the arithmetic differs.
+The yardstick is the error of transformers' own forward pass in the engine's type, on the same tokens. If the engine
+rounds to eight bits, so does the yardstick (`emulate`), and the error of transformers without that is reported too, to
+show the cost of eight bits.
 """
 
 import random
@@ -23,26 +24,26 @@ PROMPTS, OUTPUT, ALTERNATIVES = 64, 64, 20
 LENGTHS = (5, 700)
 BATCHES = [1, 32]
 SLACK = 1e-4
-"""Nats that even float32 may be off."""
+"""Tolerance in nats, which float32 itself needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How near one computation is to float32. Errors in nats, of the log-probabilities of the engine's top alternatives."""
+    """Errors against float32 in nats, over the log-probabilities of the engine's top alternatives."""
 
     name: str
     max_error: float
     mean_error: float
     tokens: float
-    """Share of positions where float32 would have taken the same token."""
+    """Share of positions at which float32 chooses the same token."""
     sequences: float
-    """Share of continuations that float32 would have made token for token."""
+    """Share of continuations that float32 generates identically."""
     worst_margin: float
-    """Where another token was taken, how much float32 preferred its own, at worst."""
+    """Largest margin by which float32 prefers another token than the chosen one."""
 
 
 def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log: Path) -> Iterator[list[Agreement]]:
-    """For each of `BATCHES` transformers' agreements, of which the last is the yardstick, then the engine's."""
+    """Yield, for each of `BATCHES`, the agreements of transformers, the last being the yardstick, and of the engine."""
     rng = random.Random(seed)
     prompts = [token_ids(rng.randrange(*LENGTHS), vocabulary, rng) for _ in range(PROMPTS)]
     transcripts: list[Transcript] = []
@@ -63,9 +64,10 @@ def check(folder: Path, config: EmbeddedConfig, vocabulary: int, seed: str, log:
 
 
 def passes(yardstick: Agreement, engine: Agreement) -> bool:
-    """Whether the engine's error is no other than that of its type: half as much again on average, three times at worst.
+    """Return whether the engine's error is at most 1.5 times the yardstick's on average, and 3 times at worst.
 
-    The same holds in eight bits, where the yardstick's own error is more than ten times that of bfloat16, and many tokens are near ties.
+    The same bounds hold in eight bits, where the yardstick's error is more than ten times that of bfloat16 and many
+    tokens are near ties.
     """
     return (
         engine.mean_error <= 1.5 * yardstick.mean_error + SLACK
@@ -77,11 +79,11 @@ def passes(yardstick: Agreement, engine: Agreement) -> bool:
 def agreements(
     name: str, reference: Any, peers: dict[str, Any], pairs: list[tuple[list[int], Continuation]]
 ) -> Iterator[Agreement]:
-    """The agreement of each peer with `reference`, then the engine's, over (prompt, continuation) pairs."""
+    """Yield the agreement of each peer with `reference`, then the engine's, over (prompt, continuation) pairs."""
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {f"{name}, {who}": [] for who in (*peers, "engine")}
     for prompt, continuation in pairs:
         exact, *near = (_logprobs(model, prompt, continuation.token_ids) for model in (reference, *peers.values()))
-        # The first entry is the token taken, which is among the alternatives as well.
+        # The first entry is the chosen token, which is also among the alternatives.
         ids = torch.tensor(
             [[top.token_id for top in entry[1:]] for entry in continuation.logprobs], device=exact.device
         )
@@ -108,7 +110,7 @@ def agreements(
 
 @torch.inference_mode()
 def _logprobs(model: Any, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    """Of every token at each place of the continuation: [len(continuation), vocabulary]."""
+    """Return log-probabilities at each position of the continuation: [len(continuation), vocabulary]."""
     ids = torch.tensor([prompt + continuation[:-1]], device=model.device)
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(continuation)).logits[0]
     return logits.float().log_softmax(-1)

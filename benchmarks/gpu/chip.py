@@ -1,4 +1,4 @@
-"""What a GPU itself sustains, `python -m benchmarks.gpu.chip`: no two of a kind are the same, and power bounds them all."""
+"""Measure what a GPU sustains: `python -m benchmarks.gpu.chip`. GPUs of one model differ, and power limits all."""
 
 import subprocess
 import time
@@ -8,7 +8,7 @@ import torch
 
 
 def chip(seconds: float = 1.0) -> str:
-    """What a product of 8192 rows with a weight of 28672 x 4096 sustains, as the prompts of an 8B model have it, and a read of 4 GiB."""
+    """Return the sustained rates of a product of 8192 rows with a 28672 x 4096 weight, and of reading 4 GiB."""
     x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (8192, 28672))
     big = torch.empty(1 << 30, device="cuda").uniform_()
     product = _rate(lambda: x @ weight.t(), 2 * 8192 * 28672 * 4096, seconds)

@@ -1,6 +1,6 @@
-"""What eight bits cost by themselves: transformers' model with the roundings of QUANTIZATION and KV_CACHE_DTYPE, and nothing else of ours.
+"""Emulate eight bits in transformers: its own model with only the roundings of QUANTIZATION and KV_CACHE_DTYPE.
 
-Weights have a scale for each output channel, activations one for each token; keys and values have none, and are clamped.
+Weights have a scale per output channel, activations one per token; keys and values are clamped without a scale.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""Largest value of float8_e4m3fn."""
 _ROUNDED_CACHE = "rounded_cache"
 
 
 def emulate(model: Any, weights: bool, cache: bool) -> Any:
-    """The model, changed in place: `weights` also rounds what they are multiplied by."""
+    """Change the model in place and return it; `weights` also rounds the inputs of linear layers."""
     if weights:
         for linear in (part for part in model.model.layers.modules() if isinstance(part, torch.nn.Linear)):
             linear.weight.data = scaled(linear.weight.data)
@@ -26,7 +26,7 @@ def emulate(model: Any, weights: bool, cache: bool) -> Any:
 
 
 def scaled(values: torch.Tensor) -> torch.Tensor:
-    """`values` rounded to eight bits, with a scale for each row that makes its largest value the largest there is."""
+    """Return `values` rounded to eight bits with a scale per row, which maps the row's largest value to LARGEST."""
     scales = values.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
     return (clamped(values.float() / scales).float() * scales).to(values.dtype)
 

@@ -1,4 +1,4 @@
-"""Load over HTTP from several processes, so that at 256 streams no core of the client is near its limit and times stay true."""
+"""Load a server over HTTP from several processes, so that the client is not the bottleneck at 256 streams."""
 
 import asyncio
 import multiprocessing
@@ -11,23 +11,23 @@ from typing import Self
 
 import uvloop
 
-from benchmarks.client import Load, Sample, Target, exchange
+from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.model import FIRST_WORD
 from benchmarks.report import Cell
-from benchmarks.summary import Summary, summarise
+from benchmarks.summary import Sample, Summary, summarise
 
 LEAD_SECONDS = 0.3
-"""From handing out the work until all begin: enough to make 256 requests of 4,096 tokens."""
+"""Time for all processes to prepare their requests before they start together: enough for 256 x 4,096 tokens."""
 
 
 def token_ids(count: int, vocabulary: int, rng: random.Random) -> list[int]:
-    """A prompt that shares no prefix with another but by chance."""
+    """Return a random prompt, which shares no prefix with others except by chance."""
     return [rng.randrange(FIRST_WORD, vocabulary) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process sends: as many requests as streams, all at `start`, which is a time of the monotonic clock."""
+    """Requests of one process, one per stream, all sent at `start` on the monotonic clock."""
 
     target: Target
     streams: int
@@ -39,7 +39,7 @@ class Part:
 
 
 class Clients:
-    """Processes that load a server together."""
+    """Client processes that load a server together."""
 
     def __init__(self, processes: int, vocabulary: int) -> None:
         self._processes, self._vocabulary = processes, vocabulary
@@ -56,7 +56,7 @@ class Clients:
         self._pool.shutdown()
 
     def run(self, target: Target, cell: Cell, seed: str) -> Summary:
-        """`cell.concurrency` requests at once; equal seeds send equal prompts to equally many processes."""
+        """Send `cell.concurrency` requests at once. Equal seeds and numbers of processes give equal prompts."""
         start = time.monotonic() + LEAD_SECONDS
         shares = [len(range(i, cell.concurrency, self._processes)) for i in range(self._processes)]
         parts = [
@@ -71,7 +71,7 @@ class Clients:
 
 
 def send(part: Part) -> tuple[list[Sample], float, float]:
-    """In a client's process: the samples, and when the first request was sent and the last stream ended, by the monotonic clock."""
+    """Send a part from a client process; return the samples, and the times of the first request and the last end."""
     rng = random.Random(part.seed)
     prompts = [token_ids(part.prompt_tokens, part.vocabulary, rng) for _ in range(part.streams)]
     requests = [part.target.request(prompt, part.max_tokens) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Model folders made here: the shape of a real model, with no weights or with random ones, and a tokenizer that only has to decode."""
+"""Create model folders with the shape of a real model, without or with random weights, and a simple tokenizer."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
 FIRST_WORD = len(SPECIAL) + 256
-"""The first token id that is neither special nor a single byte."""
+"""The first token id that is neither a special token nor a byte."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama. `spread` is the standard deviation of random weights: so large that attention and logits are not flat."""
+    """Shape of a Llama. `spread` is the standard deviation of random weights, so that attention is not uniform."""
 
     hidden: int
     layers: int
@@ -38,10 +38,11 @@ class Shape:
 
 LLAMA_8B = Shape(4096, 32, 32, 8, 14336)
 SMALL = Shape(1024, 8, 8, 2, 2816)
-"""Small enough to be computed in float32, with the heads of the large one, for the same kernels."""
+"""Small enough for float32, with heads of the same size as the large shape, so that the same kernels run."""
 TAME = 0.02
-"""A spread with which attention and logits are as flat as a trained model's. Larger ones amplify roundings: those to eight bits beyond
-telling right from wrong."""
+"""Spread that makes attention and logits as flat as in a trained model.
+
+Larger spreads amplify rounding errors, those of eight bits so much that they could not be told from bugs."""
 SHAPES = {
     "llama-8b": LLAMA_8B,
     "small": SMALL,
@@ -50,7 +51,7 @@ SHAPES = {
 
 
 def write_folder(folder: Path, shape: Shape) -> None:
-    """config.json, tokenizer and chat template, for `--load-format dummy`."""
+    """Write config.json, tokenizer and chat template, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": _config(shape),
@@ -69,7 +70,7 @@ def write_folder(folder: Path, shape: Shape) -> None:
 
 
 def write_weights(folder: Path, seed: int) -> None:
-    """Random weights for a folder that has none yet: bfloat16 safetensors, the same for the same seed."""
+    """Write random bfloat16 weights into a folder; equal seeds give equal weights."""
     import torch  # noqa: PLC0415 - seconds that other runs do not need
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -105,7 +106,7 @@ def _config(shape: Shape) -> dict[str, object]:
 
 
 def _tokenizer(vocabulary: int) -> Tokenizer:
-    """Byte-level: special tokens, the 256 bytes, then made-up words, so that nearly every token is text at once."""
+    """Return a byte-level tokenizer: special tokens, the 256 bytes, then made-up words, which decode on their own."""
     words = (
         "\u0120" + "".join(letters) for letters in product(ascii_lowercase, repeat=4)
     )  # U+0120 is how such a vocabulary writes a space

@@ -1,4 +1,4 @@
-"""The one table, and the file of everything that was measured."""
+"""Write the tables of a GPU run, and its measurements as JSON."""
 
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from benchmarks.gpu.check import Agreement
 
 Runs = dict[str, list[Summary]]
-"""By workload, one for each repeat."""
+"""Summaries by workload, one per repetition."""
 
 
 @dataclass(slots=True)
 class GpuReport:
-    """Everything one run found. `anchored`: the model and machine are those of the anchors, which are shown beside."""
+    """Results of a run. `anchored` means that the reference figures apply to this model and machine."""
 
     label: str
     settings: dict[str, object]
     anchored: bool
     starts: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds until ready, and until the first token had come."""
+    """Seconds until ready, and until the first token."""
     http: Runs = field(default_factory=dict)
     in_process: Runs = field(default_factory=dict)
     agreements: list["Agreement"] = field(default_factory=list)
@@ -40,7 +40,7 @@ class GpuReport:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, folder: Path) -> Path:
-        """Write the .json and the .md; returns the latter."""
+        """Write the .json and the .md file; return the path of the latter."""
         return save(folder, self.label, self.markdown(), asdict(self))
 
     def _workloads(self) -> str:
@@ -51,10 +51,11 @@ class GpuReport:
         head += ["in process tok/s", "TTFT p50 / p99", "gap p50 / p99", "HTTP / in process"]
         head += ["limit", "of limit", "vLLM tok/s", "TTFT p50 / p99", "ours / vLLM", "target"] if self.anchored else []
         rows = [self._row(WORKLOADS[name]) for name in names]
-        note = "Medians over the repeats, times in ms; a gap is the time between two chunks of a stream."
-        note += f" Of prefill, prompt tokens are counted. HTTP is to keep {HTTP_SHARE} of the rate in process." + (
-            f" vLLM: {VLLM}." if self.anchored else ""
+        note = (
+            "Medians over the repetitions, times in ms; a gap is the time between two chunks of a stream. "
+            f"Rates of prefill count prompt tokens. The target for HTTP is {HTTP_SHARE} of the rate in process."
         )
+        note += f" vLLM: {VLLM}." if self.anchored else ""
         return f"{table(head, rows)}\n\n{note}"
 
     def _row(self, workload: Workload) -> list[str]:
@@ -74,7 +75,8 @@ class GpuReport:
         if not self.starts:
             return ""
         rows = [[str(i + 1), f"{ready:.1f}", f"{answer:.1f}"] for i, (ready, answer) in enumerate(self.starts)]
-        note = f"The second is to be ready within {READY_SECONDS:g} s; vLLM took {VLLM_READY_SECONDS[0]:g} to {VLLM_READY_SECONDS[1]:g} s."
+        low, high = VLLM_READY_SECONDS
+        note = f"Target for the second start: ready within {READY_SECONDS:g} s. vLLM took {low:g} to {high:g} s."
         return f"{table(['start', 'ready, s', 'first answer, s'], rows)}\n\n{note}"
 
     def _agreements(self) -> str:
@@ -90,7 +92,10 @@ class GpuReport:
             ]
             for a in self.agreements
         ]
-        note = "Errors and margins in nats, of the log-probabilities of the 20 likeliest tokens; transformers computes in the engine's type."
+        note = (
+            "Errors and margins are in nats, over the log-probabilities of the 20 likeliest tokens; "
+            "transformers computes in the engine's type."
+        )
         return f"{table(head, rows)}\n\n{note}" if rows else ""
 
 
@@ -112,7 +117,7 @@ def _quotient(value: float, by: float, digits: int = 2) -> str:
 
 
 def describe_gpu() -> dict[str, object]:
-    """Name, memory and driver of the GPUs; empty where there is none."""
+    """Return name, memory and driver of the GPUs; empty without GPUs."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,7 @@
-"""Where a GPU's time goes: `python -m benchmarks.gpu.trace CELL [server flags]` runs one workload in process under torch's profiler.
+"""Profile workloads in process with torch's profiler: `python -m benchmarks.gpu.trace CELLS [server flags]`.
 
-It prints what the chip itself gives (a large matrix product, a large read), then for prompts and for decodes the share of the time in
-which a kernel ran, the idle time between two kernels by its length, and the kernels by the time they took.
+Prints the rates that the GPU sustains (a large matrix product, a large read). Then, for prompts and for decoding, it
+prints the share of time in which a kernel ran, the idle time between kernels by length, and the kernels by their time.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from server.settings import read_settings
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace", description=__doc__, allow_abbrev=False)
     parser.add_argument("cells", help=f"workloads, separated by commas: {', '.join(WORKLOADS)}")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of decoding that are recorded")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of decoding to record")
     parser.add_argument("--top", type=int, default=18, help="kernels shown")
     args, flags = parser.parse_known_args()
     print(f"chip: {chip()}")
@@ -40,7 +40,7 @@ def main() -> None:
         write_folder(model, SHAPES["llama-8b"])
         settings = DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser)
         config = engine_config(read_settings(arguments(model, settings)), model)
-        assert isinstance(config, EmbeddedConfig), "this measures the embedded engine"
+        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
         asyncio.run(trace(config, [WORKLOADS[name] for name in args.cells.split(",")], args.seconds, args.top))
 
 
@@ -67,7 +67,7 @@ async def prompts(engine: Engine, workload: Workload) -> "list[Any]":
 
 
 async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[Any]":
-    """The kernels of some steps in the middle of a run, when all prompts are done."""
+    """Record the kernels of some steps in the middle of a run, after all prompts."""
     cell = workload.cell
     running = asyncio.create_task(
         measure(engine, type(cell)(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}")
@@ -80,7 +80,7 @@ async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[A
 
 
 def table(events: "list[Any]", top: int) -> str:
-    """Times in microseconds unless they say otherwise."""
+    """Return the recorded kernels as text; times are in microseconds unless named otherwise."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in events
@@ -97,7 +97,8 @@ def table(events: "list[Any]", top: int) -> str:
     whole = end - spans[0][0]
     gaps = sum(b[0] - a[1] > _STEP for a, b in pairwise(spans))
     lines = [
-        f"{len(spans)} kernels and copies in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}; {gaps} gaps of more than {_STEP:.0f}; idle: "
+        f"{len(spans)} kernels and copies in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}; "
+        f"{gaps} gaps of more than {_STEP:.0f}; idle: "
         + ", ".join(f"{name} {idle[name] / whole:.1%}" for _, name in _GAPS)
     ]
     times, counts = Counter[str](), Counter[str]()

@@ -1,6 +1,7 @@
-"""A folder with the shape of LLaVA 1.5 7B (CLIP ViT-L/14 at 336 pixels, 576 tokens an image; Llama 2 7B) for `--load-format dummy`.
+"""Create a folder with the shape of LLaVA 1.5 7B, for `--load-format dummy`.
 
-Figures from the model's own config.json and preprocessor_config.json (llava-hf/llava-1.5-7b-hf).
+The tower is CLIP ViT-L/14 at 336 pixels with 576 tokens per image, the language model Llama 2 7B. The values are those
+of config.json and preprocessor_config.json in llava-hf/llava-1.5-7b-hf.
 """
 
 import json
@@ -35,7 +36,8 @@ _PIXELS = {
 }
 _SELECT = {"vision_feature_select_strategy": "default"}
 _TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     + IMAGE
     + "{% else %}{{ part['text'] }}{% endif %}"
@@ -44,7 +46,7 @@ _TEMPLATE = (
 
 
 def write_llava(folder: Path, text: Shape = LLAMA_2_7B) -> None:
-    """config.json, tokenizer, image processor and chat template; the image token is the last of the vocabulary."""
+    """Write config.json, tokenizer, image processor and chat template. The image token is the vocabulary's last."""
     write_folder(folder, replace(text, vocabulary=text.vocabulary - 1))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])

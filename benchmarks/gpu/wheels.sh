@@ -1,14 +1,14 @@
 #!/bin/sh
-# Wheels for a GPU machine without network, downloaded on one that has it: benchmarks/gpu/wheels.sh [FOLDER]  (default .whl, 25 MB)
+# Downloads wheels for a GPU machine without network access: benchmarks/gpu/wheels.sh [FOLDER]  (default .whl, 25 MB)
 #
-# That machine brings Python 3.12 on x86-64, torch, triton, transformers, tokenizers, safetensors, numpy, CUDA's compiler and what those
-# need; it lacks the packages below. Their versions are those of constraints.txt. There, offline:
+# The GPU machine must have Python 3.12 on x86-64, torch, triton, transformers, tokenizers, safetensors, numpy, their
+# dependencies, and CUDA's compiler. The packages below are added, in the versions of constraints.txt. On that machine:
 #
 #   python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target SITE .whl/*.whl
 #   PYTHONPATH=SITE python3 -m benchmarks.gpu
 #
-# flashinfer-python compiles its kernels on first use. It declares nvidia-cutlass-dsl, cuda-tile and nvidia-cudnn-frontend, hundreds of
-# megabytes for other kernels than ours: it imports and runs without them.
+# flashinfer-python compiles its kernels on first use. It declares nvidia-cutlass-dsl, cuda-tile and
+# nvidia-cudnn-frontend, hundreds of megabytes for kernels that are not used here; it works without them.
 set -eu
 cd "$(dirname "$0")/../.."
 folder=${1:-.whl}
@@ -27,7 +27,7 @@ for tag in manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux
 done
 
 mkdir -p "$folder"
-# Unquoted on purpose: lists of words.
+# Unquoted on purpose: these are lists of words.
 ${PYTHON:-python3} -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
     --python-version 3.12 --implementation cp $platforms --dest "$folder" $requirements
 ls -l "$folder"/*.whl | awk '{ printf "%8.2f MB  %s\n", $5 / 1e6, $9; sum += $5 } END { printf "%8.2f MB in %d wheels\n", sum / 1e6, NR }'

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, driven through the Engine seam without HTTP: `python -m benchmarks.gpu.worker`.
+"""An engine in a separate process, driven through the Engine protocol without HTTP: `python -m benchmarks.gpu.worker`.
 
-Standard input is one `Job`; standard output one message for each result. What the engine prints goes to standard error.
+Standard input is one `Job`, standard output one message per result. The engine's own output goes to standard error.
 """
 
 import asyncio
@@ -19,11 +19,10 @@ from typing import IO
 
 import msgspec
 
-from benchmarks.client import Sample
 from benchmarks.gpu.load import token_ids
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, tail
-from benchmarks.summary import Summary, summarise
+from benchmarks.summary import Sample, Summary, summarise
 from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
@@ -32,14 +31,14 @@ from engine.types import Delta, EngineInfo, GenerateRequest, SamplingParams, Tok
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Send all requests of a cell at once; answered by `Measured`, one for each cell and in their order."""
+    """Send all requests of a cell at once. Answered by one `Measured` per cell, in order."""
 
     cells: list[tuple[Cell, str]]
-    """With the seed of its prompts."""
+    """Cells, each with the seed of its prompts."""
 
 
 class Transcribe(msgspec.Struct, frozen=True, tag=True):
-    """Continue prompts greedily, once with each of `batches` of them at a time; answered by one `Transcript` for each."""
+    """Continue prompts greedily, once per batch size in `batches`. Answered by one `Transcript` per batch size."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -62,7 +61,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """One prompt's tokens and, for each, its log-probability and the top alternatives'."""
+    """Tokens after one prompt, each with its log-probability and its top alternatives."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -77,7 +76,7 @@ Message = Started | Measured | Transcript
 
 
 def work(job: Job, log: Path) -> Iterator[Message]:
-    """Run `job` in a process and yield what it reports. Raises RuntimeError, with the end of its log, if it fails."""
+    """Run `job` in a process and yield its messages. Raises RuntimeError with the end of its log if it fails."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.worker"],
@@ -90,7 +89,7 @@ def work(job: Job, log: Path) -> Iterator[Message]:
     assert process.stdout is not None
     with process:
         try:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it had read all: its exit status is told below
+            with contextlib.suppress(BrokenPipeError):  # it ended early: its exit status is reported below
                 process.stdin.write(msgspec.json.encode(job))
                 process.stdin.close()
             for line in process.stdout:
@@ -131,7 +130,7 @@ async def measure(engine: Engine, cell: Cell, seed: str) -> Summary:
 
 
 async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Continuation]:
-    """The continuations of all prompts, `batch` of them at a time."""
+    """Return the continuations of all prompts, computed `batch` at a time."""
     places = asyncio.Semaphore(batch)
 
     async def continuation(index: int, prompt: list[int]) -> Continuation:
@@ -149,7 +148,7 @@ async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Contin
 
 
 async def _sample(engine: Engine, prompt: list[int], max_tokens: int, request_id: str) -> Sample:
-    """One request, timed as the HTTP client times its own: a chunk is a delta."""
+    """Run one request, timed as in the HTTP client; a delta counts as a chunk."""
     sample = Sample(prompt_tokens=len(prompt))
     sent = previous = time.perf_counter()
     try:

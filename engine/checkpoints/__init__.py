@@ -1,1 +1,1 @@
-"""From a model setting to a checkpoint folder, and the facts that the folder states about its model."""
+"""Resolving a model setting to a checkpoint folder, and reading the facts of the model in it."""

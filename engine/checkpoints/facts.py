@@ -1,4 +1,4 @@
-"""The one reader of config.json and generation_config.json. It needs neither torch nor transformers, so any process may use it."""
+"""The one reader of config.json and generation_config.json. It needs neither torch nor transformers."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _LANGUAGE_PARTS = ("text_config", "llm_config")
 
 
 class ModelFacts:
-    """What a model's configuration says; of a multimodal model its language part, unless a name says otherwise.
+    """A model's configuration. Of a multimodal model, its language part unless a name says otherwise.
 
-    Values are checked when they are asked for: EngineFailure names the file and the key that are wrong.
+    Values are checked when they are read: EngineFailure names the file and the key that are wrong.
     """
 
     def __init__(self, config: Config, generation: Config | None = None, folder: Path | str = "the model") -> None:
-        """From the contents of config.json and generation_config.json; `folder` is for messages alone."""
+        """Take the contents of config.json and generation_config.json. `folder` appears in messages only."""
         self.config = config
         self._generation = generation or {}
         self._folder = folder
@@ -36,14 +36,14 @@ class ModelFacts:
         self.text_family = family_of(self.text_type)
         defaults = self.text_family.defaults if self._part or vision else {}
         self.text: Config = {**config, **defaults, **part, "model_type": self.text_type}
-        """Keys of the language part; behind them those of the whole, such as `quantization_config`."""
+        """The language part's keys, then those of the whole model, such as `quantization_config`."""
 
     def completed(self, config: Config) -> "ModelFacts":
-        """The same model's facts, from its config.json after a library has put in its defaults."""
+        """Return the same model's facts, read from its config.json after a library has filled in its defaults."""
         return ModelFacts(config, self._generation, self._folder)
 
     def check(self) -> None:
-        """Read what every engine needs, so that a wrong folder is refused before its weights are loaded."""
+        """Raise EngineFailure now, before weights are loaded, if a value that every engine needs is wrong."""
         _ = self.vocab_size, self.context_length, self.eos_token_ids
 
     @cached_property
@@ -56,7 +56,7 @@ class ModelFacts:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sequence: generation_config.json's, else config.json's."""
+        """End-of-sequence token ids: those of generation_config.json, else those of config.json."""
         files = (("generation_config.json", self._generation), ("config.json", self.text))
         for file, content in files:
             value = content.get("eos_token_id")
@@ -83,7 +83,7 @@ class ModelFacts:
 
     @property
     def kv_heads(self) -> int:
-        """null in config.json means as many as `heads`."""
+        """Number of key-value heads; null in config.json means as many as `heads`."""
         key = "num_key_value_heads"
         return self.heads if key in self.text and self.text[key] is None else self.integer(key)
 
@@ -93,7 +93,7 @@ class ModelFacts:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Parameters of the rotary embedding, `rope_theta` among them, however old the file is."""
+        """Parameters of the rotary embedding, `rope_theta` among them, from old and new files alike."""
         theta = {"rope_theta": self.text["rope_theta"]} if "rope_theta" in self.text else {}
         for key in ("rope_parameters", "rope_scaling"):
             if self.text.get(key):
@@ -102,7 +102,7 @@ class ModelFacts:
 
     @property
     def rope_theta(self) -> float:
-        """The base of the rotary embedding."""
+        """Base of the rotary embedding."""
         return self._number(self.rope.get("rope_theta") or self._value("rope_theta"), "rope_theta")
 
     @property
@@ -111,12 +111,12 @@ class ModelFacts:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images, whoever encodes them."""
+        """Whether the model takes images, whichever engine encodes them."""
         return "vision_config" in self.config
 
     @property
     def no_images(self) -> str:
-        """Why the embedded engine cannot serve the model with images; empty if it can."""
+        """Reason why the embedded engine cannot serve the model with images; empty if it can."""
         if not self.takes_images:
             return "the model takes no images"
         vision = self.family.vision
@@ -134,7 +134,7 @@ class ModelFacts:
 
     @property
     def vision(self) -> VisionPart:
-        """How the embedded engine takes the model's images. Raises EngineFailure, which says why, if it cannot."""
+        """The family's vision part. Raises EngineFailure with `no_images` if images cannot be served."""
         if objection := self.no_images:
             raise EngineFailure(objection)
         assert self.family.vision is not None
@@ -142,7 +142,7 @@ class ModelFacts:
 
     @property
     def image_tokens(self) -> ImageTokens | None:
-        """Where a prompt takes embeddings of images; None if the language part runs without images."""
+        """Which tokens of a prompt are replaced by embeddings of images; None if the model runs without images."""
         vision = self.family.vision
         if vision is None:
             return None
@@ -157,14 +157,14 @@ class ModelFacts:
         return ImageTokens(token_id, self.hidden_size, merge)
 
     def integer(self, key: str) -> int:
-        """A positive integer of the language part."""
+        """Return a positive integer of the language part."""
         value = self._value(key)
         if type(value) is not int or value < 1:
             raise self._wrong(self._named(key), "a positive integer", value)
         return value
 
     def number(self, key: str) -> float:
-        """A positive number of the language part."""
+        """Return a positive number of the language part."""
         return self._number(self._value(key), key)
 
     def _kind(self, section: Config, key: str) -> str:
@@ -199,7 +199,7 @@ class ModelFacts:
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    """The facts of the model in `folder`. Raises EngineFailure."""
+    """Read the facts of the model in `folder`. Raises EngineFailure if a file is missing or is not JSON."""
     config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
     if config is None:
         raise EngineFailure(f"{folder} has no config.json")
@@ -207,7 +207,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
+    """Return the JSON object in a file; None if there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Families of models: all that sets one kind of checkpoint apart from the others, in one table.
+"""The table of model families: everything in which one kind of checkpoint differs from the others.
 
-A new family is one entry of `FAMILIES`, by its `model_type` in config.json. A model of a kind that is not in the table runs too, if
-transformers or TensorRT-LLM runs it: without images, and not on the compiled path. `tests/engine/checkpoints/test_families.py` compares
-the entries with transformers' classes.
+To support a new family, add an entry to `FAMILIES` under its `model_type` in config.json. Models that are not in the
+table run too if transformers or TensorRT-LLM runs them, but without images and not on the compiled path.
+`tests/engine/checkpoints/test_families.py` compares every entry with transformers' classes.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,29 +15,29 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class VisionPart:
-    """How a vision-language family takes images."""
+    """What is needed to serve a vision-language family with images."""
 
     text_type: str
-    """`model_type` of the language part if `text_config` has none."""
+    """Default `model_type` of the language part, for a `text_config` that has none."""
     language: str
-    """Submodule of the model that is the language part."""
+    """Submodule that holds the language part."""
     tower: tuple[str, ...]
-    """Submodules that compute embeddings of images: vision tower and projector."""
+    """Submodules that compute embeddings of images: the vision tower and the projector."""
     image_token_id: int
-    """The image token's id if config.json has none."""
+    """Default id of the image token, for a config.json that has none."""
     processor: str
-    """transformers' class that expands an image's placeholder in a prompt."""
+    """Name of the transformers class that expands the placeholder of an image in a prompt."""
     processor_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What else the image processor is called with, so that its result says all that `processor` needs."""
+    """Extra arguments of the image processor, for outputs that `processor` needs."""
     processor_settings: Callable[[Config], dict[str, Any]] = lambda _: {}
-    """Settings of `processor` that processor_config.json may leave out, from a complete config.json."""
+    """Return settings of `processor` that processor_config.json may leave out, given a complete config.json."""
     tower_types: tuple[str, ...] = ()
-    """The `model_type`s of `vision_config` that can be served, the default first; empty for all."""
+    """Values of `model_type` in `vision_config` that can be served, the default first; empty for all."""
     merge: int = 0
-    """For families with mRoPE, whose positions depend on the grids of images: default of `spatial_merge_size`. 0 without mRoPE."""
+    """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
 
     def text_tensor(self, name: str) -> str | None:
-        """What a text model calls the tensor `name` of a checkpoint; None for a tensor of the tower."""
+        """Return the name that a text-only model has for a checkpoint's tensor; None for a tensor of the tower."""
         if name.removeprefix("model.").split(".")[0] in self.tower:
             return None
         for prefix, plain in (
@@ -52,18 +52,18 @@ class VisionPart:
 
 @dataclass(frozen=True)
 class Family:
-    """What is special about a `model_type`; by default nothing is."""
+    """Special treatment of a `model_type`; the defaults stand for none."""
 
     compiled: bool = False
-    """Whether the compiled path runs it; of a vision-language model, its language part."""
+    """Whether the compiled path can run the model or, of a vision-language model, its language part."""
     defaults: Config = field(default_factory=dict)
-    """transformers' defaults for the keys that a `text_config` of this kind may leave out."""
+    """transformers' defaults for keys that a nested `text_config` of this kind may leave out."""
     window: int | None = None
-    """The sliding window of all layers if config.json has no `sliding_window`; None for kinds that ignore that key."""
+    """Default `sliding_window` of all layers; None for kinds that ignore that key."""
     vision: VisionPart | None = None
     """None for models that cannot be served with images."""
     no_images: str = ""
-    """Why images cannot be served although the model takes some."""
+    """Reason why images cannot be served although the model takes them."""
 
 
 def _llava_settings(config: Config) -> dict[str, Any]:
@@ -76,21 +76,21 @@ def _llava_settings(config: Config) -> dict[str, Any]:
 
 
 _LLAMA = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
-    "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-    "eos_token_id": 2,
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": None, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 2,
 }  # fmt: skip
 _QWEN2_VL = {
-    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-    "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "hidden_act": "silu",
-    "eos_token_id": 151645,
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0, "hidden_act": "silu", "eos_token_id": 151645,
 }  # fmt: skip
 _IDEFICS3 = VisionPart(
     text_type="llama",
     language="text_model",
     tower=("vision_model", "connector"),
     image_token_id=128257,
-    processor="Idefics3Processor",  # SmolVLM's own expands images alike, but needs num2words, for videos
+    processor="Idefics3Processor",  # SmolVLM's class expands images in the same way but imports num2words
     processor_arguments={"return_row_col_info": True},
 )
 _BOTH_DIRECTIONS = "which paged attention with its causal chunks cannot do"
@@ -139,8 +139,8 @@ FAMILIES = {
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
     "mllama": Family(no_images="it attends to images by layers of their own, which the engine does not have"),
 }
-_UNKNOWN = Family()
+_OTHER = Family()
 
 
 def family_of(model_type: str) -> Family:
-    return FAMILIES.get(model_type, _UNKNOWN)
+    return FAMILIES.get(model_type, _OTHER)

@@ -1,7 +1,8 @@
-"""From one GGUF file to a Hugging Face folder, without torch or transformers.
+"""Convert a GGUF file to a Hugging Face folder, without torch or transformers.
 
-llama.cpp renames tensors, changes some of them, and keeps tokenizer and configuration as metadata. Here all three are turned back, as the
-model's family has it (`gguf_llama.py`, `gguf_gemma.py`). Quantised weights become bfloat16.
+llama.cpp renames tensors, changes some of them, and stores tokenizer and configuration as metadata. The converter
+reverses all three by the rules of the model's family (`gguf_llama.py`, `gguf_gemma.py`). Quantised weights become
+bfloat16.
 """
 
 import json
@@ -12,29 +13,29 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
-from engine.checkpoints.gguf_family import Family, Metadata
+from engine.checkpoints.gguf_family import GgufFamily, Metadata
 from engine.checkpoints.gguf_gemma import GEMMA3
 from engine.checkpoints.gguf_llama import LLAMA
 from engine.checkpoints.tensor_file import Progress, bfloat16, write_tensors
 
 _FAMILIES = {("llama", "gpt2"): LLAMA, ("gemma3", "llama"): GEMMA3}
-"""By architecture and kind of vocabulary."""
+"""Converters by architecture and kind of vocabulary."""
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-"""Short names of special tokens, and llama.cpp's."""
+"""Names of special tokens in Hugging Face files, and in GGUF metadata."""
 _ROWS = 16384
-"""Rows of the largest tensors, those of the vocabulary, that are held in memory at a time."""
+"""Rows of a tensor with one row for each token that are in memory at a time."""
 
 
 def convert(source: Path, folder: Path, progress: Progress) -> None:
-    """Write config, tokenizer, weights and, if there is one, the chat template of the GGUF file `source` into `folder`, which exists.
+    """Write configuration, tokenizer, weights and chat template of the GGUF file `source` into an existing `folder`.
 
-    `progress(done, total)` is called now and then with bytes written. ValueError: the file holds a model or a vocabulary of another kind.
-    OSError: the folder cannot be written.
+    `progress` is called repeatedly with the bytes written so far and in total. Raises ValueError if the file holds an
+    unsupported architecture or vocabulary, OSError if the folder cannot be written.
     """
     reader = GGUFReader(source)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -57,7 +58,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
     if template := metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     names = [_name(tensor.name, family) for tensor in reader.tensors]
-    # GGUF names the fastest dimension first
+    # GGUF lists the fastest-varying dimension first.
     shapes = {
         name: [int(size) for size in reversed(tensor.shape)] for name, tensor in zip(names, reader.tensors, strict=True)
     }
@@ -75,7 +76,7 @@ def _tokenizer_config(metadata: Metadata, context_length: int) -> dict[str, Any]
     }
 
 
-def _blocks(tensors: list[ReaderTensor], family: Family, config: dict[str, Any]) -> Iterator[bytes]:
+def _blocks(tensors: list[ReaderTensor], family: GgufFamily, config: dict[str, Any]) -> Iterator[bytes]:
     for tensor in tensors:
         part = tensor.name.split(".")[-2]
         step = _ROWS if tensor.name in _TOP else len(tensor.data)
@@ -84,7 +85,7 @@ def _blocks(tensors: list[ReaderTensor], family: Family, config: dict[str, Any])
             yield bfloat16(family.restore(part, weights, config))
 
 
-def _name(name: str, family: Family) -> str:
+def _name(name: str, family: GgufFamily) -> str:
     if name in _TOP:
         return _TOP[name]
     prefix, layer, part, kind = name.split(".")

@@ -1,4 +1,4 @@
-"""What sets a family of models apart in GGUF files."""
+"""How the GGUF files of one model family differ from those of another."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,18 +9,18 @@ from tokenizers import Tokenizer
 Metadata = dict[str, Any]
 
 
-class Family(NamedTuple):
-    """How to turn back what llama.cpp did to models of one kind."""
+class GgufFamily(NamedTuple):
+    """How to reverse what llama.cpp's converter does to models of one family."""
 
     layer_names: dict[str, str]
-    """llama.cpp's names of a layer's parts, and transformers'."""
+    """Names of a layer's parts: llama.cpp's to transformers'."""
     config: Callable[[Metadata], dict[str, Any]]
-    """config.json, without what all families have."""
+    """Return config.json without the keys that all families share."""
     tokenizer: Callable[[Metadata], Tokenizer]
     restore: Callable[[str, np.ndarray, dict[str, Any]], np.ndarray]
-    """From llama.cpp's name of a part, its float32 weights and config.json to the weights that transformers has."""
+    """Return transformers' weights, given llama.cpp's name of a part, its float32 weights and config.json."""
 
 
 def decimal(value: float) -> float:
-    """The number that was meant by a float32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal behind a float32: 1e-05 for 9.999999747378752e-06."""
     return float(f"{value:.7g}")

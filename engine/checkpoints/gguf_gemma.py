@@ -1,4 +1,7 @@
-"""GGUF files of a Gemma 3, text only, with a SentencePiece vocabulary. llama.cpp has one added to the norms' weights."""
+"""GGUF files of text-only Gemma 3 models with a SentencePiece vocabulary.
+
+llama.cpp stores the weights of norms with 1 added.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ import numpy as np
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.checkpoints.gguf_family import Family, Metadata, decimal
+from engine.checkpoints.gguf_family import GgufFamily, Metadata, decimal
 
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -24,7 +27,7 @@ _NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _PATTERN = 6
-"""Of so many layers the last looks back at everything; llama.cpp has that and the local rotary base in its code, not in the file."""
+"""Every sixth layer has full attention. llama.cpp has this and the local rotary base in its code, not in the file."""
 _LOCAL_ROPE_THETA = 10000.0
 
 
@@ -63,7 +66,10 @@ def _config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _tokenizer(metadata: Metadata) -> Tokenizer:
-    """SentencePiece joins the neighbours whose union scores best; BPE does the same with the unions in order of score as its merges."""
+    """Return a BPE tokenizer that is equivalent to SentencePiece.
+
+    SentencePiece joins the neighbours whose union has the best score; BPE does so if its merges are ordered by score.
+    """
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds: list[int] = metadata["tokenizer.ggml.token_type"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -87,7 +93,7 @@ def _tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All ways to join two tokens into a third, the best score first."""
+    """Return all pairs of tokens that join into a third token, the best score first."""
     kinds: list[int] = metadata["tokenizer.ggml.token_type"]
     scores: list[float] = metadata["tokenizer.ggml.scores"]
     normal = [token for token, index in vocabulary.items() if kinds[index] == TokenType.NORMAL and len(token) > 1]
@@ -105,4 +111,4 @@ def _restore(part: str, weights: np.ndarray, _: dict[str, Any]) -> np.ndarray:
     return weights - 1 if part.endswith("_norm") else weights
 
 
-GEMMA3 = Family(_NAMES, _config, _tokenizer, _restore)
+GEMMA3 = GgufFamily(_NAMES, _config, _tokenizer, _restore)

@@ -1,4 +1,7 @@
-"""GGUF files of a Llama with a byte-level BPE vocabulary. llama.cpp has query and key rows interleaved for its rotary embedding."""
+"""GGUF files of Llama models with a byte-level BPE vocabulary.
+
+llama.cpp interleaves the rows of query and key projections for its rotary embedding.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ import numpy as np
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.checkpoints.gguf_family import Family, Metadata, decimal
+from engine.checkpoints.gguf_family import GgufFamily, Metadata, decimal
 
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -19,8 +22,8 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Pre-tokenisers that llama.cpp knows by name, GPT-2's and a variant: does it take digits apart?
 _DIGITS = {"smollm": True, "gpt-2": False}
+"""Supported pre-tokenisers by llama.cpp's names, and whether each splits numbers into digits."""
 
 
 def _config(metadata: Metadata) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def _tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _restore(part: str, weights: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Rows of a head from pairs (0, 1), (2, 3) … that rotate together, as llama.cpp has them, to halves, as transformers has them."""
+    """Reorder the rows of each head: llama.cpp rotates neighbouring rows together, transformers row i and i + half."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if part not in heads:
         return weights
@@ -70,4 +73,4 @@ def _restore(part: str, weights: np.ndarray, config: dict[str, Any]) -> np.ndarr
     return weights.reshape(heads[part], rows // heads[part] // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-LLAMA = Family(_NAMES, _config, _tokenizer, _restore)
+LLAMA = GgufFamily(_NAMES, _config, _tokenizer, _restore)

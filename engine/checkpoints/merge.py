@@ -1,8 +1,9 @@
-"""From a language model's folder and a file of what was trained on top of it to the folder of a vision-language model, without torch.
+"""Merge a language model with the weights trained on top of it into a vision-language model's folder, without torch.
 
-The file's tensors have the names of the folder to be made. Those that end in `.lora_down` [rank, inputs] and `.lora_up` [outputs, rank] are
-a matrix's change, their product; the others are new. Its metadata: `files`, a JSON object of the new folder's other files by name (what
-`text_config` in config.json says goes over the language model's own configuration), and `image_token`, a token added to the vocabulary.
+The trained file's tensors are named as in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs,
+rank] changes a matrix by its product; all other tensors are new. The file's metadata has `files`, a JSON object of the
+new folder's other files by name, and `image_token`, a token that is added to the vocabulary. `text_config` in its
+config.json overrides the language model's own configuration.
 """
 
 import json
@@ -20,10 +21,10 @@ _DOWN, _UP = ".lora_down", ".lora_up"
 
 
 def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
-    """Write the vision-language model that `trained` makes of the language model in `base` into `folder`, which exists.
+    """Write the vision-language model that `trained` makes of the language model in `base` into an existing `folder`.
 
-    `progress(done, total)` is called now and then with bytes written. ValueError: the two do not belong together. OSError: the folder
-    cannot be written.
+    `progress` is called repeatedly with the bytes written so far and in total. Raises ValueError if the two do not
+    belong together, OSError if the folder cannot be written.
     """
     added = TensorFile(trained)
     files: dict[str, Any] = json.loads(added.metadata["files"])
@@ -33,7 +34,7 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(added.metadata["image_token"], special=True, normalized=False)])
     if tokenizer.token_to_id(added.metadata["image_token"]) != config["image_token_index"]:
-        raise ValueError(f"{trained} was made for another vocabulary than that of {base}")
+        raise ValueError(f"{trained} was trained with another vocabulary than that of {base}")
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("generation_config.json", "tokenizer_config.json"):
         shutil.copyfile(base / name, folder / name)

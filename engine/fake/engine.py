@@ -91,6 +91,16 @@ class FakeEngine:
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._blocks.events.batches()
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the next step."""
+        return len(self._waiting)
+
+    @property
+    def block_hashes(self) -> set[int]:
+        """Hashes of the whole blocks in the KV cache."""
+        return self._blocks.hashes
+
     def stats(self) -> AsyncIterator[IterationStats]:
         return self._stats.values()
 

@@ -1,4 +1,4 @@
-"""One request to another replica's /prefill or /encode: the framed answer is read, and stays open as the lease of what the replica holds."""
+"""One request to another replica's /prefill or /encode. Its open answer is the lease of what the replica keeps."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ _envelopes = msgspec.json.Decoder(_Envelope)
 
 
 class RemoteAnswer(Generic[T]):
-    """What a replica has handed over. It keeps the KV blocks, or embeddings, until `close`, or until `ended` returns."""
+    """What a replica has handed over. It keeps the KV blocks or embeddings until `close` or until `ended` returns."""
 
     def __init__(self, handoff: T, client: ReplicaClient, connection: ReplicaConnection) -> None:
         self.handoff = handoff

@@ -10,7 +10,10 @@ _MOST_FAILURES = 16
 
 
 class Breaker:
-    """Counts failures in a row. After each one the replica is left alone for a pause, twice as long as the one before; then a probe decides."""
+    """Counts failures in a row, and sets a pause after each, twice as long as the one before.
+
+    During the pause the replica is not asked; then a probe decides.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,7 +30,7 @@ class Breaker:
         self._failures = 0
 
     def fail(self) -> None:
-        """Begin a pause. Failures during a pause are of work sent before it: a replica that dies with many requests fails once."""
+        """Begin a pause. Failures during a pause do not count: a replica that dies with many requests fails once."""
         if self.pause:
             return
         pause = min(FIRST_PAUSE * 2**self._failures, LONGEST_PAUSE)

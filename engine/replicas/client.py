@@ -1,7 +1,8 @@
-"""The HTTP/1.1 client of one replica, for probes, prefill, encode and forwarded requests: kept connections, and bodies passed on as they come.
+"""The HTTP/1.1 client of one replica: for probes, prefill, encode and forwarded requests.
 
-It is our own because of the router: a general client costs a multiple of this for each token of each stream (figures in docs/routing.md and
-docs/log.md). Callers limit the time that a request may take; the client itself limits only connecting.
+Connections are kept, and bodies are passed on as they come. The client is our own because of the router: a general one
+costs a multiple for each token of each stream (figures in docs/log.md). Callers limit the time that a request may take;
+the client itself limits only connecting.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether the replica keeps the connection and the answer was read to its end, so that none of it can get into the next one."""
+        """Whether the connection can serve another request: the replica keeps it, and the whole answer was read."""
         return self._complete and self._keeps and not self._chunks and self.alive
 
     def send(self, head: bytes, body: Sequence[bytes]) -> None:
@@ -93,7 +94,7 @@ class ReplicaConnection(asyncio.Protocol):
             await self._more()
 
     async def chunk(self) -> bytes:
-        """Return what has come of the body, at least a byte; nothing at its end. Raises ConnectionFailed if it breaks off."""
+        """Return what has come of the body, empty only at its end. Raises ConnectionFailed if it breaks off."""
         while not self._chunks:
             if self._complete:
                 return b""
@@ -242,13 +243,13 @@ class ReplicaClient:
             self.release(connection)
 
     def release(self, connection: ReplicaConnection) -> None:
-        """End a request: keep its connection for another one if the answer was read to the end, else close it. Idempotent."""
+        """End a request. Its connection is kept if the answer was read to its end, else closed. Idempotent."""
         if connection in self._busy:
             self.requests -= 1
             self._put_back(connection)
 
     def cut(self, reason: str) -> None:
-        """End every connection: the replica does not answer any more. Whoever waits for it gets ConnectionFailed with `reason`."""
+        """End every connection. Requests that wait for an answer fail with ConnectionFailed and `reason`."""
         for connection in (*self._busy, *self._idle):
             connection.abort(reason)
         self._idle.clear()

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Addresses:
-    """URLs, in the order in which they were given, and those behind DNS names. `kind` is the kind of replicas, for the log."""
+    """URLs, in the order given, and those behind DNS names. `kind` is the kind of replicas, for the log."""
 
     def __init__(self, urls: Sequence[str], kind: str = "routed") -> None:
         self.fixed = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]

@@ -1,4 +1,8 @@
-"""The replicas of one kind: found by address or by DNS name, probed, and tried in turn. A subclass says what they are asked and by which policy one is chosen."""
+"""The replicas of one kind: found by address or DNS name, probed, and tried in turn.
+
+Subclasses say what replicas are asked, and by which policy one is chosen: prefill replicas by what they have to
+compute, encode replicas by what they are busy with, those behind a router by both.
+"""
 
 import asyncio
 import logging
@@ -86,7 +90,10 @@ class ReplicaPool(Generic[R]):
                 self._run(replica.watch(), replica)
 
     def in_turn(self, usable: Callable[[R], bool], choose: Callable[[list[R]], R]) -> Iterator[R]:
-        """Yield replicas for one request, each when the one before has failed: `choose` picks it from the usable ones not yet tried."""
+        """Yield replicas for one request, each when the one before has failed.
+
+        `choose` picks each from the usable ones that have not been tried.
+        """
         tried: list[R] = []
         while len(tried) < self._attempts:
             candidates = [replica for replica in self._replicas.values() if replica not in tried and usable(replica)]

@@ -23,7 +23,10 @@ MAX_KEYS = 1 << 16
 
 
 class Prefixes:
-    """Keys of the blocks that a replica has computed; the least recently used are forgotten first. The replica may have evicted some since."""
+    """Keys of the blocks that a replica has computed, some of which it may have evicted since.
+
+    The least recently used are forgotten first.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
@@ -72,7 +75,10 @@ class PrefillPool(RemotePool[PrefillReplica]):
         super().__init__(urls, secret, attempts, observer, "prefill")
 
     async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> RemoteAnswer[Handoff]:
-        """Have the replica with the least to compute prefill the prompt; the caller closes the answer. Raises as `try_in_turn` does."""
+        """Have the replica with the least to compute prefill the prompt. The caller closes the answer.
+
+        Raises as `try_in_turn` does.
+        """
         keys = prompt_keys(request, mine.block_size)
         bare, data = detach(request)
         parts = await asyncio.to_thread(_copied, data) if data else []
@@ -97,7 +103,8 @@ class PrefillPool(RemotePool[PrefillReplica]):
 def prompt_keys(request: GenerateRequest, block_size: int) -> list[int]:
     """Keys of the blocks of a prompt that need not be computed where they are cached: its last token always is.
 
-    Empty if the prompt's log-probabilities are wanted, since every token is computed then, or if the backend expands the prompt.
+    Empty if log-probabilities of the prompt are wanted, since every token is computed then, or if the backend expands
+    the prompt.
     """
     if request.sampling.prompt_logprobs is not None or isinstance(request.media, Unexpanded):
         return []

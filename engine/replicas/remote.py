@@ -1,4 +1,4 @@
-"""Replicas that work for this one over /prefill or /encode, and the pool that has one of them do it: the cheapest first, then others."""
+"""Replicas that work for this one over /prefill or /encode, and the pool that asks them, the cheapest first."""
 
 import logging
 import time
@@ -94,7 +94,10 @@ R = TypeVar("R", bound=RemoteReplica[Any, Any])
 
 
 class RemotePool(ReplicaPool[R]):
-    """The replicas at `urls` that do what `does` says, prefill or encode. `mine`, below, is what a replica must have in common with this one."""
+    """The replicas at `urls` that do what `does` says, prefill or encode.
+
+    `mine`, in the methods, is what a replica must have in common with this one.
+    """
 
     def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: RemoteObserver, does: str) -> None:
         super().__init__(Addresses(urls, does), attempts, observer)
@@ -123,9 +126,10 @@ class RemotePool(ReplicaPool[R]):
     async def try_in_turn(
         self, mine: msgspec.Struct, name: str, cost: Callable[[R], int], ask: Callable[[R], Awaitable[T]]
     ) -> T:
-        """Have one replica after the other do it, the one with the least cost first, of equals the one asked longest ago.
+        """Ask one replica after the other, the one with the least cost first, of equals the one asked longest ago.
 
-        Raises the error of a wrong request, the failure of the last attempt that may succeed again, or NoReplica. `name` is for the log.
+        Raises the error of a wrong request, the last failure that another attempt may not meet, or NoReplica. `name` is
+        the request's, for the log.
         """
         failure: EngineError | None = None
         for replica in self.in_turn(

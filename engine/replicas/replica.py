@@ -1,4 +1,4 @@
-"""One other replica, whatever it does for this one: probed for as long as it is in use, and left alone while it fails."""
+"""Another replica, whatever it does for this one: probed while it is in use, and left alone while it fails."""
 
 import asyncio
 import logging
@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """The replica at `url`, `name` in the log. It is `available` while `watch` runs and its last probe succeeded and no request has
-    failed since.
+    """The replica at `url`, `name` in the log.
+
+    It is `available` while its last probe has succeeded and no request has failed through its fault since.
     """
 
     probe_seconds: ClassVar[float] = 2.0
@@ -49,7 +50,7 @@ class Replica:
         """Update the metrics; called after each probe, and when the replica fails. Not called once it has left."""
 
     async def watch(self) -> None:
-        """Probe until the replica has left and its last request has ended, or until cancelled. Then close its connections."""
+        """Probe until the replica has left and its last request has ended, or until cancelled. Then disconnect."""
         try:
             while not self.left or self.client.requests:
                 self._check.clear()
@@ -74,7 +75,7 @@ class Replica:
         self._check.set()
 
     def fail(self, error: EngineError) -> None:
-        """Note a request that failed through the replica's fault: after a pause a probe decides whether it is asked again."""
+        """Note a request that failed through the replica's fault. After a pause a probe decides whether it is used."""
         self.breaker.fail()
         self.set_unready(error)
         self.check()

@@ -5,9 +5,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from engine.base import Engine
+from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
+from engine.replicas.publisher.sink import Sink
 from server.compose.composition import Composition
 from server.metrics.kv_events import watch_publisher
+from server.settings import Settings
 
 
 def publish_events(to: Composition, engine: Engine) -> None:
@@ -24,9 +27,8 @@ def publish_events(to: Composition, engine: Engine) -> None:
             replay_endpoint=settings.kv_events_replay_endpoint,
             topic=settings.kv_events_topic,
             buffer=settings.kv_events_buffer,
-            nats_url=settings.nats_url,
-            nats_subject=settings.nats_subject,
         ),
+        _buses(settings),
     )
     to.stack.push_async_callback(publisher.close)
     publisher.start()
@@ -35,6 +37,13 @@ def publish_events(to: Composition, engine: Engine) -> None:
         lambda: f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else "",
     )
     watch_publisher(to.metrics.polled, publisher)
+
+
+def _buses(settings: Settings) -> list[Sink]:
+    """Return what carries events besides ZMQ. Raises EngineFailure if its library is not installed."""
+    if not settings.nats_url:
+        return []
+    return [NatsSink(settings.nats_url, settings.nats_subject, settings.kv_events_buffer)]
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:

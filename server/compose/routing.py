@@ -23,9 +23,11 @@ async def add_router(to: Composition, folder: Path | None) -> Failed:
     """Find the replicas behind this router, and give it what forwards requests to them."""
     settings, replica = to.settings, to.replica
     tokenizer, template = await in_thread(partial(load_text, settings, folder))
-    fleet = _fleet(settings, RoutingMetrics(to.metrics.registry, replica.model_name))
+    observer = RoutingMetrics(to.metrics.registry, replica.model_name)
+    fleet = _fleet(settings, observer)
     to.stack.push_async_callback(fleet.close)
     await fleet.start()
+    to.metrics.watch(lambda: observer.update(fleet))
     to.health.check("replicas", lambda: "" if fleet.healthy else "No replica is ready.")
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)

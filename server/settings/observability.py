@@ -51,12 +51,12 @@ class ObservabilitySettings(BaseSettings):
         default(PublisherConfig, "buffer"), ge=1, description="Number of KV-cache event messages kept for sending again"
     )
     nats_url: Annotated[str, AfterValidator(_nats)] = Field(
-        default(PublisherConfig, "nats_url"),
+        "",
         description="NATS server that also receives the KV-cache events, nats://host:4222 for example; empty "
         "disables it",
     )
     nats_subject: str = Field(
-        default(PublisherConfig, "nats_subject"),
+        "trellis.kv_events",
         min_length=1,
         pattern=r"^[^\s*>]+$",
         description="NATS subject of the KV-cache events",

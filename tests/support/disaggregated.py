@@ -1,4 +1,4 @@
-"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes of their own."""
+"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes."""
 
 import asyncio
 import contextlib
@@ -156,7 +156,10 @@ def answer_of(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> b
 async def bare_peer(
     after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()
 ) -> AsyncIterator[str]:
-    """URL of a peer that answers probes, the first ones with the bytes `probes`, and a prefill with the bytes `after` and nothing more."""
+    """URL of a replica that answers probes with `info`, and a prefill with the bytes `after` and nothing more.
+
+    The first probes are answered with the bytes `probes`.
+    """
     answer = answer_of(msgspec.msgpack.encode(info))
     answers = [*probes]
     writers: list[asyncio.StreamWriter] = []

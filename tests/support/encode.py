@@ -71,7 +71,7 @@ async def encoder_of(
     start: bool = True,
     model: tuple[str, str] = ("fake", "fake"),
 ) -> AsyncIterator[tuple[EncoderPool, EncodePool, Seen]]:
-    """An encoder that has images encoded by replicas. `method`: how it reads, empty for not at all; `model`: name and backend."""
+    """An encoder that has images encoded by replicas. It reads by `method`, if any; `model` is name and backend."""
     seen = Seen()
     into = Arena(ARENA_BYTES, method) if method else None  # type: ignore[arg-type]
     peers = EncodePool(urls, SECRET, 3, seen, into, 5.0)

@@ -1,1 +1,1 @@
-"""Guided decoding: from a guide to token masks, compiled in a process that can be killed."""
+"""Guided decoding: guides become token masks; grammars are compiled in a process that can be killed."""

@@ -1,7 +1,7 @@
-"""Guided decoding: compiled grammars, kept and shared, and the matcher that follows one sequence through its grammar.
+"""Guided decoding: a cache of compiled grammars, and the matcher that follows one sequence through its grammar.
 
-Every grammar is compiled in the grammar worker first, under a time and a memory limit. A grammar that fails there is refused; one that
-passes is known to be safe here. xgrammar is imported when the first guide arrives, in a thread.
+Every grammar is first compiled in the grammar worker, under a time and a memory limit. A grammar that fails there is
+rejected; one that passes is safe to compile here. xgrammar is imported in a thread when the first guide arrives.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20
 _MAX_MESSAGE = 400
 _PARAM = "guide"
-# A grammar that passed its trial may still be slow on some path: so much processor time at once, and then so much for each token.
+# A grammar that compiles may still be slow to follow. Each sequence may spend this much processor time at the start ...
 _PATIENCE_SECONDS = 2.0
+# ... and this much more with every token.
 _TOKEN_SECONDS = 0.02
 
 
 class Matcher:
-    """Where one sequence stands in its grammar."""
+    """The position of one sequence in its grammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
         import xgrammar  # noqa: PLC0415
@@ -41,12 +42,12 @@ class Matcher:
         self._spent = 0.0
         self._allowance = _PATIENCE_SECONDS
         self.finished = False
-        """The grammar is complete and an end-of-sequence token was accepted."""
+        """Whether the grammar is complete and an end-of-sequence token was accepted."""
         self.error = ""
-        """Why the output can no longer follow the grammar in reasonable time or at all; the request should then fail."""
+        """Reason why the output cannot follow the grammar any further, or not in time; the request must then fail."""
 
     def fill(self, bitmask: torch.Tensor, row: int) -> None:
-        """Set the bits of the ids that may come next: int32 [rows, ceil(vocab / 32)], on the CPU."""
+        """Set the bits of the ids that may come next in `row` of int32 [rows, ceil(vocab / 32)], on the CPU."""
         started = time.thread_time()
         if not self.finished:
             self._matcher.fill_next_token_bitmask(bitmask, row)
@@ -59,7 +60,10 @@ class Matcher:
         self._spend(started)
 
     def accept(self, token_id: int) -> bool:
-        """A token was appended to the output; False, and no change, if the grammar does not allow it. After the end all are allowed."""
+        """Advance by a token of the output. Return False, and stay, if the grammar does not allow it.
+
+        After the end of the grammar every token is accepted.
+        """
         if self.finished or self.error:
             return True
         started = time.thread_time()
@@ -76,7 +80,7 @@ class Matcher:
 
 
 class CompiledGuide:
-    """A grammar ready for any number of sequences."""
+    """A compiled grammar that any number of sequences can share."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
         self._compiled = compiled
@@ -84,14 +88,15 @@ class CompiledGuide:
         self.num_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> Matcher:
-        """A matcher at the start of the grammar."""
+        """Return a matcher at the start of the grammar."""
         return Matcher(self._compiled, self._stop_token_ids)
 
 
 class GrammarCompiler:
-    """Compiles guides off the event loop and keeps the results, up to `_CACHE_BYTES`. Used on one event loop.
+    """Compiles guides off the event loop and caches the results, up to `_CACHE_BYTES`. For use on one event loop.
 
-    `vocab_size` is the model's, padding included. `timeout` is in seconds and counts from when the worker turns to the guide.
+    `vocab_size` is the model's, padding included. `timeout` is in seconds, counted from when the worker starts on a
+    guide.
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout: float) -> None:
@@ -109,8 +114,9 @@ class GrammarCompiler:
         self._closed = False
 
     async def compile(self, guide: Guide) -> CompiledGuide:
-        """The compiled guide, from the cache where it can. Raises InvalidRequest for a guide that cannot be compiled in full and in time,
-        EngineNotReady once closed.
+        """Return the compiled guide, from the cache if possible.
+
+        Raises InvalidRequest if the guide cannot be compiled completely and in time, EngineNotReady after `close`.
         """
         if guide in self._cache:
             self._cache.move_to_end(guide)
@@ -129,7 +135,7 @@ class GrammarCompiler:
             raise
 
     async def close(self) -> None:
-        """Give up what is being compiled and end the worker."""
+        """Cancel pending compilations and stop the worker."""
         self._closed = True
         tasks = list(self._pending.values())
         for task in tasks:
@@ -139,7 +145,7 @@ class GrammarCompiler:
 
     async def _build(self, guide: Guide) -> CompiledGuide:
         async with self._turn:
-            # At once, because both take seconds the first time; what the worker says of a failure comes first.
+            # Concurrently, because both take seconds the first time. The worker's error takes precedence.
             reply, loaded = await asyncio.gather(
                 self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True
             )
@@ -150,7 +156,7 @@ class GrammarCompiler:
             return await asyncio.to_thread(self._compile_here, guide, reply)
 
     async def _ask(self, guide: Guide) -> bytes:
-        """Have the worker compile the guide; the serialised result, or empty if it should be compiled again here."""
+        """Have the worker compile the guide. Return the serialised result, or b"" to have it compiled here again."""
         try:
             reply = await self._worker.compile(guide, self._timeout)
         except WorkerTimeoutError:
@@ -162,7 +168,7 @@ class GrammarCompiler:
         return reply.compiled
 
     def _load(self) -> None:
-        """Import xgrammar and read the tokenizer, once; in a thread."""
+        """Import xgrammar and read the tokenizer once. Runs in a thread."""
         from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415
 
         if self._local is None:
@@ -194,12 +200,12 @@ class GrammarCompiler:
 
 
 def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
-    """A bitmask that allows everything: int32 [rows, ceil(vocab / 32)], on the CPU."""
+    """Return a bitmask that allows every token: int32 [rows, ceil(vocab / 32)], on the CPU."""
     return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
-    """Set the logits of ids whose bit is not set to -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
+    """Mask the logits of ids whose bit is not set with -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
     import xgrammar  # noqa: PLC0415
 
     xgrammar.apply_token_bitmask_inplace(

@@ -1,4 +1,4 @@
-"""From a guide to xgrammar's compiled grammar, the same way in the grammar worker and in the engine."""
+"""Compile a guide with xgrammar, in the same way in the grammar worker and in the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from engine.embedded.grammar.json_schema import UnsupportedSchemaError, prepare
 from engine.types import Guide
 
 MAX_WHITESPACE = 16
-"""Whitespace characters between two JSON tokens: enough for an indented answer, too few for a model that gets stuck in them."""
+"""Maximum whitespace characters between two JSON tokens.
+
+This is enough for indented output, and stops a model that generates whitespace forever."""
 
 _FREE_OBJECT = '{"type": "object"}'
 _RULE_CACHE_BYTES = 64 << 20
@@ -23,12 +25,14 @@ _NOISE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Warning: )?", re.MULTILINE)
 
 
 class UnsupportedGuideError(ValueError):
-    """The guide cannot be compiled; the message is for the user."""
+    """The guide cannot be compiled; the message is shown to the user."""
 
 
 def load_tokenizer_info(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """What xgrammar must know of the tokenizer. Ids without text (padding of the vocabulary, special tokens) are never allowed by a
-    grammar, but for the end-of-sequence ids once it is complete.
+    """Return what xgrammar needs to know about the tokenizer.
+
+    A grammar never allows ids without text (vocabulary padding, special tokens), except for the end-of-sequence ids
+    once the grammar is complete.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -52,7 +56,7 @@ def new_compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
 
 
 def compile_guide(compiler: xgrammar.GrammarCompiler, guide: Guide) -> xgrammar.CompiledGrammar:
-    """Compile in the calling thread: uninterruptible C++ work without the GIL. Raises UnsupportedGuideError."""
+    """Compile in this thread: xgrammar releases the GIL but cannot be interrupted. Raises UnsupportedGuideError."""
     try:
         match guide.kind:
             case "json_schema":
@@ -72,23 +76,28 @@ def compile_guide(compiler: xgrammar.GrammarCompiler, guide: Guide) -> xgrammar.
 
 
 def plain(message: str) -> str:
-    """xgrammar's message without its time stamps and source lines, each line once."""
+    """Return xgrammar's message without timestamps, source lines and repeated lines."""
     return "; ".join(dict.fromkeys(line.strip() for line in _NOISE.sub("", message).splitlines() if line.strip()))
 
 
 def _compile_schema(compiler: xgrammar.GrammarCompiler, schema: str) -> xgrammar.CompiledGrammar:
-    return compiler.compile_json_schema(prepare(schema, _is_exact), strict_mode=True, max_whitespace_cnt=MAX_WHITESPACE)
+    prepared = prepare(schema, _is_exact)
+    return compiler.compile_json_schema(prepared, strict_mode=True, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 def _compile_ebnf(compiler: xgrammar.GrammarCompiler, grammar: str) -> xgrammar.CompiledGrammar:
-    """Compile under a start rule of our own: where the start rule refers to itself, xgrammar masks tokens that end an inner one and
-    go on.
+    """Compile under a separate start rule.
+
+    If the start rule refers to itself, xgrammar wrongly masks tokens that end an inner occurrence and continue.
     """
     return compiler.compile_grammar(f"{grammar}\n{_START} ::= root", root_rule_name=_START)
 
 
 def _is_exact(pattern: str) -> bool:
-    """Whether xgrammar turns a pattern into one automaton over JSON-safe characters. What it cannot, it expands without that care."""
+    """Return whether xgrammar compiles a pattern to one automaton over JSON-safe characters.
+
+    Other patterns are expanded without escaping, so their matches may not be valid JSON strings.
+    """
     if not pattern.isascii() or not pattern.isprintable():
         return False
     grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))

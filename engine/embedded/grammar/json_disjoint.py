@@ -1,4 +1,4 @@
-"""Whether the branches of a JSON schema's `oneOf` exclude each other, so that "exactly one" is the same as "at least one"."""
+"""Check whether the branches of a JSON schema's `oneOf` exclude each other, so that it means the same as `anyOf`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ANY = frozenset(("string", "number", "boolean", "null", "array", "object"))
 
 
 def disjoint(root: Any, branches: Sequence[Any]) -> bool:
-    """True only if it is certain that no value fits two branches."""
+    """Return True only if no value can match two branches."""
     resolved = [_resolved(root, branch) for branch in branches]
     return all(_apart(root, left, right) for left, right in itertools.combinations(resolved, 2))
 
 
 def resolve(root: Any, reference: Any) -> Any | None:
-    """What a local reference (`#`, `#/$defs/name`) points at; None if it is not one or points nowhere."""
+    """Return the target of a local reference (`#`, `#/$defs/name`); None if it is not local or has no target."""
     if reference == "#":
         return root
     if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -36,7 +36,7 @@ def resolve(root: Any, reference: Any) -> Any | None:
 
 
 def type_matches(value: Any, kinds: Any) -> bool:
-    """Whether a value has the `type`, or one of the types, of a schema."""
+    """Return whether a value has the `type`, or one of the types, of a schema."""
     names = kinds if isinstance(kinds, list) else [kinds]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number" in names or ("integer" in names and (isinstance(value, int) or value.is_integer()))
@@ -44,7 +44,7 @@ def type_matches(value: Any, kinds: Any) -> bool:
 
 
 def equals(left: Any, right: Any) -> bool:
-    """JSON equality: 1 and 1.0 are equal, 1 and true are not."""
+    """Compare two values as JSON does: 1 equals 1.0 but not true."""
     return bool(left == right) and json.dumps(_canonical(left), sort_keys=True) == json.dumps(
         _canonical(right), sort_keys=True
     )
@@ -107,17 +107,15 @@ def _apart(root: Any, left: dict[str, Any], right: dict[str, Any]) -> bool:
         return False
     mine, other = _required(left), _required(right)
     for name in mine & other:
-        ours, theirs = (
-            _values(_resolved(root, _properties(left).get(name))),
-            _values(_resolved(root, _properties(right).get(name))),
-        )
+        ours = _values(_resolved(root, _properties(left).get(name)))
+        theirs = _values(_resolved(root, _properties(right).get(name)))
         if ours is not None and theirs is not None and not any(equals(a, b) for a in ours for b in theirs):
             return True
     return _lacks(right, mine) or _lacks(left, other)
 
 
 def _lacks(schema: dict[str, Any], names: frozenset[str]) -> bool:
-    """Whether the object may not have one of `names` at all."""
+    """Return whether the schema forbids at least one of the properties `names`."""
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     return closed and not names <= _properties(schema).keys()
 

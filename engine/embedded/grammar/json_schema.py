@@ -1,12 +1,14 @@
-"""A JSON schema made fit for xgrammar, or refused: nothing it asks for is ever silently left out.
+"""Prepare a JSON schema for xgrammar, or reject it: no constraint is ever silently ignored.
 
-xgrammar ignores what it does not know and much that stands beside `$ref`, `enum` or `anyOf`. `prepare` walks the schema first:
+xgrammar ignores unknown keywords and many keywords next to `$ref`, `enum` or `anyOf`. `prepare` walks the schema first:
 
-- annotations (`title`, `default`, `x-…`, unknown keywords) are dropped, and so are keywords that cannot apply to the stated `type`;
-- `not`, `if`/`then`/`else`, `dependent*`, `uniqueItems`, `contains`, `multipleOf` of a number, several `allOf` branches, `oneOf` branches
-  that may overlap, references outside the schema, and combinations xgrammar would enforce only in part, are refused by name;
-- objects are closed as in OpenAI's strict mode unless `additionalProperties` opens them; an object without any `properties` and an array
-  without `items` are free. Properties come in the order of the schema. A `pattern` describes the whole string.
+- It drops annotations (`title`, `default`, `x-...`, unknown keywords) and keywords that cannot apply to the `type`.
+- It rejects by name what xgrammar would not fully enforce: `not`, `if`/`then`/`else`, `dependent*`, `uniqueItems`,
+  `contains`, `multipleOf` of a number, several `allOf` branches, `oneOf` branches that may overlap, references outside
+  the schema, and some combinations of keywords.
+- It closes objects, as OpenAI's strict mode does, unless `additionalProperties` opens them. An object without
+  `properties` and an array without `items` are free. Properties come in the order of the schema. A `pattern` describes
+  the whole string.
 
 The result accepts a subset of what the schema accepts.
 """
@@ -22,18 +24,18 @@ from engine.embedded.grammar.json_disjoint import disjoint, equals, resolve, typ
 Schema = dict[str, Any]
 
 FORMATS = frozenset(
-    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer", "time", "uri",
-     "uri-reference", "uri-template", "uuid")
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+     "time", "uri", "uri-reference", "uri-template", "uuid")
 )  # fmt: skip
-_REFUSED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains", "maxContains",
-            "additionalItems", "$dynamicRef", "$recursiveRef")  # fmt: skip
+_REFUSED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains",
+            "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef")  # fmt: skip
 _COMBINATORS = ("anyOf", "oneOf", "allOf")
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "array": ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"),
-    "object": ("properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
-               "minProperties", "maxProperties"),
+    "object": ("properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties",
+               "propertyNames", "minProperties", "maxProperties"),
     "boolean": (),
     "null": (),
 }  # fmt: skip
@@ -46,17 +48,21 @@ _ASSERTIONS = (
     *(keyword for family in _FAMILIES.values() for keyword in family),
 )
 _MAX_COUNT = 2**31 - 1
-# xgrammar's own rule for bounded strings lets raw control characters through, which is not JSON. This pattern excludes them; U+10FFFF, a
-# noncharacter, makes xgrammar expand it into counted repetition, which is much faster to follow than the automaton of an ASCII pattern.
+# xgrammar's own rule for bounded strings allows raw control characters, which JSON forbids. This pattern excludes them.
+# The noncharacter U+10FFFF makes xgrammar expand it to counted repetition, which is much faster to follow than the
+# automaton of an ASCII pattern.
 _BOUNDED = '^[^"\\\\\\x00-\\x1f\U0010ffff]{%d,%s}$'
 
 
 class UnsupportedSchemaError(ValueError):
-    """The schema cannot be enforced as it is written; the message says what and where."""
+    """The schema cannot be enforced as written; the message says what and where."""
 
 
 def prepare(text: str, is_exact: Callable[[str], bool]) -> str:
-    """The schema to hand to xgrammar. `is_exact` says whether xgrammar enforces a pattern in full. Raises UnsupportedSchemaError."""
+    """Return the schema to pass to xgrammar. `is_exact` tells whether xgrammar fully enforces a pattern.
+
+    Raises UnsupportedSchemaError.
+    """
     try:
         root = json.loads(text, parse_constant=_no_constant)
         return json.dumps(_Preparation(root, is_exact).run())
@@ -81,9 +87,8 @@ class _Preparation:
         if schema is True:
             return {}
         if not isinstance(schema, dict):
-            raise UnsupportedSchemaError(
-                f"{path}: {'a false schema matches nothing' if schema is False else 'a schema must be an object'}"
-            )
+            reason = "a false schema matches nothing" if schema is False else "a schema must be an object"
+            raise UnsupportedSchemaError(f"{path}: {reason}")
         for keyword in _REFUSED:
             if keyword in schema:
                 raise UnsupportedSchemaError(f"{path}: {keyword} is not supported")
@@ -114,8 +119,10 @@ class _Preparation:
         return kinds[0] if kinds else None
 
     def _reference(self, reference: Any, path: str) -> Schema:
-        """Every target gets a definition with a name of our own: xgrammar does not decode JSON pointers, and where the root refers to
-        itself, it masks tokens that end an inner one and go on.
+        """Point to a definition under a new name.
+
+        xgrammar does not decode JSON pointers, and if the root refers to itself, it wrongly masks tokens that end an
+        inner occurrence and continue.
         """
         target = resolve(self._root, reference)
         if target is None:
@@ -190,8 +197,9 @@ class _Preparation:
             raise UnsupportedSchemaError(f"{path}: pattern must be a string")
         if not self._is_exact(pattern):
             raise UnsupportedSchemaError(
-                f"{path}: the pattern cannot be enforced inside a JSON string; it must be ASCII, without look-around, back-references and "
-                "word boundaries, with anchors only around the whole, and must not require quotes, backslashes or control characters"
+                f"{path}: the pattern cannot be enforced inside a JSON string; it must be ASCII, without look-around, "
+                "back-references and word boundaries, with anchors only around the whole, and must not require quotes, "
+                "backslashes or control characters"
             )
         return pattern
 
@@ -236,9 +244,8 @@ class _Preparation:
                     name: self._schema(value, f"{path}/{keyword}/{name[:64]}") for name, value in own[keyword].items()
                 }
         if own.get("patternProperties"):
-            own["patternProperties"] = {
-                self._pattern(name, path): value for name, value in own["patternProperties"].items()
-            }
+            patterns = own["patternProperties"]
+            own["patternProperties"] = {self._pattern(name, path): value for name, value in patterns.items()}
         if "propertyNames" in own:
             own["propertyNames"] = {"type": "string", **self._schema(own["propertyNames"], f"{path}/propertyNames")}
         own["additionalProperties"] = (
@@ -247,18 +254,16 @@ class _Preparation:
         return own
 
     def _check_names(self, own: Schema, named: Sequence[str], additional: Any, path: str) -> None:
-        """Names that several keywords constrain at once are refused; names that are only `required` become properties."""
+        """Reject names that several keywords constrain at once; names that are only `required` become properties."""
         required = own.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(f"{path}: required must be an array of strings")
         missing = [name for name in required if name not in own.get("properties", {})]
-        if (
-            len(named) > 1
-            or (missing and named not in ([], ["properties"]))
-            or len(own.get("patternProperties", {})) > 1
-        ):
+        unnamed = missing and named not in ([], ["properties"])
+        if len(named) > 1 or unnamed or len(own.get("patternProperties", {})) > 1:
             raise UnsupportedSchemaError(
-                f"{path}: properties or required with patternProperties or propertyNames, or several patterns, are not supported"
+                f"{path}: properties or required with patternProperties or propertyNames, or several patterns, "
+                "are not supported"
             )
         if "patternProperties" in named and additional is not False and "additionalProperties" in own:
             raise UnsupportedSchemaError(f"{path}: patternProperties with additionalProperties is not supported")
@@ -271,7 +276,7 @@ class _Preparation:
 
 
 def _narrowed(branch: Any, kind: Any, path: str) -> Any:
-    """A branch of a combinator that has `type` beside it."""
+    """Return a branch of a combinator with the `type` that stands next to the combinator."""
     if not isinstance(branch, dict) or branch.get("type", kind) != kind:
         raise UnsupportedSchemaError(f"{path}: its type differs from the one beside the combinator")
     return {**branch, "type": kind}

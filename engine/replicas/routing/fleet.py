@@ -2,26 +2,28 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
-from engine.replicas.pool import ReplicaPool
-from engine.replicas.publisher.zmq_channel import of_rank
+from engine.replicas.pool import PoolObserver, ReplicaPool
+from engine.replicas.publisher.zmq_sink import of_rank
+from engine.replicas.routing.events import CacheEvent
 from engine.replicas.routing.index import PrefixIndex
 from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.policy import Policy
-from engine.replicas.routing.replica import Learner, RoutedReplica, RoutingObserver
+from engine.replicas.routing.replica import RoutedReplica
 from engine.replicas.routing.sessions import Sessions
-from engine.replicas.routing.subscriber import Subscriber
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
 
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where replicas publish their KV events: one endpoint for each fixed URL in their order, or the URL's host with these ports."""
+    """Where replicas publish their KV events: an endpoint for each fixed URL, or its host with these ports."""
 
     endpoints: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
@@ -32,7 +34,10 @@ class EventSources:
     topic: str = ""
 
     def of(self, url: str, place: int | None) -> tuple[str, str]:
-        """Return endpoint and replay endpoint of the replica at `url`, the one of this `place` in the settings; empty for none."""
+        """Return endpoint and replay endpoint of the replica at `url`, empty for none.
+
+        `place` is that of its URL among the fixed ones, if it is one.
+        """
         if place is not None and self.endpoints:
             return self.endpoints[place], self.replays[place] if self.replays else ""
         host = urlsplit(url).hostname or ""
@@ -43,13 +48,29 @@ class EventSources:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt: its tokens, up to its first image, and which requests may share blocks with it."""
+    """What a router knows of a prompt: its tokens up to the first image, and which requests may share its blocks."""
 
     tokens: Sequence[int] = ()
     namespace: tuple[str, str] = ("", "")
     """Cache salt and LoRA adapter."""
     count: int = UNKNOWN_TOKENS
     """Tokens of the whole prompt, as far as known."""
+
+
+class RoutingObserver(PoolObserver, Protocol):
+    """Counts requests. Replicas are numbers."""
+
+    def answered(self, replica: int, outcome: str) -> None:
+        """An attempt has ended: ok, error, refused, unreachable, lost (in the middle of its answer) or cancelled."""
+
+    def chosen(self, replica: int, prompt: int, overlap: int, seconds: float) -> None:
+        """A replica was chosen in `seconds`; its cache has `overlap` of the `prompt` tokens known of the request."""
+
+    def tokenised(self, seconds: float) -> None:
+        """A prompt was rendered and tokenised."""
+
+    def affine(self) -> None:
+        """A request goes where its session is."""
 
 
 class Fleet(ReplicaPool[RoutedReplica]):
@@ -68,6 +89,8 @@ class Fleet(ReplicaPool[RoutedReplica]):
         super().__init__(addresses, attempts, observer)
         self.observer = observer
         self.index = PrefixIndex()
+        self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
+        """By number, which a replica may inherit from one that has left."""
         self._sources = sources
         self._policy = policy
         self._headers = headers
@@ -80,7 +103,10 @@ class Fleet(ReplicaPool[RoutedReplica]):
         return any(replica.available for replica in self.replicas)
 
     def assign(self, prompt: RoutedPrompt, session: str) -> Iterator[tuple[RoutedReplica, Assignment]]:
-        """Yield replicas for a request, each when the one before has failed, with the work assigned to it, which the caller ends."""
+        """Yield replicas for a request, each when the one before has failed, and the work assigned to it.
+
+        The caller ends the work.
+        """
         overlap = 0
 
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
@@ -112,7 +138,7 @@ class Fleet(ReplicaPool[RoutedReplica]):
     def _new(self, url: str) -> RoutedReplica:
         taken = {replica.number for replica in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
-        replica = RoutedReplica(number, url, self.index, self.observer, self._headers)
+        replica = RoutedReplica(number, url, self._headers)
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
@@ -127,13 +153,19 @@ class Fleet(ReplicaPool[RoutedReplica]):
         return replica
 
     async def _learn(self, replica: RoutedReplica, endpoint: str, replay: str) -> None:
-        """Listen to the replica's first rank, and to the others once it says that it has some. Blocks of any rank count as the replica's."""
+        """Listen to the replica's first rank, and to the others once it says that it has some.
+
+        Blocks of any rank count as the replica's.
+        """
+
+        counts = self.event_counts[replica.number]
+
+        def apply(event: CacheEvent) -> None:
+            counts.unattached += self.index.apply(replica.number, event)
 
         def listen(rank: int) -> Coroutine[Any, Any, None]:
-            learner = Learner(replica.number, rank, self.index, self.observer)
-            return Subscriber(
-                of_rank(endpoint, rank), of_rank(replay, rank) if replay else "", self._sources.topic, learner
-            ).run()
+            of_replay = of_rank(replay, rank) if replay else ""
+            return Subscriber(of_rank(endpoint, rank), of_replay, self._sources.topic, rank, apply, counts).run()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(listen(0))

@@ -1,7 +1,7 @@
 """Which replica has which prefixes in its KV cache, learnt from its events.
 
-A block is known by our key for it (`block_keys`), which names a whole prefix whatever hashes the replicas use. For each key there is the
-set of replicas that have the block, as the bits of a number.
+A block is known by our key for it (`block_keys`), which names a whole prefix whatever hashes the replicas use. For each
+key there is the set of replicas that have the block, as the bits of a number.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.keys: dict[Hashable, int] = {}
-        """By the replica's own hash, oldest first: on the device of the first rank the number alone, else (tier, number)."""
+        """By the replica's own hash, oldest first: a number in the first rank's device memory, else (tier, number)."""
         self.shared: dict[int, int] = {}
         """For each key that the replica has under several hashes, how many more than one."""
         self.size = 0
@@ -70,7 +70,7 @@ class PrefixIndex:
             self._drop(replica, blocks, name)
 
     def overlaps(self, tokens: Sequence[int], namespace: tuple[str, str] = ("", "")) -> dict[int, int]:
-        """For each replica that has the start of a prompt, return how many of its tokens: whole blocks, from the first one on."""
+        """Return how many tokens of a prompt each replica has: whole blocks, from the first one on."""
         found: dict[int, int] = {}
         for size in self.block_sizes:
             mask = sum(1 << replica for replica, blocks in self._replicas.items() if blocks.size == size)

@@ -1,9 +1,9 @@
-"""How busy the replicas are, as far as the router that gave them their work knows."""
+"""How busy the replicas are, as far as the router knows: by the work that it gave them."""
 
 from dataclasses import dataclass
 
 DECODING_SHARE = 1 / 8
-"""Weight of a token in the KV cache of a running request, which each step reads, beside a token that is still to be computed."""
+"""Weight of a token in a running request's KV cache, which each step reads, beside a token still to be computed."""
 UNKNOWN_TOKENS = 256
 """Assumed length of a prompt that the router has not tokenised."""
 
@@ -14,7 +14,7 @@ class Load:
 
     requests: int = 0
     prefilling: int = 0
-    """Prompt tokens that it was asked to compute, of requests of which nothing has come yet."""
+    """Prompt tokens to be computed, of requests that have not been answered."""
     held: int = 0
     """Prompt tokens of all its requests."""
 
@@ -25,13 +25,15 @@ class Load:
 
 
 class Assignment:
-    """One request at a replica, from `begin` to `end`; `answered` in between, once its first byte has come."""
+    """The work of one request at a replica, until `end`; less from `answered` on, when its first byte has come."""
 
     __slots__ = ("_ended", "_load", "_prefilling", "_prompt")
 
     def __init__(self, load: Load, prompt: int, overlap: int) -> None:
-        """`overlap`: how many of the `prompt` tokens need not be computed."""
-        self._load, self._prompt, self._prefilling = load, prompt, prompt - overlap
+        """`overlap` of the `prompt` tokens need not be computed."""
+        self._load = load
+        self._prompt = prompt
+        self._prefilling = prompt - overlap
         self._ended = False
         load.requests += 1
         load.prefilling += self._prefilling

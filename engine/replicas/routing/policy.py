@@ -1,4 +1,4 @@
-"""Which replica a request goes to: what it would have to compute there, weighed against what the replica has to do already."""
+"""The choice of a replica: what it would have to compute, weighed against the work that it has already."""
 
 import math
 import random
@@ -23,9 +23,11 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Policy:
-    """`kv`: cost is weight x tokens to compute + the replica's work in tokens; `least_loaded` leaves the overlap out; `round_robin` both.
+    """Chooses by cost, or in turn.
 
-    Of equals the one that has fewer requests, then one at random. With a `temperature` costs make probabilities: 0 takes the cheapest.
+    `kv`: cost is weight x tokens to compute + the replica's work in tokens. `least_loaded`: the work alone.
+    `round_robin`: in turn. Of equal costs the replica with fewer requests wins, then one at random. With a
+    `temperature` above 0 costs become probabilities.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Policy:
         self._random = random.Random(seed)
 
     def choose(self, candidates: Sequence[C], prompt: int, overlaps: Mapping[int, int]) -> C:
-        """Return one of at least one candidate. `overlaps` are how many of the `prompt` tokens each replica has, by number."""
+        """Return one of the candidates. `overlaps` says how many of the `prompt` tokens each replica has, by number."""
         if self.name == "round_robin":
             return min(candidates, key=lambda candidate: (candidate.last_asked, candidate.number))
         costs = [self._cost(candidate, prompt, overlaps) for candidate in candidates]

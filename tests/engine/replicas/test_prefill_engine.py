@@ -1,4 +1,4 @@
-"""Prefill elsewhere, decode here: a decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
+"""A decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
 
 import asyncio
 import json

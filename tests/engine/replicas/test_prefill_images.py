@@ -1,4 +1,4 @@
-"""Prompts with images, prefilled elsewhere: what goes to which replica, and what becomes of it when the KV blocks are lost."""
+"""Prompts with images, prefilled elsewhere: what goes to which replica, and what happens if the KV blocks are lost."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""The end of a lease and the first delta of the engine here may come in any order and at once: no token is said twice, none is lost."""
+"""The end of a lease and the local engine's first delta may come in any order: no token is repeated or lost."""
 
 import asyncio
 from collections.abc import AsyncIterator

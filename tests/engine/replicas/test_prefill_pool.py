@@ -1,4 +1,4 @@
-"""Who is asked: circuit breaker, remembered prefixes, choice by cost, discovery; and the frames of an answer."""
+"""Which prefill replica is asked: remembered prefixes and choice by cost; probes, and the frames of an answer."""
 
 import asyncio
 import gzip
@@ -16,8 +16,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.errors import EngineFailure, EngineUnavailable
 from engine.replicas import ask as client
-from engine.replicas import pool as pool_module
-from engine.replicas.breaker import LONGEST_PAUSE, Breaker
 from engine.replicas.prefill_pool import PrefillPool, Prefixes, prompt_keys
 from protocol.frames import Frame, FrameReader, frame
 from protocol.internal import PrefillInfo
@@ -25,7 +23,6 @@ from server.metrics.peers import PeerMetrics
 from tests.support.disaggregated import (
     INFO,
     SECRET,
-    Seen,
     all_of,
     answer_of,
     bare_peer,
@@ -35,23 +32,6 @@ from tests.support.disaggregated import (
     request,
     tokens_of,
 )
-
-
-def test_the_breaker_waits_longer_after_each_failure_until_a_success() -> None:
-    now = 0.0
-    breaker = Breaker(lambda: now)
-    assert breaker.pause == 0
-    pauses = []
-    for _ in range(12):
-        breaker.fail()
-        breaker.fail()  # of another request, meanwhile
-        pauses.append(breaker.pause)
-        now += breaker.pause
-        assert breaker.pause == 0
-    assert pauses[0] < 1 and pauses[3] > 3 * pauses[0] and max(pauses) <= 1.2 * LONGEST_PAUSE
-    breaker.succeed()
-    breaker.fail()
-    assert breaker.pause < 1, "from the beginning"
 
 
 def test_block_keys_name_whole_prefixes() -> None:
@@ -202,34 +182,3 @@ async def test_a_peer_that_is_gone_leaves_no_series(
             await pool.close()
     page = generate_latest(registry).decode()
     assert url not in page and "http://staying" in page
-
-
-async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
-    addresses: list[str] | None = ["127.0.0.1", "::1"]
-
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
-        assert host == "prefill"
-        if addresses is None:
-            raise socket.gaierror("try again")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    pool = PrefillPool(["dns+http://prefill:1", "http://10.0.0.1:2"], SECRET, 1, Seen())
-    monkeypatch.setattr(pool_module, "FIRST_PROBE_SECONDS", 0.1)
-    await pool.start()
-
-    async def until(urls: set[str]) -> None:
-        async with asyncio.timeout(2):
-            while {replica.url for replica in pool.replicas} != urls:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    try:
-        await until({"http://127.0.0.1:1", "http://[::1]:1", "http://10.0.0.1:2"})
-        addresses = ["127.0.0.2"]
-        await until({"http://127.0.0.2:1", "http://10.0.0.1:2"})
-        addresses = None
-        await asyncio.sleep(0.2)
-        assert pool.counts == (2, 0) and not pool.healthy(INFO), "what was known last stays"
-    finally:
-        await pool.close()

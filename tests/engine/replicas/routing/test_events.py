@@ -1,4 +1,4 @@
-"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages, goes and comes back."""
+"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages and restarts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.replicas.routing import subscriber
-from engine.replicas.routing.events import SEQUENCE, ClearedEvent, RemovedEvent, StoredEvent, decode
-from engine.replicas.routing.subscriber import Subscriber
-from tests.support.routing import Seen, Sender, stored
+from engine.replicas.routing.events import SEQUENCE, CacheEvent, ClearedEvent, RemovedEvent, StoredEvent, decode
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
+from tests.support.routing import Sender, stored
 
 
 def payload(*events: Any, rank: int | None = 0) -> bytes:
@@ -93,10 +93,26 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     assert all(isinstance(event, StoredEvent | RemovedEvent | ClearedEvent) for event in events)
 
 
+class Seen:
+    """The events of a publisher since it began."""
+
+    def __init__(self) -> None:
+        self.events: list[CacheEvent] = []
+        self.counts = EventCounts()
+        self.restarts = 0
+
+    def apply(self, event: CacheEvent) -> None:
+        if event == ClearedEvent():
+            self.restarts += 1
+            self.events.clear()
+        self.events.append(event)
+
+
 @asynccontextmanager
 async def following(sender: Sender, replays: bool = True) -> AsyncIterator[Seen]:
     seen = Seen()
-    task = asyncio.create_task(Subscriber(sender.endpoint, sender.replay if replays else "", "", seen).run())
+    subscriber = Subscriber(sender.endpoint, sender.replay if replays else "", "", 0, seen.apply, seen.counts)
+    task = asyncio.create_task(subscriber.run())
     try:
         yield seen
     finally:
@@ -125,8 +141,8 @@ async def test_what_was_said_before_is_asked_for(sender: Sender) -> None:
         await sender.subscribed()
         await sender.send(stored([5]))
         await hashes_seen(seen, [0, 1, 2, 3, 4, 5])
-    assert seen.counts["replayed"] == 5
-    assert not seen.counts["gap"]
+    assert seen.counts.replayed == 5
+    assert not seen.counts.gaps
 
 
 async def test_a_gap_is_closed_in_order(sender: Sender) -> None:
@@ -138,7 +154,7 @@ async def test_a_gap_is_closed_in_order(sender: Sender) -> None:
         await sender.send(stored([2]), lost=True)
         await sender.send(stored([3]))
         await hashes_seen(seen, [0, 1, 2, 3])
-    assert seen.counts["gap"] == 2
+    assert seen.counts.missed == 2
 
 
 async def test_a_last_message_that_was_lost_is_noticed(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +178,7 @@ async def test_a_publisher_that_is_back_begins_anew() -> None:
             await second.send(stored([number]))
         await hashes_seen(seen, [10, 11, 12, 13])
         await second.close()
-    assert seen.counts["restarted"] == 2
+    assert seen.restarts == 2
 
 
 async def test_without_a_replay_it_goes_on_after_a_gap() -> None:
@@ -173,7 +189,7 @@ async def test_without_a_replay_it_goes_on_after_a_gap() -> None:
         await sender.send(stored([1]), lost=True)
         await sender.send(stored([2]))
         await hashes_seen(seen, [0, 2])
-        assert seen.counts["gap"] == 1
+        assert seen.counts.missed == 1
     await sender.close()
 
 
@@ -199,4 +215,4 @@ async def test_nonsense_is_counted_and_passed_over(sender: Sender) -> None:
         sender.number = 2
         await sender.send(stored([2]))
         await hashes_seen(seen, [0, 2])
-    assert seen.counts["malformed"] == 3
+    assert seen.counts.malformed == 3

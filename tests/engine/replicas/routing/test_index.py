@@ -14,10 +14,8 @@ from engine.fake.engine import FakeEngine
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
 from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 from engine.replicas.routing.index import PrefixIndex
-from engine.replicas.routing.replica import Learner
-from engine.replicas.routing.subscriber import Subscriber
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
 from tests.support.disaggregated import all_of, request
-from tests.support.routing import Seen
 
 SIZE = 2
 Path = tuple[tuple[str, str], tuple[int, ...]]
@@ -164,19 +162,25 @@ async def test_it_agrees_with_the_engine_after_many_requests(seed: int) -> None:
     await engine.start()
     publisher = Publisher(engine, PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     publisher.start()
-    channel, index, seen = publisher.ranks[0].channel, PrefixIndex(), Seen()
-    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint or "", "", Learner(3, 0, index, seen))
+    channel = publisher.zmq.channels[0]
+    index = PrefixIndex()
+    unattached: list[int] = []
+
+    def apply(event: CacheEvent) -> None:
+        unattached.append(index.apply(3, event))
+
+    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint, "", 0, apply, EventCounts())
     following = asyncio.create_task(subscriber.run())
     try:
         prompts = await _ask(engine, rng)
-        await asyncio.sleep(0.05)  # for the publisher to take the last events
-        await _settled(publisher, engine, subscriber)
-        for prompt, salt in prompts[-60:]:
-            blocks = engine._blocks.open((*prompt, 3), salt, ())
-            expected = len(blocks.keys) * config.block_size
-            blocks.release()
-            assert index.overlaps(prompt, (salt, "")).get(3, 0) == expected
-        assert not seen.counts["unattached"]
+        for number, (prompt, salt) in enumerate(prompts[-60:]):
+            await _settled(publisher, subscriber)
+            wanted = replace(request(f"again{number}", (*prompt, 3), max_tokens=1), cache_salt=salt)
+            foretold = index.overlaps(prompt, (salt, "")).get(3, 0)
+            report = (await all_of(engine, wanted))[0].prompt
+            assert report is not None
+            assert report.cached_tokens == foretold
+        assert not any(unattached)
     finally:
         following.cancel()
         await asyncio.wait([following])
@@ -197,10 +201,10 @@ async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, 
     return prompts
 
 
-async def _settled(publisher: Publisher, engine: FakeEngine, subscriber: Subscriber) -> None:
-    """Everything that the engine has said has come."""
+async def _settled(publisher: Publisher, subscriber: Subscriber) -> None:
+    """Return when no events have come for a moment, and all that were published have arrived."""
+    published = -1
     async with asyncio.timeout(10):
-        while (  # noqa: ASYNC110
-            any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence
-        ):
-            await asyncio.sleep(0.05)
+        while published != publisher.ranks[0].messages or subscriber.expected < published:
+            published = publisher.ranks[0].messages
+            await asyncio.sleep(0.02)
