@@ -1,4 +1,4 @@
-"""The application: what it has, in order."""
+"""The application, as a list of what it has."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
-from routers import health, metrics, server_info, version
+from routers import operations
 from server import __version__
 from server.compose.model import served_name
 from server.http import errors, openapi
@@ -21,11 +21,9 @@ from server.settings import Settings
 if TYPE_CHECKING:
     from server.http.tracing import Tracing
 
-OPERATIONS = (health.router, metrics.router, server_info.router, version.router)
-
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
-    """The application of one API process; several share their metrics in `metrics_folder`."""
+    """Return the application of one API process; several share their metrics in `metrics_folder`."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder)
     tracing = _tracing(settings, server_metrics)
     app = FastAPI(
@@ -37,7 +35,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (*role_of(settings).routers(), *OPERATIONS):
+    for router in (*role_of(settings).routers(), operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
         openapi.install(app)
@@ -57,7 +55,7 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
 
 
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
-    """Innermost first."""
+    """Add the middleware, innermost first."""
     app.add_middleware(GateMiddleware)
     http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
-from routers.state import HttpOptions, Replica, State
+from routers.state import HttpOptions, ReplicaState, State
 from server import __version__
 from server.compose.composition import Composition
-from server.compose.encoders import add_encoders
+from server.compose.encoders import add_encode_service
 from server.compose.engine import add_engine
 from server.compose.model import model_folder, served_name
 from server.compose.routing import add_router
@@ -24,7 +24,7 @@ from server.process.logs import one_line
 from server.roles import role_of
 from server.settings import Settings
 
-COMPOSERS = {"engine": add_engine, "encoder": add_encoders, "router": add_router}
+COMPOSERS = {"engine": add_engine, "encoder": add_encode_service, "router": add_router}
 """What makes the core of a replica, by `Role.core`."""
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def make_lifespan(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
         role = role_of(settings)
-        replica = Replica(served_name(settings), role.entrance, role.has_engine)
+        replica = ReplicaState(served_name(settings), role.entrance)
         health = Health(settings, role, metrics, replica)
         composition = Composition(settings, role, replica, metrics, health, AsyncExitStack())
         async with (

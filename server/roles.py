@@ -100,9 +100,10 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import chat, completions, models, tokenize  # noqa: PLC0415
+    from routers import models, tokenize  # noqa: PLC0415
+    from routers.endpoints import ENDPOINTS  # noqa: PLC0415
 
-    return chat.router, completions.router, models.router, tokenize.router
+    return *(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router
 
 
 def _prefill() -> tuple[APIRouter, ...]:

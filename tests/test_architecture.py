@@ -23,7 +23,7 @@ HOMES = {
     "starlette": ("server", "routers"),
     "sse_starlette": ("server", "routers"),
     "uvicorn": ("server", "routers"),
-    "prometheus_client": ("server", "routers/metrics.py", "multimodal/metrics.py"),
+    "prometheus_client": ("server", "routers/operations.py", "multimodal/metrics.py"),
     "prometheus_fastapi_instrumentator": ("server",),
     "pydantic_settings": ("server/settings", "server/cli.py"),
     "zmq": ("engine",),
@@ -42,7 +42,6 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
     "server/settings/environment.py": "beside pydantic-settings",
-    "engine/process/child.py": "passes it to child processes, with thread settings that must be set before they start",
 }
 # Class names that still mean several things: to be emptied.
 DOUBLES = {

@@ -31,10 +31,7 @@ class BackendPrompts:
         self._encoder = encoder
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        check_count(refs, self._max_images)
-        ids = await tokenise(text)
-        if not choices:
-            return Prompt(ids)
+        ids = await self.tokens(text, refs, tokenise)
         media = await all_of(self._load(ref) for ref in refs)
         if self._encoder is None or choices > 1:  # an encoding can be read once
             return Prompt(ids, MediaFiles(text, tuple(media)))
@@ -45,6 +42,10 @@ class BackendPrompts:
             raise RequestError(str(error), "messages", "invalid_image") from error
         assert isinstance(encoding, Encoding), "the backend's own"
         return Prompt(ids, encoding)
+
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        check_count(refs, self._max_images)
+        return await tokenise(text)
 
     async def aclose(self) -> None:
         await self._loader.aclose()

@@ -56,6 +56,9 @@ class EncodedPrompts:
         ids = await tokenise(self._expanded(text, media))
         return Prompt(ids, MediaSpans(self._spans(ids, media)))
 
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        return (await self.prompt(text, refs, tokenise, 1)).ids
+
     async def aclose(self) -> None:
         await self._loader.aclose()
 

@@ -1,4 +1,4 @@
-"""What prompts come to, and the seam for images in them."""
+"""What prompts become, and the seam for images in them."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.media import PromptMedia
 from multimodal.text.messages import MediaRef
 
 Tokenise = Callable[[str], Awaitable[list[int]]]
-"""Token ids of a prompt's text, within the limits of its request."""
+"""Return the token ids of a prompt's text, within the limits of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Prompt:
 
 
 class MediaPrompts(Protocol):
-    """What a model that takes images does with a rendered chat that has some."""
+    """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -28,9 +28,11 @@ class MediaPrompts(Protocol):
         ...
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        """The prompt of a chat that the template has rendered as `text`, for so many requests to the engine; none if its tokens are wanted
-        alone. Raises RequestError and what encoding raises.
-        """
+        """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
+        ...
+
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        """Return the token ids of that prompt, as far as they are known before the engine."""
         ...
 
     async def aclose(self) -> None: ...

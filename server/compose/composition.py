@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.health.readiness import Health
 from server.metrics.page import ServerMetrics
 from server.roles import Role
@@ -23,7 +23,7 @@ class Composition:
 
     settings: Settings
     role: Role
-    replica: Replica
+    replica: ReplicaState
     metrics: ServerMetrics
     health: Health
     stack: AsyncExitStack

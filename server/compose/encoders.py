@@ -4,6 +4,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
@@ -24,26 +25,40 @@ from server.settings import Settings
 log = logging.getLogger(__name__)
 
 
-async def add_encoders(to: Composition, folder: Path | None) -> Failed:
-    """Start what encodes images, if there is anything to encode here, and give it to the replica: for chats, or for
-    other replicas.
+class Encoders(NamedTuple):
+    """What encodes images, if anything does: for chats here, and, as a service, for other replicas."""
+
+    encoder: Encoder | None
+    service: EncodeService | None
+
+
+async def add_encode_service(to: Composition, folder: Path | None) -> Failed:
+    """Start what encodes images for other replicas, and does nothing else."""
+    to.replica.service = (await start_encoders(to, folder)).service
+    return never
+
+
+async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
+    """Start what encodes images, if there is anything to encode here: for chats, or for other replicas.
+
+    Raises EngineFailure if there is nothing else that this replica could do.
     """
     encoder = _encoder(to, folder)
-    if encoder is not None:
-        if to.settings.encode_urls:
-            to.replica.loading = "The model is loading, or no encode replica answers."
-        to.stack.push_async_callback(encoder.close)
-        await encoder.start()
-    if not to.role.serves_encodings:
-        to.replica.encoder = encoder
-    elif encoder is not None:
-        service = to.replica.encoding = _service(to, encoder)
-        to.stack.push_async_callback(service.close)
+    if encoder is None:
         if not to.role.has_engine:
-            await _add_canary(to, service, encoder, folder)
-    elif not to.role.has_engine:
-        raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
-    return never
+            raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
+        return Encoders(None, None)
+    if to.settings.encode_urls:
+        to.replica.loading = "The model is loading, or no encode replica answers."
+    to.stack.push_async_callback(encoder.close)
+    await encoder.start()
+    if not to.role.serves_encodings:
+        return Encoders(encoder, None)
+    service = _service(to, encoder)
+    to.stack.push_async_callback(service.close)
+    if not to.role.has_engine:
+        await _add_canary(to, service, encoder, folder)
+    return Encoders(encoder, service)
 
 
 def _has_vision(settings: Settings, folder: Path | None) -> bool:

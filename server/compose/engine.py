@@ -19,9 +19,11 @@ from multimodal.sampling import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
+from routers.fields import FieldCheck
+from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
-from server.compose.encoders import add_encoders
+from server.compose.encoders import Encoders, start_encoders
 from server.compose.model import load_text, model_folder
 from server.compose.publishing import publish_events
 from server.compose.vision import image_prompts
@@ -35,7 +37,7 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     """Start the engine, and give the replica what answers requests by it. `folder` is None if the engine already runs
     at an address.
     """
-    settings, replica = to.settings, to.replica
+    settings = to.settings
     local, failed = await _open_engine(to, folder)
     to.health.check("engine", lambda: "" if local.healthy else "The engine is restarting, or does not answer.")
     engine = AdmissionEngine(_with_remote_prefill(to, local), settings.max_queue_size, settings.queue_timeout_seconds)
@@ -44,14 +46,17 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if settings.engine_address:  # once the engine there answers, whoever started it has the model ready
         await all_of(starting)
         folder, starting = await in_thread(partial(model_folder, settings)), []
-    text, *_ = await all_of([_load_text(to, folder), add_encoders(to, folder), *starting])
+    found = await all_of([_load_text(to, folder), start_encoders(to, folder), *starting])
+    text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
+    encoders: Encoders = found[1]
     await to.stack.enter_async_context(background(to.metrics.watch_engine(engine), "engine-statistics"))
     probe = engine_probe(local, prefill_only=to.role.prefill_only)
     await to.health.add_canary(probe, lambda: to.metrics.iteration, lambda: local.healthy, to.stack)
-    if text is not None:
-        replica.processor = _processor(to, engine, folder, *text)
     publish_events(to, engine)
-    replica.engine = engine
+    if text is None:
+        to.replica.service = PrefillService(engine=engine, encoding=encoders.service)
+    else:
+        to.replica.service = _chat_service(to, engine, folder, encoders, *text)
     return failed
 
 
@@ -101,18 +106,31 @@ async def _load_text(to: Composition, folder: Path | None) -> tuple[Tokenizer, C
     return await in_thread(partial(load_text, to.settings, folder)) if to.role.has_text else None
 
 
-def _processor(
-    to: Composition, engine: AdmissionEngine, folder: Path | None, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Processor:
-    images = to.replica.images = image_prompts(to, folder, tokenizer)
+def _chat_service(
+    to: Composition,
+    engine: AdmissionEngine,
+    folder: Path | None,
+    encoders: Encoders,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+) -> ChatService:
+    settings, name = to.settings, to.replica.model_name
+    images = image_prompts(to, folder, encoders, tokenizer)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
-    limits = {field.name: getattr(to.settings, field.name) for field in dataclasses.fields(Limits)}
-    return Processor(
+    limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
+    processor = Processor(
         engine,
         Prompts(tokenizer, template, images),
         Limits(**limits),
-        to.replica.model_name,
-        GenerationMetrics(to.metrics.registry, to.replica.model_name),
-        default_processors(to.settings),
+        name,
+        GenerationMetrics(to.metrics.registry, name),
+        default_processors(settings),
+    )
+    return ChatService(
+        engine=engine,
+        processor=processor,
+        fields=FieldCheck(name, strict=settings.strict_fields),
+        images=images,
+        encoder=encoders.encoder,
     )

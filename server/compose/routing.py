@@ -10,7 +10,7 @@ from engine.replicas.routing.fleet import EventSources, Fleet
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
 from multimodal.text.routed_prompts import RoutedPrompts
-from routers.state import RequestRouter
+from routers.state import RouterService
 from server.compose.composition import Composition, Failed, never
 from server.compose.model import load_text
 from server.metrics.routing import RoutingMetrics
@@ -31,7 +31,7 @@ async def add_router(to: Composition, folder: Path | None) -> Failed:
     to.health.check("replicas", lambda: "" if fleet.healthy else "No replica is ready.")
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
-    replica.router = RequestRouter(fleet, prompts, settings.session_header)
+    replica.service = RouterService(fleet=fleet, prompts=prompts, session_header=settings.session_header)
     return never
 
 

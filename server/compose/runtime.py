@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
-from routers.state import Replica
+from routers.state import ReplicaState
 from server import __version__
 from server.roles import role_of
 from server.settings import Settings
@@ -20,10 +20,10 @@ _HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
 """Ends of the names of settings whose values are not shown: they may hold secrets or addresses of other machines."""
 
 
-def runtime_of(settings: Settings, replica: Replica) -> Runtime:
+def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
     """Return what is known now. Facts of the engine are None before it has started, and where there is none."""
     role = role_of(settings)
-    publishes = settings.publish_kv_events and replica.has_engine
+    publishes = settings.publish_kv_events and role.has_engine
     runtime = Runtime(
         role=role.name,
         backend=settings.engine if role.has_model else None,
@@ -32,7 +32,8 @@ def runtime_of(settings: Settings, replica: Replica) -> Runtime:
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
         versions=versions(),
     )
-    return runtime if replica.engine is None else runtime.model_copy(update=_facts(replica.engine.info))
+    engine = replica.engine
+    return runtime if engine is None else runtime.model_copy(update=_facts(engine.info))
 
 
 def shown_settings(settings: Settings) -> dict[str, object]:
@@ -69,7 +70,7 @@ def _facts(info: EngineInfo) -> dict[str, object]:
     }
 
 
-def _counts(replica: Replica) -> Mapping[str, tuple[int, int]]:
+def _counts(replica: ReplicaState) -> Mapping[str, tuple[int, int]]:
     return {name: count() for name, count in replica.peers.items()}
 
 

@@ -11,14 +11,17 @@ from multimodal.media.loader import MediaLoader
 from multimodal.text.prompt import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition
+from server.compose.encoders import Encoders
 from server.metrics.embedding_cache import watch_cache
 
 
-def image_prompts(to: Composition, folder: Path | None, tokenizer: Tokenizer) -> MediaPrompts | None:
+def image_prompts(
+    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
+) -> MediaPrompts | None:
     """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
     none.
     """
-    settings, replica = to.settings, to.replica
+    settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
@@ -28,11 +31,11 @@ def image_prompts(to: Composition, folder: Path | None, tokenizer: Tokenizer) ->
         allow_private=settings.media_allow_private,
         local_folder=settings.allowed_local_media_path,
     )
-    if replica.encoder is not None and not replica.encoder.info.needs_prompt:
-        hidden_size = replica.encoder.info.hidden_size
+    if encoder is not None and not encoder.info.needs_prompt:
+        hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         watch_cache(to.metrics.polled, cache)
-        return EncodedPrompts(replica.encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
+        return EncodedPrompts(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, replica.encoder)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder)
     return None

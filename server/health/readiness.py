@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from engine.kit.tasks import background
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.health.canary import OUTCOMES, Canary, Probe
 from server.health.watchdog import Watchdog
 from server.metrics.page import ServerMetrics
@@ -17,7 +17,7 @@ from server.settings import Settings
 class Health:
     """Checks that readiness depends on, by name, in the order in which they are added."""
 
-    def __init__(self, settings: Settings, role: Role, metrics: ServerMetrics, replica: Replica) -> None:
+    def __init__(self, settings: Settings, role: Role, metrics: ServerMetrics, replica: ReplicaState) -> None:
         self._settings = settings
         self._checks = replica.checks
         self._canaries = Counter(dict.fromkeys(OUTCOMES, 0))

@@ -1,4 +1,4 @@
-"""The environment variables of this process, which nothing else in `server` reads but pydantic-settings."""
+"""The environment variables of this process, which nothing else reads but pydantic-settings."""
 
 import os
 

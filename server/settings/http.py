@@ -79,9 +79,7 @@ class HttpSettings(BaseSettings):
         ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
         description="Comma-separated template variables that requests may set",
     )
-    strict_fields: bool = Field(
-        Limits.strict_fields, description="Refuse unknown request fields with 400 instead of ignoring them"
-    )
+    strict_fields: bool = Field(False, description="Refuse unknown request fields with 400 instead of ignoring them")
 
     @field_validator("api_processes", mode="after")
     @classmethod
