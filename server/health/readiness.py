@@ -43,10 +43,7 @@ class Health:
         """Send canary requests until `stack` is closed, if they are enabled, and make readiness depend on them."""
         if not self._settings.canary_seconds:
             return
-        canary = Canary(probe, activity, up, self._count)
+        canary = Canary(probe, activity, up, lambda outcome: self._canaries.update([outcome]))
         self.check("canary", canary.reason)
         run = canary.run(self._settings.canary_seconds, self._settings.canary_timeout_seconds)
         await stack.enter_async_context(background(run, "canary"))
-
-    def _count(self, outcome: str) -> None:
-        self._canaries[outcome] += 1

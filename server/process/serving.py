@@ -168,34 +168,17 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _announce(self, replica: ReplicaState) -> None:
-        at, name, seconds = (
-            f"{url_of(self.servers[0].sockets[0])}{replica.entrance}",
-            replica.model_name,
-            time.monotonic() - self._started,
-        )
         if isinstance(replica.service, RouterService):
-            log.info(
-                "ready: %s serves %s, by %d replicas; after %.1f s",
-                at,
-                name,
-                len(replica.service.fleet.replicas),
-                seconds,
-            )
-            return
-        if replica.engine is None:
-            log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)
-            return
-        info = replica.engine.info
-        log.info(
-            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once%s; after %.1f s",
-            at,
-            name,
-            info.context_length,
-            info.num_blocks * info.block_size,
-            info.max_num_seqs,
-            _computing(info),
-            seconds,
-        )
+            how = f"by {len(replica.service.fleet.replicas)} replicas"
+        elif replica.engine is None:
+            how = "images alone"
+        else:
+            info = replica.engine.info
+            how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+            how += f"{info.max_num_seqs} sequences at once{_computing(info)}"
+        url = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}"
+        seconds = time.monotonic() - self._started
+        log.info("ready: %s serves %s, %s; after %.1f s", url, replica.model_name, how, seconds)
 
 
 def _computing(info: EngineInfo) -> str:
