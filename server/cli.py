@@ -29,7 +29,7 @@ _ENVIRONMENT = {
     # would keep a gigabyte.
     "PILLOW_BLOCK_SIZE": "64m",
 }
-"""Defaults that libraries read when they are loaded, for this process and those that it starts."""
+"""Defaults of variables that libraries read when they are loaded, here and in the processes started from here."""
 
 log = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ class Role:
     entrance: str = "/v1"
     """Path of its requests: public under /v1, internal elsewhere."""
     core: Core = "engine"
-    """What its requests need, and what is composed (`server/lifespan.py`)."""
+    """What its requests need; chooses the composer (`server/lifespan.py`)."""
     has_text: bool = True
-    """Whether requests are text, which takes a tokenizer and a chat template."""
+    """Whether requests are text, so that it loads a tokenizer and a chat template."""
     prefill_only: bool = False
     """Whether requests end with the first token, their KV blocks kept for another replica."""
     remote_prefill: bool = False

@@ -1,4 +1,4 @@
-"""Settings to the publisher of KV-cache events, of which one API process of a replica has one."""
+"""Compose the publisher of KV-cache events, which runs in one API process of a replica."""
 
 import fcntl
 from contextlib import AsyncExitStack
@@ -39,7 +39,7 @@ def publish_events(to: Composition, engine: Engine) -> None:
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock
+    """Return whether this process publishes: the only one, or the first to lock a file in the shared `folder`. The lock
     ends with the process, so that its successor can publish.
     """
     if folder is None:

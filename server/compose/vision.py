@@ -1,4 +1,4 @@
-"""Settings to what puts media into prompts."""
+"""Compose what puts media into prompts."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from server.metrics.embedding_cache import watch_cache
 def image_prompts(
     to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
 ) -> MediaPrompts | None:
-    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
-    none.
+    """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
+    images.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(

@@ -34,11 +34,11 @@ from server.roles import role_of
 from server.settings import Settings
 
 MAX_WAITING = 8192
-"""Spans that may wait for the collector: those of about a thousand requests."""
+"""Maximum number of spans that wait for the collector: those of about a thousand requests."""
 CLOSE_SECONDS = 1.0
-"""Longest delay of a shutdown by spans that still wait."""
+"""Maximum seconds that a shutdown waits for spans to be sent."""
 _BATCH, _PAUSE_MS = 256, 500
-"""Spans in one message, and the pause between messages while fewer wait."""
+"""Maximum number of spans in a message, and the pause in milliseconds before a smaller message is sent."""
 _SEND_SECONDS = 5.0
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
@@ -50,7 +50,7 @@ _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 class Tracing:
-    """The spans of one API process, and their way to the collector. Close it once."""
+    """Makes the spans of one API process and exports them. Close it once."""
 
     def __init__(self, settings: Settings, registry: CollectorRegistry) -> None:
         about = {
@@ -197,7 +197,7 @@ class _Recorded:
 
     def end(self, at: int | None = None) -> None:
         attributes = self._attributes
-        self._attributes = {}  # another thread reads the others from here on
+        self._attributes = {}  # the exporting thread reads the old ones from here on
         span = ReadableSpan(
             name=self._name,
             context=self._context,
@@ -250,7 +250,7 @@ def _headers(context: SpanContext) -> dict[str, str]:
 
 
 def _url(endpoint: str) -> str:
-    """Return where traces go: at the path of OTLP, unless the setting has one."""
+    """Return the URL of traces: the endpoint, with OTLP's path unless it has a path of its own."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _PATH
 
 
@@ -278,7 +278,7 @@ class _Exporter(SpanExporter):
         answers = result is SpanExportResult.SUCCESS
         self.done += len(spans)
         self.spans.labels("exported" if answers else "failed").inc(len(spans))
-        if answers != self._answers and not self._closed:  # a shutdown has logged already what is lost
+        if answers != self._answers and not self._closed:  # a shutdown has already logged the loss
             self._answers = answers
             if answers:
                 log.info("the collector of traces answers")

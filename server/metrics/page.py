@@ -1,8 +1,7 @@
 """The registry of an application, the metrics of its engine, queue and event loop, and the page that shows all metrics.
 
 With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR),
-so that any of them can show the sum. What the engine reports of itself is not summed: each process asks the same
-engine.
+so that any of them can show the sum.
 """
 
 import asyncio
@@ -81,9 +80,7 @@ class ServerMetrics(PushedMetrics):
             yield from stats_metrics(self._stats, queued, self._speed, self._model_name)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be
-        cheap.
-        """
+        """Call `update`, which must be cheap, before each page and often in between, for what `Polled` cannot show."""
         self._updates.append(update)
 
     @property
@@ -109,8 +106,8 @@ class ServerMetrics(PushedMetrics):
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until
-        cancelled.
+        """Measure the event loop's lag until cancelled. Also update what is polled, for pages that other processes
+        render.
         """
         while True:
             due = time.perf_counter() + _LAG_PAUSE

@@ -1,4 +1,4 @@
-"""Metrics of replicas about each other: the replicas that they ask, and the embeddings that they make for others."""
+"""Metrics of the replicas that this one asks, and of the embeddings that it makes for others."""
 
 import warnings
 
@@ -40,9 +40,8 @@ class PeerMetrics(PushedMetrics):
         self._available.labels(self._model_name, peer).set(available)
 
     def gone(self, peer: str) -> None:
-        """Remove its series, or addresses would pile up.
-
-        The library warns that it cannot do so in the files of several API processes.
+        """Remove the series of a peer, since addresses would pile up. In the files of several API processes the library
+        cannot, and warns.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

@@ -1,4 +1,4 @@
-"""Runs several API processes on one port with one engine: starts, restarts and ends them.
+"""Start, restart and end several API processes that share one port and one engine.
 
 Each child has its own socket, bound to the shared port (SO_REUSEPORT), so that the kernel distributes connections
 evenly. Metrics are kept in a private folder, from which any child reports the sums.
@@ -142,7 +142,7 @@ class Launcher:
 
 
 def _interface(config: EngineConfig) -> Interface[Any, Any]:
-    """What is hosted for the API processes: an engine, or TensorRT-LLM's encoder."""
+    """Return the interface of what the API processes share: an engine, or TensorRT-LLM's encoder."""
     if not isinstance(config, TrtllmEncoderConfig):
         return ENGINE
     from engine.trtllm.hosted_encoder import ENCODER  # noqa: PLC0415 - other replicas do without

@@ -27,7 +27,9 @@ _CLOSE_SECONDS = 3
 """Seconds to send the last answers once the engine has closed."""
 
 _SWITCH_SECONDS = 0.0005
-"""How long the thread that sends traces may keep the interpreter from the event loop: a tenth of Python's default."""
+"""Interpreter switch interval with tracing: a tenth of Python's default, so that the exporting thread delays the event
+loop less.
+"""
 
 DRAIN, CUT_OFF = b"d", b"c"
 """Orders of the launcher to its children."""
@@ -42,10 +44,10 @@ def serve(
     metrics_folder: Path | None = None,
     parent: int | None = None,
 ) -> int:
-    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the
-    process' start.
+    """Serve on a bound socket until a signal or a failure; return the exit code. `started` is time.monotonic() at the
+    start of the process.
 
-    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; its end means DRAIN.
+    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; closing it means DRAIN.
     """
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -125,8 +127,8 @@ class DrainingServer(uvicorn.Server):
             signal.raise_signal(sig)
 
     def obey(self, parent: int) -> None:
-        """Follow the launcher's orders until it has gone. They may repeat signals: a service manager sends these to
-        every process of a service, in any order.
+        """Follow the launcher's orders until it ends. They may repeat signals that this process has received itself,
+        since a service manager signals every process of a service, in any order.
         """
         while order := os.read(parent, 64):
             self._drain()

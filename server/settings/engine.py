@@ -35,7 +35,8 @@ class EngineSettings(Section):
     """Backend: embedded (PyTorch), trtllm (TensorRT-LLM) or fake (deterministic, no model)."""
     disaggregation_mode: Annotated[RoleName, BeforeValidator(_role)] = "aggregated"
     """Role of this replica: aggregated does everything, prefill computes prompts for decode replicas, decode generates
-    after remote prefill, encode encodes images for other replicas, router has no model and forwards to replicas."""
+    after remote prefill, encode encodes images for other replicas, router has no model and forwards to replicas.
+    """
     engine_process: bool = True
     """Run the engine in a process of its own; false runs it in the API process, for debugging."""
     engine_on_death: Literal["restart", "exit"] = "restart"
@@ -68,7 +69,8 @@ class EngineSettings(Section):
     """Split long prompts over several steps."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
     """Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs) or sdpa (PyTorch, any device); auto
-    chooses."""
+    chooses.
+    """
     load_format: Literal["auto", "dummy"] = EMBEDDED.load_format
     """Weights: auto reads the model's files, dummy makes random ones, for measurements."""
     overlap_scheduler: Literal["auto", "on", "off"] = EMBEDDED.overlap_scheduler
@@ -78,7 +80,9 @@ class EngineSettings(Section):
     threads: int = Field(EMBEDDED.threads, ge=0)
     """Compute threads of the embedded engine; 0 takes the available cores, within the container's CPU quota."""
     cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = EMBEDDED.cpu_isa
-    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has."""
+    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
+    has.
+    """
     fake_token_delay_ms: float = Field(0.0, ge=0)
     """Pause between two tokens of the fake engine, in milliseconds."""
 

@@ -13,7 +13,8 @@ class DisaggregationSettings(Section):
     # Disaggregation
     prefill_urls: Urls = ()
     """Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port for all
-    addresses."""
+    addresses.
+    """
     prefill_fallback: Literal["local", "refuse"] = "local"
     """When no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503."""
     prefill_min_tokens: int = Field(32, ge=0)
@@ -47,7 +48,8 @@ class RoutingSettings(Section):
     """Port on which the replicas send missed events again; 0 uses none."""
     route_policy: Literal["kv", "least_loaded", "round_robin"] = "kv"
     """How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, least_loaded
-    ignores the cache, round_robin takes turns."""
+    ignores the cache, round_robin takes turns.
+    """
     route_overlap_weight: float = Field(1.0, ge=0)
     """Weight of the request's own uncached tokens against the replica's load."""
     route_temperature: float = Field(0.0, ge=0)

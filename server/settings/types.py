@@ -1,4 +1,4 @@
-"""Types of settings: sections, lists separated by commas, addresses and paths."""
+"""Types of settings: sections, comma-separated lists, addresses and paths."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from engine.config import EmbeddedConfig
 
 EMBEDDED: Any = EmbeddedConfig(model="")
-"""Keeps the defaults of the settings that it has, too. Its types are wider than theirs."""
+"""Holds the defaults of the settings that are also its fields. Any, since its types are wider than theirs."""
 _LISTEN = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]*]+):(\d{1,5})|ipc://\S+")
 _CONNECT = re.compile(r"(tcp://(\[[^\s\]]+\]|[^\s:/\[\]*]+):\d{1,5}|ipc://\S+)")
 
