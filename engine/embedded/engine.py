@@ -179,8 +179,8 @@ class EmbeddedEngine:
             self._call(self._fail_all, EngineDied("the engine died"))
 
     def _obey(self, core: EngineCore) -> bool:
-        """Carry out the commands that wait, and wait for one, with an eye on transfers, while no step would get anywhere; False when told
-        to stop."""
+        """Carry out the commands that wait, and wait for one, with an eye on transfers, while no step would get
+        anywhere; False when told to stop."""
         told, pause = False, _SHORTEST_PAUSE
         while True:
             if not core.ready and not told:

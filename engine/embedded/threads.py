@@ -9,8 +9,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def compute_threads(configured: int = 0, cgroup: Path = _CGROUP) -> int:
     """`configured`, or else one for each core that the process may use.
 
-    Those are the cores that it is bound to, and no more than its container's quota (`docker run --cpus`, limits.cpu of Kubernetes): more
-    threads only use the quota up earlier, and then all of them stand still until its next period.
+    Those are the cores that it is bound to, and no more than its container's quota (`docker run --cpus`, limits.cpu of
+    Kubernetes): more threads only use the quota up earlier, and then all of them stand still until its next period.
     """
     return configured or min(_bound_to(), _quota(cgroup))
 

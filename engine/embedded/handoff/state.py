@@ -1,4 +1,5 @@
-"""What one replica says of the KV blocks that it holds for another, and what the other makes of that: it believes nothing unseen."""
+"""What one replica says of the KV blocks that it holds for another, and what the other makes of that: it believes
+nothing unseen."""
 
 from collections import abc
 from pathlib import Path
@@ -108,8 +109,8 @@ def held_of(layout: Layout, tables: abc.Sequence[Table], offers: tuple[Offer, ..
 
 
 def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
-    """Have a new sequence go on from a handoff. Raises InvalidRequest for one that lies or cannot be gone on from, EngineUnavailable where
-    the prefill replica has another layout than this one."""
+    """Have a new sequence go on from a handoff. Raises InvalidRequest for one that lies or cannot be gone on from,
+    EngineUnavailable where the prefill replica has another layout than this one."""
     first = _check_handoff(sequence.request, handoff, layout)
     if handoff.state:  # else the blocks are lost
         sequence.remote = _checked(handoff.state, layout, sequence.num_prompt)

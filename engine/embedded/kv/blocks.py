@@ -1,9 +1,9 @@
 """The KV block pool: who holds which block, which prefixes can be reused, and what to evict.
 
-A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group (`engine/embedded/kv/groups.py`). A full
-block is named by a key, the BLAKE3 hash of its parent's key, its tokens and the images that they are part of, so a key stands for a whole
-prefix; the chain starts at a root made from the request's cache salt.
-A block is in one of three states:
+A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group
+(`engine/embedded/kv/groups.py`). A full block is named by a key, the BLAKE3 hash of its parent's key, its tokens and
+the images that they are part of, so a key stands for a whole prefix; the chain starts at a root made from the request's
+cache salt. A block is in one of three states:
 
     held    by one or more sequences (reference count > 0)
     cached  by nobody, but reusable under its key; evicted in least-recently-used order
@@ -118,7 +118,8 @@ class BlockPool:
         self.alloc_total += len(blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with undefined contents, held once each; evicts cached ones when the free ones do not suffice."""
+        """`count` blocks with undefined contents, held once each; evicts cached ones when the free ones do not
+        suffice."""
         assert count <= self.available, "allocate must be preceded by a look at `available`"
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(self._free))]
         if evicted:
@@ -149,8 +150,8 @@ class BlockPool:
         mm_keys: Mapping[BlockKey, MmKeys] = MappingProxyType({}),
         cache_salt: str = "",
     ) -> None:
-        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence, and `mm_keys` tells
-        of those with images. Events repeat the salt of their root.
+        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence,
+        and `mm_keys` tells of those with images. Events repeat the salt of their root.
 
         A block whose key another one already has stays private to its sequence.
         """

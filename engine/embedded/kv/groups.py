@@ -1,8 +1,8 @@
 """Blocks by group: layers that look equally far back share a pool, and a sequence has one table of blocks in each.
 
-Full attention makes one group, each sliding window another. A table lists a sequence's blocks by their index; those that lie wholly
-behind the window have been given back and leave GONE in their place. What was given back can be reused as long as it is not evicted,
-so a prefix can be taken up wherever every group still has what the next token attends to.
+Full attention makes one group, each sliding window another. A table lists a sequence's blocks by their index; those
+that lie wholly behind the window have been given back and leave GONE in their place. What was given back can be reused
+as long as it is not evicted, so a prefix can be taken up wherever every group still has what the next token attends to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ Table = list[int]
 
 
 def longest_chunk(pool_blocks: int, block_size: int, window: int) -> int:
-    """Most tokens of a sequence in one step, so that it can always go on alone: two such chunks, one computed and one prepared, and the
-    window before them fit into the group's pool, wherever they begin within a block."""
+    """Most tokens of a sequence in one step, so that it can always go on alone: two such chunks, one computed and
+    one prepared, and the window before them fit into the group's pool, wherever they begin within a block."""
     return ((pool_blocks - 2) * block_size - window) // 2
 
 
@@ -34,7 +34,8 @@ class BlockGroups:
         self.pools = pools
         self.block_size, self.reuse = pools[0].block_size, pools[0].reuse
         self.reused = self.missed = 0
-        """Blocks of prefixes that admitted sequences took up, and that they compute: each counted once, not once for each group."""
+        """Blocks of prefixes that admitted sequences took up, and that they compute: each counted once, not once for
+        each group."""
         self._sliding = [(index, pool, pool.window) for index, pool in enumerate(pools) if pool.window is not None]
         self.sliding = bool(self._sliding)
         self.max_chunk = min(
@@ -75,8 +76,8 @@ class BlockGroups:
         return tables
 
     def plan(self, keys: Sequence[BlockKey], position: int) -> list[Table]:
-        """Tables for a sequence that goes on at `position`, whose full blocks before it have these `keys`: what can be reused, and what is
-        MISSING; not yet held."""
+        """Tables for a sequence that goes on at `position`, whose full blocks before it have these `keys`: what can
+        be reused, and what is MISSING; not yet held."""
         count, tables = _blocks(position, self.block_size), []
         for pool in self.pools:
             first = pool.first(position)
@@ -107,8 +108,9 @@ class BlockGroups:
         return best
 
     def fits(self, matched: Sequence[Table], length: int, end: int, spare: int) -> bool:
-        """Whether a sequence of `length` tokens, the first `end` of them computed in its first step, can be admitted with matched tables,
-        so that `spare` blocks are left in each pool. A window is counted whole: what lies behind it comes back only later."""
+        """Whether a sequence of `length` tokens, the first `end` of them computed in its first step, can be admitted
+        with matched tables, so that `spare` blocks are left in each pool. A window is counted whole: what lies
+        behind it comes back only later."""
         for pool, table in zip(self.pools, matched, strict=True):
             tokens = length if pool.window is None else min(length, end + pool.window)
             new = _blocks(tokens, self.block_size) - len(table) + table.count(MISSING)
@@ -125,7 +127,8 @@ class BlockGroups:
         self.missed += _blocks(length, self.block_size) - reused
 
     def grow(self, tables: Sequence[Table], length: int, end: int) -> bool:
-        """Add blocks for the tokens up to `end`, where attention is full for all `length`; False, and no change, if there are too few."""
+        """Add blocks for the tokens up to `end`, where attention is full for all `length`; False, and no change, if
+        there are too few."""
         needed = [_blocks(length if pool.window is None else end, self.block_size) for pool in self.pools]
         if any(
             count - len(table) > pool.available for count, table, pool in zip(needed, tables, self.pools, strict=True)
@@ -145,8 +148,8 @@ class BlockGroups:
         mm_keys: Mapping[BlockKey, MmKeys],
         cache_salt: str,
     ) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then; `mm_keys`
-        tells of those with images, and events repeat the salt."""
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are
+        gone by then; `mm_keys` tells of those with images, and events repeat the salt."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first

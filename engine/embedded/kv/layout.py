@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 KINDS = {"full_attention", "sliding_attention"}
 TYPICAL_TOKENS = 4096
-"""The memory is shared so that as many sequences of this length as possible fit; in shorter ones windows need more of it."""
+"""The memory is shared so that as many sequences of this length as possible fit; in shorter ones windows need more
+of it."""
 
 
 class Attends(NamedTuple):
@@ -58,7 +59,8 @@ class _Probe:
 
 
 def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
-    """Have the model compute one token. Windows as long as the context are none. Raises EngineFailure for layers of other kinds."""
+    """Have the model compute one token. Windows as long as the context are none. Raises EngineFailure for layers of
+    other kinds."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
     if others := set(kinds or ()) - KINDS:
         raise EngineFailure(

@@ -12,7 +12,8 @@ from engine.transfer.shared_memory import shared_memory
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The memory of every group of layers. The first dimension of each tensor counts blocks, and a block is one contiguous range."""
+    """The memory of every group of layers. The first dimension of each tensor counts blocks, and a block is one
+    contiguous range."""
 
     form: str
     """What distinguishes the order of values within a block from other orders."""
@@ -35,7 +36,8 @@ class KvMemory:
 
 
 def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the host that other processes of this machine can be let read. Pages take memory once they are written."""
+    """Zeros on the host that other processes of this machine can be let read. Pages take memory once they are
+    written."""
     return torch.frombuffer(shared_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 

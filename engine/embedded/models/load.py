@@ -1,4 +1,5 @@
-"""Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that need it."""
+"""Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that
+need it."""
 
 import logging
 import threading
@@ -25,13 +26,15 @@ class UnsupportedModelError(ValueError):
 
 
 def load_runner(config: EmbeddedConfig) -> "ModelRunner":
-    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises EngineFailure."""
+    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises
+    EngineFailure."""
     with _loading:
         return _load(config)
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
-    """What `load_runner` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
+    """What `load_runner` would compute with, by name, as far as it shows before weights are read. Raises
+    EngineFailure."""
     level, device = chosen(config.cpu_isa), device_of(config)
     yield "device", str(device)
     if device.type == "cuda":
@@ -115,8 +118,8 @@ def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
 def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU, whichever it is, and bfloat16 on a GPU.
 
-    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block and the replicas
-    that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
+    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block
+    and the replicas that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
     """
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -1,4 +1,5 @@
-"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, and its language part alone.
+"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, and its language part
+alone.
 
 The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
 """
@@ -16,7 +17,8 @@ from engine.errors import EngineFailure
 
 
 def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
-    """transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises EngineFailure."""
+    """transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises
+    EngineFailure."""
     facts = read_model_facts(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

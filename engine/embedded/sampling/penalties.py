@@ -1,7 +1,8 @@
-"""What a request may do to its logits before a token is drawn: bias, penalties, masks and logits processors, over a batch of rows.
+"""What a request may do to its logits before a token is drawn: bias, penalties, masks and logits processors, over a
+batch of rows.
 
-Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the penalties, and are put
-back over what a logits processor wrote.
+Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the
+penalties, and are put back over what a logits processor wrote.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tens
 
 
 def process(logits: torch.Tensor, state: SamplerState) -> None:
-    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and that is all."""
+    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and
+    that is all."""
     token_ids = tuple(state.tokens)
     for processor in state.processors:
         copy = logits.clone()
@@ -114,7 +116,8 @@ def process(logits: torch.Tensor, state: SamplerState) -> None:
 def _repair(
     logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
 ) -> None:
-    """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the sequence ends."""
+    """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the
+    sequence ends."""
     if not rows:
         return
     empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]

@@ -1,8 +1,10 @@
-"""From logits to tokens, for a batch of sequences: one home of temperature, truncation, randomness and log-probabilities.
+"""From logits to tokens, for a batch of sequences: one home of temperature, truncation, randomness and
+log-probabilities.
 
-Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then greedy, or
-temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output). Requests that name a seed are
-drawn by a race, which shrugs off the rounding errors by which logits differ from batch to batch; the others by the cheaper quantile.
+Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then
+greedy, or temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output).
+Requests that name a seed are drawn by a race, which shrugs off the rounding errors by which logits differ from batch to
+batch; the others by the cheaper quantile.
 """
 
 from __future__ import annotations
@@ -127,8 +129,8 @@ class SamplerState:
             assert accepted, f"token {token_id} was sampled against the grammar"
 
     def resume(self, token_id: int) -> None:
-        """The first token was sampled elsewhere. Logits processors are called as for it, with logits that mean nothing, since they may keep
-        state. Raises InvalidRequest if the grammar does not allow it."""
+        """The first token was sampled elsewhere. Logits processors are called as for it, with logits that mean
+        nothing, since they may keep state. Raises InvalidRequest if the grammar does not allow it."""
         if self.matcher is not None and not self.matcher.accept(token_id):
             raise InvalidRequest("the handoff's token is not one that the guide allows", "handoff")
         if self.processors:
@@ -157,7 +159,8 @@ class Sampler:
         self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-        """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
+        """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed.
+        Does not call `accept`."""
         return self.draw(logits, states).results()
 
     def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
@@ -221,7 +224,8 @@ def _recorded(device: torch.device) -> torch.cuda.Event | None:
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of prompt tokens: `logits` is [N, vocab], `targets[i]` the prompt token that follows position i."""
+    """Log-probabilities of prompt tokens: `logits` is [N, vocab], `targets[i]` the prompt token that follows
+    position i."""
     report: list[TokenLogprobs] = []
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[start : start + _ROWS_AT_ONCE]
@@ -254,7 +258,8 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
 
 
 class Report:
-    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32 [N, vocab].
+    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32
+    [N, vocab].
 
     What there is to compute is queued at once; `entries` may be read when the stream has come this far.
     """

@@ -1,7 +1,8 @@
 """Temperature, top-k, top-p, min-p and the draw, for a batch of rows, without sorting the vocabulary.
 
-Every truncation keeps the tokens at or above a threshold, so a row's result is one number; tokens that tie with the last one kept are
-kept too. The draw inverts the cumulative distribution in order of token id: no order of equal logits can change it.
+Every truncation keeps the tokens at or above a threshold, so a row's result is one number; tokens that tie with the
+last one kept are kept too. The draw inverts the cumulative distribution in order of token id: no order of equal logits
+can change it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Truncation(NamedTuple):
 
 
 def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """One token id, int64 [N], for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1), ids in order.
+    """One token id, int64 [N], for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1),
+    ids in order.
 
     In a flat distribution the least change of the weights moves every later id, and so the choice.
     """
@@ -48,10 +50,11 @@ def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """One token id, int64 [rows], for each of `rows` of `weights`, drawn by the exponential race: the largest weight / noise wins.
+    """One token id, int64 [rows], for each of `rows` of `weights`, drawn by the exponential race: the largest weight /
+    noise wins.
 
-    Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the choice only if the
-    two best were about to swap. Costs one exponential per id.
+    Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the
+    choice only if the two best were about to swap. Costs one exponential per id.
     """
     ids = []
     for row, (seed, position) in zip(rows, keys, strict=True):
@@ -64,7 +67,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
 
 
 def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left within that index."""
+    """The index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left within
+    that index."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first index whose cumulative weight exceeds the target exists and has weight.
@@ -75,7 +79,8 @@ def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tenso
 
 
 def weigh(logits: torch.Tensor, truncations: Sequence[Truncation]) -> torch.Tensor:
-    """Probabilities after temperature and truncation, not normalised: 1 for the likeliest token of each row, 0 for those cut."""
+    """Probabilities after temperature and truncation, not normalised: 1 for the likeliest token of each row, 0 for
+    those cut."""
     temperatures = _column([max(truncation.temperature, 1e-30) for truncation in truncations], logits)
     scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperatures)
     weights = scaled.exp()
@@ -120,8 +125,8 @@ def _thresholds(scaled: torch.Tensor, weights: torch.Tensor, truncations: Sequen
 
 
 def _reach(best: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaled logit at which the running mass of the sorted `best`, [N, M], reaches each goal, [N, 1], and its index, [N]: M where the
-    goal lies behind."""
+    """The scaled logit at which the running mass of the sorted `best`, [N, M], reaches each goal, [N, 1], and its
+    index, [N]: M where the goal lies behind."""
     last = torch.searchsorted(best.exp().cumsum(dim=1), goals)
     return best.gather(1, last.clamp(max=best.shape[1] - 1)), last[:, 0]
 

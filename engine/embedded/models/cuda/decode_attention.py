@@ -1,4 +1,5 @@
-"""Attention of one new token of each sequence over its KV blocks: bound by the memory, of which it takes nine tenths on an H200."""
+"""Attention of one new token of each sequence over its KV blocks: bound by the memory, of which it takes nine tenths
+on an H200."""
 
 # mypy: ignore-errors
 
@@ -76,9 +77,11 @@ def _attend(
 
 
 class DecodeAttention:
-    """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one product.
+    """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one
+    product.
 
-    While there are few sequences each is divided among several programs, and the last of them to finish puts the parts together.
+    While there are few sequences each is divided among several programs, and the last of them to finish puts the parts
+    together.
     """
 
     def __init__(self, heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> None:
@@ -98,9 +101,9 @@ class DecodeAttention:
         positions: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `tables`
-        int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values are there already.
-        Keys and values are of the query's type or float8_e4m3fn.
+        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim];
+        block tables `tables` int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values
+        are there already. Keys and values are of the query's type or float8_e4m3fn.
         """
         rows = len(query)
         splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * self._kv_heads)))

@@ -1,4 +1,5 @@
-"""Decoder layers of the Llama kind on a GPU: joined products, Triton kernels between them, the residual stream changed in place."""
+"""Decoder layers of the Llama kind on a GPU: joined products, Triton kernels between them, the residual stream
+changed in place."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ class _JoinedLayer:
 
 
 class LlamaDecoder:
-    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers.
+    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own
+    layers.
 
-    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the vocabulary, as if they were
-    of more tokens, so that a CUDA graph takes them too.
+    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the
+    vocabulary, as if they were of more tokens, so that a CUDA graph takes them too.
     """
 
     def __init__(self, model: Any, context_length: int, most_shown: int = 0) -> None:
@@ -70,7 +72,8 @@ class LlamaDecoder:
             layer.convert(self._products)
 
     def load_products(self, max_rows: int) -> None:
-        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds each."""
+        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds
+        each."""
         layer = self._layers[0]
         for rows in range(256, max_rows + 1, 256):
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -92,8 +95,8 @@ class LlamaDecoder:
         step: AttentionStep,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden size], which are
-        changed in place; `positions`: int [tokens]."""
+        """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden
+        size], which are changed in place; `positions`: int [tokens]."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
@@ -171,7 +174,8 @@ def trial_by_transformers(model: Any) -> torch.Tensor:
 
 
 def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same by `decoder`, with a KV cache of this type: the first token alone, as a decode step has it, then the others."""
+    """The same by `decoder`, with a KV cache of this type: the first token alone, as a decode step has it, then the
+    others."""
     stub = _Stub(decoder, dtype, device)
     tokens = torch.arange(1, 1 + _TRIAL, device=device, dtype=torch.int32)
     parts = []

@@ -1,4 +1,5 @@
-"""Products in eight bits: weights with a scale for each output channel, activations with one for each token (docs/decisions/0011)."""
+"""Products in eight bits: weights with a scale for each output channel, activations with one for each token
+(docs/decisions/0011)."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -10,7 +11,8 @@ from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, We
 
 
 class Fp8Products(Products):
-    """Half the bytes of a weight for one row, which keeps its own type; more rows are quantised and multiplied on fp8 tensor cores."""
+    """Half the bytes of a weight for one row, which keeps its own type; more rows are quantised and multiplied on
+    fp8 tensor cores."""
 
     # Measured on an H200 (benchmarks/kernels.py).
     tiles: ClassVar[Mapping[str, Tile]] = {

@@ -1,7 +1,7 @@
 """Triton kernels that end in eight bits: what a product of fp8 takes, each row with a scale of its own.
 
-A row is quantised where it comes from, by the program that has the whole of it in registers; its scale makes its largest value 448, the
-largest of float8_e4m3fn. As in `kernels`, a kernel may start while the one before it drains.
+A row is quantised where it comes from, by the program that has the whole of it in registers; its scale makes its
+largest value 448, the largest of float8_e4m3fn. As in `kernels`, a kernel may start while the one before it drains.
 """
 
 # mypy: ignore-errors
@@ -78,7 +78,8 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension, quantised as by `quantise`: [rows, size]. `added` is first added to x, in place."""
+    """RMSNorm over the last dimension, quantised as by `quantise`: [rows, size]. `added` is first added to x, in
+    place."""
     out, scales = _empty(len(x), x.shape[1], x.device)
     block, warps = _whole(x.shape[1])
     term = x if added is None else added

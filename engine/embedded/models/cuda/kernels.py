@@ -1,8 +1,10 @@
-"""Triton kernels for what lies between matrix products and attention, and for the products themselves when there are few rows.
+"""Triton kernels for what lies between matrix products and attention, and for the products themselves when there are
+few rows.
 
-A decode step streams every weight once, so its time is that of the memory; what these save are passes over activations and the gaps
-between kernels. All are bound to the stream order of one CUDA graph. With programmatic dependent launch (`launch_pdl`) a kernel may
-start while the one before it drains: it reads weights, which nothing writes, and waits (`gdc_wait`) before it touches what others wrote.
+A decode step streams every weight once, so its time is that of the memory; what these save are passes over activations
+and the gaps between kernels. All are bound to the stream order of one CUDA graph. With programmatic dependent launch
+(`launch_pdl`) a kernel may start while the one before it drains: it reads weights, which nothing writes, and waits
+(`gdc_wait`) before it touches what others wrote.
 """
 
 # mypy: ignore-errors
@@ -112,10 +114,10 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Rotary embedding, and the step's keys and values into their cache rows; the rotated keys also stay in `qkv`.
 
-    `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim] has the cosines of
-    half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the first of `keys` and of `values`,
-    whose strides are those of one row; they may be float8_e4m3fn, where larger values become ±448. Returns the queries,
-    [rows, heads, dim].
+    `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim]
+    has the cosines of half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the
+    first of `keys` and of `values`, whose strides are those of one row; they may be float8_e4m3fn, where larger values
+    become ±448. Returns the queries, [rows, heads, dim].
     """
     count, kv_count, dim = heads
     query = qkv.new_empty((len(qkv), count, dim))
@@ -210,11 +212,13 @@ def gemv(
     fetch: bool = False,
     tile: tuple[int, int, int] = (8, 1024, 4),
 ) -> torch.Tensor:
-    """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32 [N].
+    """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32
+    [N].
 
-    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place; `gated` takes
-    the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the weight brought to the L2 cache
-    while the kernel before runs, which pays if that one leaves the memory idle and K is a power of two.
+    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place;
+    `gated` takes the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the
+    weight brought to the L2 cache while the kernel before runs, which pays if that one leaves the memory idle and K is
+    a power of two.
     """
     fp8 = isinstance(weight, tuple)
     weight, channels = weight if fp8 else (weight, x)

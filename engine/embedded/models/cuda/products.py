@@ -1,7 +1,8 @@
 """A product of few rows: bound by the memory that the weight comes from, like `kernels.gemv`, on tensor cores.
 
-cuBLAS is as good at the product itself, but it neither starts while the kernel before drains nor takes in what follows it. Tiles come by
-the tensor memory accelerator, which leaves threads nothing to compute and fills what is missing of the rows with zeros.
+cuBLAS is as good at the product itself, but it neither starts while the kernel before drains nor takes in what follows
+it. Tiles come by the tensor memory accelerator, which leaves threads nothing to compute and fills what is missing of
+the rows with zeros.
 """
 
 # mypy: ignore-errors
@@ -72,8 +73,8 @@ class Product:
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. `tile`: rows and columns of the weight for each
-        program, splits of K, stages, warps."""
+        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. `tile`: rows and columns
+        of the weight for each program, splits of K, stages, warps."""
         rows, k = x.shape
         n = weight.shape[0] // 2 if gated else weight.shape[0]
         block_n, block_k, splits, stages, warps = tile

@@ -1,5 +1,5 @@
-"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for the device but for the
-embeddings of images."""
+"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for
+the device but for the embeddings of images."""
 
 import logging
 import time
@@ -25,15 +25,18 @@ log = logging.getLogger(__name__)
 _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
 """Below how many rows graphs are how far apart, from 16 on."""
 _SHORT_PROMPT = 256
-"""Tokens of a step that has a graph, however few sequences run: what a chat that goes on adds to its prompt is often no more."""
+"""Tokens of a step that has a graph, however few sequences run: what a chat that goes on adds to its prompt is often
+no more."""
 _MOST_READ = 1 << 17
-"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning takes."""
+"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning
+takes."""
 
 _TOLERANCE = 0.05
 """Of logits, as a part of the largest and of each: what bfloat16 explains."""
 _FP8_TOLERANCE = 0.5
-"""The model's kind is certain by then; this is whether products of fp8 work. Rounding to three bits of mantissa, weights and activations,
-makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit; logits that have nothing in common differ by 1.4."""
+"""The model's kind is certain by then; this is whether products of fp8 work. Rounding to three bits of mantissa,
+weights and activations, makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit; logits
+that have nothing in common differ by 1.4."""
 
 
 class CudaRunner(TorchRunner):
@@ -71,7 +74,8 @@ class CudaRunner(TorchRunner):
     def graph_size(self, step: StepInput) -> int:
         """Return the size of the graph that runs a step, 0 for none.
 
-        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up to its own.
+        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up
+        to its own.
         """
         count, singles = len(step.tokens), step.singles
         if singles < len(step.lengths):
@@ -152,7 +156,8 @@ class CudaRunner(TorchRunner):
         return torch.where(tokens < 0, pending, tokens.long())
 
     def _inputs(self, step: StepInput, size: int) -> torch.Tensor:
-        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up with the spare slot.
+        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up
+        with the spare slot.
 
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
         """
@@ -178,7 +183,8 @@ class CudaRunner(TorchRunner):
         return to_device(indices, torch.int64, self.device)
 
     def _warm_up(self) -> None:
-        """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""
+        """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that
+        decodes."""
         started, size = time.monotonic(), self.cache.block_size
         spare_block = len(self.cache.data) - 1
         for starts in ((0, 0), (2 * size - 1, size)):

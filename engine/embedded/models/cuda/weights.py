@@ -1,7 +1,8 @@
 """A layer's products with what surrounds them: in the model's type here, in eight bits in `fp8`.
 
-Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a norm returns is
-for the next product alone: a single row is normalised by the product itself, and eight bits come with scales.
+Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a
+norm returns is for the next product alone: a single row is normalised by the product itself, and eight bits come with
+scales.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +39,8 @@ class Weight(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """x for the next product: normalised, unless the product is to do it by `norm`; quantised if there are `scales`, float32 [rows, 1]."""
+    """x for the next product: normalised, unless the product is to do it by `norm`; quantised if there are `scales`,
+    float32 [rows, 1]."""
 
     values: torch.Tensor
     norm: Norm | None = None
@@ -77,7 +79,8 @@ class Products(ABC):
         return Normed(x, norm)
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
-        """The same of silu(gate) · up of the normalised x, of which the first half of the weight's rows make the gates."""
+        """The same of silu(gate) · up of the normalised x, of which the first half of the weight's rows make the
+        gates."""
         if normed.norm is None:
             return self._add_gated_rows(x, normed, gate_up, down, norm)
         tile = self.tiles[gate_up.name]

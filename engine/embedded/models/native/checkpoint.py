@@ -1,7 +1,7 @@
 """What a model folder says of a model of the Llama kind, read without transformers; other models are refused.
 
-Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix of its own, and
-the vision tower is left where it is.
+Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix
+of its own, and the vision tower is left where it is.
 """
 
 from contextlib import ExitStack

@@ -1,4 +1,5 @@
-"""Instruction sets that `decoder.cpp` is compiled for, and those that this processor has. No torch here: the command line asks too."""
+"""Instruction sets that `decoder.cpp` is compiled for, and those that this processor has. No torch here: the command
+line asks too."""
 
 import platform
 from collections.abc import Iterable
@@ -19,7 +20,8 @@ class Level(NamedTuple):
     lanes: int
     """Floats in a vector."""
     flags: tuple[str, ...]
-    """Of the compiler. None names this machine's processor, so that a level computes the same on every processor that has it."""
+    """Of the compiler. None names this machine's processor, so that a level computes the same on every processor
+    that has it."""
     needs: frozenset[str]
     """What the processor must have, as Linux names it."""
 
@@ -33,8 +35,8 @@ LEVELS = (
 )
 """Every level is a superset of the one before.
 
-None is for AVX-512 BF16: its dot products round activations to bfloat16, and what would make up for that, activations in three parts, takes
-longer than float32's products.
+None is for AVX-512 BF16: its dot products round activations to bfloat16, and what would make up for that, activations
+in three parts, takes longer than float32's products.
 """
 
 
@@ -59,7 +61,8 @@ def chosen(name: str) -> Level:
 
 @cache
 def _features() -> frozenset[str]:
-    """Of the processor, as far as the system lets them be used; none that matters here on other than x86-64 and Linux."""
+    """Of the processor, as far as the system lets them be used; none that matters here on other than x86-64 and
+    Linux."""
     if platform.machine() not in _X86_64 or not _CPUINFO.exists():
         return frozenset()
     return _flags(_CPUINFO.read_text(errors="replace").splitlines())

@@ -1,7 +1,7 @@
 """A model of the Llama kind on a CPU, computed by `decoder.cpp`: loads its weights itself, without transformers.
 
-Beside the other models (`engine/embedded/models/torch/runner.py`), which run whatever transformers has, this is the fast path for what it knows:
-bfloat16 weights, float32 activations, keys and values, a whole step in one call.
+Beside the other models (`engine/embedded/models/torch/runner.py`), which run whatever transformers has, this is the
+fast path for what it knows: bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
 import math
@@ -26,11 +26,13 @@ from engine.embedded.threads import compute_threads
 
 MIB = 1 << 20
 _TAIL = 64
-"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within one."""
+"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within
+one."""
 
 
 class NativeRunner(PendingTokens):
-    """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever else is in a step."""
+    """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever
+    else is in a step."""
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -89,7 +91,8 @@ class NativeRunner(PendingTokens):
 
 
 def check(config: EmbeddedConfig) -> bool:
-    """Whether the model certainly runs here, without reading weights or compiling; False if that depends on the weights' values.
+    """Whether the model certainly runs here, without reading weights or compiling; False if that depends on the
+    weights' values.
 
     Raises UnsupportedModelError.
     """
@@ -131,5 +134,6 @@ def _attends(shape: LlamaConfig) -> Attends:
 
 
 def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
-    """Of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as [kv_heads, block_size, head_dim]."""
+    """Of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as [kv_heads, block_size,
+    head_dim]."""
     return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4

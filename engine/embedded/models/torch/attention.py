@@ -1,8 +1,8 @@
 """Paged attention: the seam between transformers' model code and our KV blocks.
 
-transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat tokens. It hands
-them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends over them. `SdpaAttention` is the
-reference, for any device.
+transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat
+tokens. It hands them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends
+over them. `SdpaAttention` is the reference, for any device.
 """
 
 import math
@@ -29,8 +29,8 @@ MAX_PADDING = 1.25
 
 
 class KvCache:
-    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that
-    all layers of a block are one contiguous range."""
+    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size,
+    kv_heads, head_dim], so that all layers of a block are one contiguous range."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -43,7 +43,8 @@ class KvCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
+    """Memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would
+    survive that.
 
     On a CPU they are anonymous pages, which take memory only once a block is written.
     """
@@ -59,7 +60,8 @@ class AttentionBackend(Protocol):
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
     ) -> torch.Tensor:
-        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim].
+        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads,
+        head_dim].
 
         `options` are those of OPTIONS that the layer has.
         """
@@ -77,7 +79,8 @@ def paged_attention(
     paged: AttentionBackend,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens,
+    heads, head_dim] out."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     return paged(module.layer_idx, query, key, value, scaling, **options).unsqueeze(0), None
@@ -111,7 +114,8 @@ class _Scores(NamedTuple):
 
 
 class _Decodes(NamedTuple):
-    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
+    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask
+    of the padding."""
 
     rows: slice
     gathered: Sequence[torch.Tensor]
@@ -123,8 +127,8 @@ class _Decodes(NamedTuple):
 
 
 class _PromptPart(NamedTuple):
-    """Some consecutive tokens of one prompt: their rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
-    mask, None for a causal one."""
+    """Some consecutive tokens of one prompt: their rows in the step, the gathered block rows of every layer, None if
+    it attends to itself alone, and the mask, None for a causal one."""
 
     rows: slice
     length: int
@@ -134,10 +138,11 @@ class _PromptPart(NamedTuple):
 
 
 class SdpaAttention:
-    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by one.
+    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by
+    one.
 
-    `tables` are those of the step's sequences in the group. Decodes should be in order of length: `sort_decodes`. What the layers share is
-    computed once, for all of them: a step of one token is bound by the number of operations.
+    `tables` are those of the step's sequences in the group. Decodes should be in order of length: `sort_decodes`. What
+    the layers share is computed once, for all of them: a step of one token is bound by the number of operations.
     """
 
     def __init__(self, cache: KvCache, step: StepInput, tables: Sequence[Table], window: int | None) -> None:
@@ -164,7 +169,8 @@ class SdpaAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scores: _Scores) -> torch.Tensor:
-        """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
+        """The queries that share a key head are rows of one attention, so that keys and values are read once for all
+        of them."""
         keys, values = self._gather(batch.gathered[layer], len(query), batch.length)
         grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
         return _attend(grouped, keys, values, batch.mask, scores).reshape(query.shape)
@@ -185,14 +191,16 @@ class SdpaAttention:
         return _attend(queries, keys, values, part.mask, scores, causal=part.mask is None)[0].transpose(0, 1)
 
     def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
+        """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length,
+        head_dim]."""
         cache = self._cache
         blocks = cache.block_rows.index_select(0, rows).view(2, count, -1, cache.heads, cache.head_dim)
         keys, values = blocks[:, :, :length].transpose(2, 3).unbind(0)
         return keys, values
 
     def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence[torch.Tensor]:
-        """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is the step between."""
+        """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is
+        the step between."""
         both = torch.cat((rows, rows + values))
         layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
         return (both + layers * (2 * values)).unbind(0)
@@ -265,7 +273,8 @@ def _attend(
     scores: _Scores,
     causal: bool = False,
 ) -> torch.Tensor:
-    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the shape of `query`."""
+    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the
+    shape of `query`."""
     if scores.softcap is None:
         return functional.scaled_dot_product_attention(
             query,
@@ -286,8 +295,8 @@ def _attend(
 
 
 def sort_decodes(step: StepInput) -> StepInput:
-    """Return the same step with its decodes by position, so that sequences of like length attend together. The wanted rows keep their
-    order."""
+    """Return the same step with its decodes by position, so that sequences of like length attend together. The
+    wanted rows keep their order."""
     order = sorted(range(step.singles), key=step.starts.__getitem__)
     if order == list(range(len(order))):
         return step
@@ -314,8 +323,8 @@ def sort_decodes(step: StepInput) -> StepInput:
 
 
 def _cuts(widths: Sequence[int]) -> list[int]:
-    """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but for one more or less:
-    the first index of each batch, and the end."""
+    """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but
+    for one more or less: the first index of each batch, and the end."""
     if not widths:
         return []
     cuts, real, widest = [0], 0, 0

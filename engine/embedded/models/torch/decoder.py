@@ -1,7 +1,7 @@
 """A decoder layer of the Llama kind on a CPU, in some thirty operations.
 
-transformers' own takes a hundred and as many Python calls, and a step of one token is bound by their number (docs/log.md). Layers that
-compute something else are left as they are.
+transformers' own takes a hundred and as many Python calls, and a step of one token is bound by their number
+(docs/log.md). Layers that compute something else are left as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class _SignedRotation:
-    """A step's cosines and sines as the layers need them, made by the first layer that asks: each [tokens, 1, head_dim]."""
+    """A step's cosines and sines as the layers need them, made by the first layer that asks: each [tokens, 1,
+    head_dim]."""
 
     def __init__(self) -> None:
         self._source: Rotation | None = None
         self._made: Rotation
 
     def of(self, source: Rotation) -> Rotation:
-        """From transformers' [1, tokens, head_dim]; the sines of the first half negative, as they meet the second half's values."""
+        """From transformers' [1, tokens, head_dim]; the sines of the first half negative, as they meet the second
+        half's values."""
         if self._source is not source:
             cos, sin = source[0][0].unsqueeze(1), source[1][0].unsqueeze(1)
             half = sin.shape[-1] // 2
@@ -61,7 +63,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *, position_embeddings: Rotation, paged: AttentionBackend, **_: Any
     ) -> torch.Tensor:
-        """`hidden_states` [1, tokens, hidden]; further arguments are those that transformers passes and this does without."""
+        """`hidden_states` [1, tokens, hidden]; further arguments are those that transformers passes and this does
+        without."""
         x = hidden_states[0]
         cos, sin = self._rotation.of(position_embeddings)
         heads = self._qkv(self._attention_norm(x)).view(len(x), -1, self._head_dim)

@@ -1,8 +1,9 @@
 """Matrix products on a CPU with weights laid out once, twice over: for few rows and for many.
 
-Few rows are bound by memory: FBGEMM multiplies float32 activations with float16 weights, half the bytes, and adds up in float32. Weights
-that come from bfloat16 lose nothing by that, so the result is that of float32. Many rows are bound by arithmetic: oneDNN in its blocked
-layout, as torch's own compiler freezes a model. Linears of one input become one product. Figures are in docs/log.md.
+Few rows are bound by memory: FBGEMM multiplies float32 activations with float16 weights, half the bytes, and adds up in
+float32. Weights that come from bfloat16 lose nothing by that, so the result is that of float32. Many rows are bound by
+arithmetic: oneDNN in its blocked layout, as torch's own compiler freezes a model. Linears of one input become one
+product. Figures are in docs/log.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,8 @@ def pack_joined(linears: Sequence[nn.Linear]) -> PackedLinear:
 
 
 def replacements(model: nn.Module, head: nn.Module) -> Iterator[Callable[[], None]]:
-    """What to call to replace every float32 `nn.Linear` below `model`: each lays out one. `head` makes the logits, of few rows."""
+    """What to call to replace every float32 `nn.Linear` below `model`: each lays out one. `head` makes the logits,
+    of few rows."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if is_float32_linear(child):

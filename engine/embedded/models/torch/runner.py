@@ -121,7 +121,8 @@ def instruction_set(device: torch.device) -> str:
 
 
 def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model, in place on the device: weights go straight there from the files, or are random (`dummy`)."""
+    """transformers' model, in place on the device: weights go straight there from the files, or are random
+    (`dummy`)."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.load_format == "dummy":
         with torch.device(device):
@@ -158,6 +159,7 @@ def _do(replacement: Callable[[], None]) -> None:
 
 
 def _give_back_memory() -> None:
-    """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's 540."""
+    """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's
+    540."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
