@@ -285,7 +285,7 @@ class Scheduler:
         """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; return the indices of those that
         were MISSING, by group."""
         assert sequence.status is SequenceStatus.WAITING
-        self.blocks.hold(tables, sequence.length)
+        self.blocks.reference(tables, sequence.length)
         missing = self.blocks.fill(tables)
         grown = self.blocks.grow(tables, sequence.length, end)
         assert grown, "alone, every sequence fits"

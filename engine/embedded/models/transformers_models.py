@@ -17,7 +17,7 @@ from engine.errors import EngineFailure
 
 
 def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
-    """transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises
+    """Return transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises
     EngineFailure."""
     facts = read_model_facts(Path(folder))
     try:
@@ -30,7 +30,7 @@ def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The automatic class of transformers that loads this model."""
+    """Return the automatic class of transformers that loads this model."""
     return AutoModelForImageTextToText if family_of(config.model_type).vision else AutoModelForCausalLM
 
 

@@ -1,4 +1,4 @@
-"""What a request may do to its logits before a token is drawn: bias, penalties, masks and logits processors, over a
+"""Changes to logits that requests ask for before a token is drawn: bias, penalties, masks and logits processors, over a
 batch of rows.
 
 Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the
@@ -46,7 +46,8 @@ def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
 
 
 def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    """Repetition (multiplicative, prompt and output), then presence and frequency (subtractive, output only)."""
+    """Apply repetition (multiplicative, prompt and output), then presence and frequency penalties (subtractive,
+    output only)."""
     rows = [row for row, state in enumerate(states) if state.counts is not None]
     if not rows:
         return
@@ -116,8 +117,8 @@ def process(logits: torch.Tensor, state: SamplerState) -> None:
 def _repair(
     logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
 ) -> None:
-    """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the
-    sequence ends."""
+    """Repair rows whose masks contradict each other and leave nothing: the grammar alone decides, and without one
+    the sequence ends."""
     if not rows:
         return
     empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]
@@ -132,5 +133,5 @@ def _repair(
 
 
 def _flat(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Indices into `logits.view(-1)` of `ids[i]` in row `rows[i]`."""
+    """Return the indices into `logits.view(-1)` of `ids[i]` in row `rows[i]`."""
     return torch.cat([row * logits.shape[1] + part for row, part in zip(rows, ids, strict=True)])

@@ -83,7 +83,7 @@ class CudaAttention:
             self.tables.view(-1)[update[0]] = update[1].int()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""
+        """Return a layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""
         return self._layers[index]
 
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
@@ -116,7 +116,7 @@ class CudaAttention:
         return out
 
     def _rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The cache row of each token, int64 [tokens]."""
+        """Return the cache row of each token, int64 [tokens]."""
         size = self._cache.block_size
         cells = slots.long() * self.width + positions // size
         return self.tables.view(-1)[cells].long() * self._stride + positions % size
