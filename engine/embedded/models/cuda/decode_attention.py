@@ -112,6 +112,6 @@ class DecodeAttention:
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1],
-            keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile, splits, 3,
-            keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
+            keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile,
+            splits, 3, keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
         )  # fmt: skip

@@ -82,7 +82,8 @@ class Product:
         assert rows <= MAX_ROWS and (n // block_n) * splits <= _MAX_PROGRAMS, "the scratch memory is for fewer"
         _product[(n // block_n, splits)](
             TensorDescriptor.from_tensor(x, [padded, block_k]),
-            TensorDescriptor.from_tensor(weight, [block_n, block_k]), out, self._partial, self._counters, rows, n, k, residual is not None, gated,
+            TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+            out, self._partial, self._counters, rows, n, k, residual is not None, gated,
             padded, block_n, block_k, splits, stages, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         return out
