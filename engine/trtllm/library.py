@@ -10,11 +10,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
-from engine.kit.spans import expands
+from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
@@ -41,7 +41,7 @@ def load(config: TrtllmConfig) -> Any:
         ) from cause
     limit_pixels(config.max_image_pixels)
     try:
-        if config.role == "encode":
+        if isinstance(config, TrtllmEncoderConfig):
             return MultimodalEncoder(**{**arguments, "model": config.model})
         # What is null is for the class to take as it is: the function would make a nested configuration of it, and cannot.
         classes = update_llm_args_with_extra_dict(
@@ -81,7 +81,7 @@ def submit(
     try:
         return llm.generate_async(
             inputs=_inputs(request, images),
-            sampling_params=sampling_params(sampling, facts, templated=expands(request)),
+            sampling_params=sampling_params(sampling, facts, templated=isinstance(request.media, Unexpanded)),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             trace_headers=request.trace or None,
@@ -160,9 +160,12 @@ def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
     """Token ids; or text whose placeholders the engine expands, since with ids it would drop the embeddings of images."""
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    if request.encoding is not None:
-        return {"prompt": request.encoding.prompt}
-    return list(request.prompt_token_ids) if request.media is None else _with_images(request.media.text, images)
+    match request.media:
+        case Encoding():
+            return {"prompt": request.media.prompt}
+        case MediaFiles():
+            return _with_images(request.media.text, images)
+    return list(request.prompt_token_ids)
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 def _cache_salt(request: GenerateRequest) -> str | None:
     """A salt of its own for each prompt with images: 1.2.1's documentation says that they do not go with the reuse of KV blocks."""
-    images = expands(request) or (request.handoff is not None and request.handoff.prompt_token_ids)
+    images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
     return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
 
 
@@ -181,8 +184,8 @@ def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> An
     if request.handoff is not None:
         return DisaggregatedParams(**generation_keywords(request.handoff))
     if context_only:
-        return DisaggregatedParams(**context_keywords(request.encoding))
-    return None if request.encoding is None else DisaggregatedParams(**local_keywords(request.encoding))
+        return DisaggregatedParams(**context_keywords(request.media))
+    return DisaggregatedParams(**local_keywords(request.media)) if isinstance(request.media, Encoding) else None
 
 
 def _bias_tensor(bias: Any, vocab_size: int) -> Any:

@@ -2,25 +2,67 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
+from typing import NamedTuple
 
 from engine.checkpoints.facts import read_model_facts
-from engine.config import EncoderConfig
-from engine.encoder import Encoder, PromptEncoder
+from engine.config import EncoderConfig, TrtllmEncoderConfig
+from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
+from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, open_arena
-from engine.replicas.encode_service import EncodeService, ImageService, PromptService
-from server.compose.engine import engine_config, internal_secret, served_name
+from engine.replicas.encode_service import EncodeService
+from engine.transfer.arena import Arena
+from multimodal.errors import RequestError
+from server.compose.composition import Composition, Failed, never
+from server.compose.config import engine_config
+from server.compose.model import load_text
+from server.health.canary import encoder_probe
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
-def has_vision(settings: Settings, folder: Path | None) -> bool:
-    """Whether the model takes images that are encoded apart from the engine: TensorRT-LLM encodes by itself."""
+class Encoders(NamedTuple):
+    """What encodes images, if anything does: for chats here, and, as a service, for other replicas."""
+
+    encoder: Encoder | None
+    service: EncodeService | None
+
+
+async def add_encode_service(to: Composition, folder: Path | None) -> Failed:
+    """Start what encodes images for other replicas, and does nothing else."""
+    to.replica.service = (await start_encoders(to, folder)).service
+    return never
+
+
+async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
+    """Start what encodes images, if there is anything to encode here: for chats, or for other replicas.
+
+    Raises EngineFailure if there is nothing else that this replica could do.
+    """
+    encoder = _encoder(to, folder)
+    if encoder is None:
+        if not to.role.has_engine:
+            raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
+        return Encoders(None, None)
+    if to.settings.encode_urls:
+        to.replica.loading = "The model is loading, or no encode replica answers."
+    to.stack.push_async_callback(encoder.close)
+    await encoder.start()
+    if not to.role.serves_encodings:
+        return Encoders(encoder, None)
+    service = _service(to, encoder)
+    to.stack.push_async_callback(service.close)
+    if not to.role.has_engine:
+        await _add_canary(to, service, encoder, folder)
+    return Encoders(encoder, service)
+
+
+def _has_vision(settings: Settings, folder: Path | None) -> bool:
+    """Whether the model takes images that are encoded apart from the engine. TensorRT-LLM encodes by itself."""
     if settings.engine == "fake":
         return folder is None
     if settings.engine == "trtllm" or folder is None:
@@ -28,75 +70,69 @@ def has_vision(settings: Settings, folder: Path | None) -> bool:
     return not read_model_facts(folder).no_images
 
 
-def encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry) -> Encoder | None:
-    """What encodes the images of chats, or of other replicas' chats, not yet started; None if the model takes none."""
-    if not has_vision(settings, folder):
+def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
+    """Return what encodes images, not yet started: an encoder here, or encode replicas.
+
+    None if the model takes no images, or the backend encodes them itself.
+    """
+    settings = to.settings
+    asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings
+    if settings.engine == "trtllm":
+        if not to.role.has_engine:
+            return _trtllm_encoder(settings, folder)
+        return _remote_encoder(to, info=EncoderInfo()) if asks_replicas else None
+    if not _has_vision(settings, folder):
         return None
-    if settings.disaggregation_mode in ("prefill", "encode") or not settings.encode_urls:
+    if not asks_replicas:
         return _tower(settings, folder)
+    local = _tower(settings, folder) if settings.encode_fallback == "local" else None
+    return _remote_encoder(to, local=local, arena=open_arena(settings.kv_transfer))
+
+
+def _remote_encoder(
+    to: Composition, local: Encoder | None = None, info: EncoderInfo | None = None, arena: Arena | None = None
+) -> Encoder:
     from engine.replicas.encoders import EncodePool, EncoderPool  # noqa: PLC0415 - most replicas do without
 
-    name, secret = served_name(settings), internal_secret(settings)
-    observer, arena = PeerMetrics(registry, name, "encode"), open_arena(settings.kv_transfer)
-    peers = EncodePool(
-        settings.encode_urls, secret, settings.encode_attempts, observer, arena, settings.transfer_timeout_seconds
+    settings, name = to.settings, to.replica.model_name
+    pool = EncodePool(
+        settings.encode_urls,
+        to.internal_secret,
+        settings.encode_attempts,
+        PeerMetrics(to.metrics.registry, name, "encode"),
+        arena,
+        settings.transfer_timeout_seconds,
     )
-    return EncoderPool(
-        peers, name, settings.engine, _tower(settings, folder) if settings.encode_fallback == "local" else None
-    )
+    # No readiness check: once the pool has started, chats without images or with cached ones need no encode replica.
+    to.replica.peers["encode"] = lambda: pool.counts
+    return EncoderPool(pool, name, settings.engine, local, info)
 
 
-def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry) -> PromptEncoder | None:
-    """What encodes the images of a whole prompt, not yet started: TensorRT-LLM's own, on an encode replica, or encode replicas of it."""
-    if settings.engine != "trtllm":
-        return None
-    if settings.disaggregation_mode == "encode":
-        from engine.config import TrtllmConfig  # noqa: PLC0415
-        from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415
-        from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
+def _trtllm_encoder(settings: Settings, folder: Path | None) -> Encoder:
+    """Return TensorRT-LLM's encoder, in this process or in one of its own."""
+    from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415 - other engines do without
+    from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
 
-        config = engine_config(settings, folder)
-        assert isinstance(config, TrtllmConfig)
-        if settings.engine_process:
-            return HostedEncoder(config, settings.engine_address, settings.log_level)
-        return TrtllmEncoder(config)
-    if settings.disaggregation_mode == "prefill" or not settings.encode_urls:
-        return None
-    from engine.replicas.encoders import PromptEncodePool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
-
-    name = served_name(settings)
-    peers = PromptEncodePool(
-        settings.encode_urls, internal_secret(settings), settings.encode_attempts, PeerMetrics(registry, name, "encode")
-    )
-    return PromptEncoderPool(peers, name)
+    config = engine_config(settings, folder)
+    assert isinstance(config, TrtllmEncoderConfig)
+    if settings.engine_process:
+        return HostedEncoder(config, settings.engine_address, settings.log_level)
+    return TrtllmEncoder(config)
 
 
-def service(
-    settings: Settings, encoder: Encoder | None, prompt_encoder: PromptEncoder | None, registry: CollectorRegistry
-) -> EncodeService | None:
-    """What this replica does for others, by an encoder that has started; None where it does nothing of the kind.
-
-    Raises EngineFailure for an encode replica whose model takes no images.
-    """
-    if settings.disaggregation_mode not in ("prefill", "encode"):
-        return None
-    name, alone = served_name(settings), settings.disaggregation_mode == "encode"
-    if encoder is None and prompt_encoder is None:
-        if alone:
-            raise EngineFailure(f"the model {settings.model} takes no images: there is nothing to encode")
-        return None
-    metrics = EncodeMetrics(registry, name)
-    if encoder is None:
-        assert prompt_encoder is not None
-        return PromptService(name, settings.engine, prompt_encoder, metrics)
-    arena = open_arena(settings.kv_transfer, settings.kv_transfer_port if alone else 0)  # else the engine has the port
-    return ImageService(
-        name, settings.engine, encoder, EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics), metrics
-    )
+def _service(to: Composition, encoder: Encoder) -> EncodeService:
+    """Return what encodes for other replicas, by an encoder that has started."""
+    settings, name = to.settings, to.replica.model_name
+    metrics = EncodeMetrics(to.metrics.registry, name)
+    arena = None
+    if not encoder.info.needs_prompt:  # else the backend moves embeddings by itself
+        arena = open_arena(settings.kv_transfer, 0 if to.role.has_engine else settings.kv_transfer_port)
+    store = EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics)
+    return EncodeService(name, settings.engine, encoder, store, metrics)
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:
-    """The model's vision tower, in this replica."""
+    """Return the model's vision tower in this replica."""
     if settings.engine == "fake":
         from engine.fake.encoder import FakeEncoder  # noqa: PLC0415 - other engines do without
 
@@ -113,3 +149,26 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         processor_options=json.loads(settings.image_processor_options or "{}"),
     )
     return EmbeddedEncoder(config, settings.log_level)
+
+
+async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder, folder: Path | None) -> None:
+    prompt = await _image_prompt(to, folder) if encoder.info.needs_prompt else ""
+    if prompt is None:
+        log.warning("no canary: the model's chat template shows no image")
+        return
+    await to.health.add_canary(
+        encoder_probe(encoder, prompt), lambda: service.served, lambda: service.healthy, to.stack
+    )
+
+
+async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
+    """Return a prompt with one image; None if the model has no chat template that shows one: nothing else tells its
+    placeholder.
+    """
+    _, template = await in_thread(partial(load_text, to.settings, folder))
+    message = {"role": "user", "content": [{"type": "image"}]}
+    try:
+        return None if template is None else template.render([message], add_generation_prompt=True)
+    except RequestError as error:
+        log.debug("the chat template shows no image", exc_info=error)
+        return None

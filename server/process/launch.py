@@ -17,17 +17,24 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
-from engine.process.child import EngineProcess
+from engine.kit.tasks import background, in_thread
+from engine.process.child import ServiceProcess
+from engine.process.engine_service import ENGINE
+from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
-from server.compose import engine as compose
+from server.compose.config import engine_config
+from server.compose.model import model_folder
 from server.http.errors import printable
+from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
-from server.process.tasks import background, in_thread, one_line
-from server.settings.replica import Settings, child_environment
+from server.settings import Settings
+from server.settings.environment import child_environment
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +94,11 @@ class Launcher:
             return
         try:
             async with AsyncExitStack() as stack:
-                folder = await in_thread(partial(compose.model_folder, self._settings))
-                config = compose.engine_config(self._settings, folder)
-                process = EngineProcess(config, self._address, self._settings.engine_on_death, self._settings.log_level)
+                folder = await in_thread(partial(model_folder, self._settings))
+                config = engine_config(self._settings, folder)
+                process = ServiceProcess(
+                    _interface(config), config, self._address, self._settings.engine_on_death, self._settings.log_level
+                )
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())
@@ -138,6 +147,15 @@ class Launcher:
                 _tell(child, DRAIN if self._stops == 1 else CUT_OFF)
             else:
                 child.kill()
+
+
+def _interface(config: EngineConfig) -> Interface[Any, Any]:
+    """What is hosted for the API processes: an engine, or TensorRT-LLM's encoder."""
+    if not isinstance(config, TrtllmEncoderConfig):
+        return ENGINE
+    from engine.trtllm.hosted_encoder import ENCODER  # noqa: PLC0415 - other replicas do without
+
+    return ENCODER
 
 
 def _tell(child: Process, order: bytes) -> None:
