@@ -30,7 +30,7 @@ HELD_IN = {
     "polling.py": {"call": "LLM.get_kv_cache_events_async"},  # or get_stats_async, of the same signature
 }
 NOT_THEIRS = {
-    "arguments.py": {"value"}, "engine.py": {"work"}, "events.py": {"value"}, "library.py": {"bias"}, "outputs.py": {"entry"},
+    "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"}, "outputs.py": {"entry"},
     "processors.py": {"logits"}, "llm_args.py": {"batched_logits_processor", "checkpoint_loader", "decoding_config",
     "draft_checkpoint_loader", "tokenizer"}, "llm_configs.py": {"drafter", "load_balancer", "resource_manager"},
 }  # fmt: skip

@@ -239,7 +239,7 @@ def test_media_are_submitted_under_the_keys_of_a_text_prompt() -> None:
 
 def test_statistics_are_read_under_keys_that_there_are() -> None:
     schema = API["json_schemas"]["iteration_stats"]
-    tree = ast.parse((ROOT / "engine" / "trtllm" / "events.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "engine" / "trtllm" / "polling.py").read_text(encoding="utf-8"))
     reader = next(
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "iteration_stats"
     )
