@@ -1,4 +1,7 @@
-"""The queue in front of an engine: it admits as many sequences as the engine runs at once and bounds how many wait, and how long."""
+"""The queue in front of an engine.
+
+It admits as many sequences as the engine runs at once, and bounds how many others wait, and for how long.
+"""
 
 import asyncio
 import contextvars
@@ -25,8 +28,9 @@ MOST_WAITING_BYTES = 4 << 30
 class AdmissionEngine:
     """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
-    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait, the next request
-    raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout. `PromptReport.queue_seconds` includes the wait.
+    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait,
+    the next request raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout.
+    `PromptReport.queue_seconds` includes the wait.
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:

@@ -10,12 +10,13 @@ pack them.
 `/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/replicas/encode_answers.py`) in the place of the handoff.
 """
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
+
+from protocol.frames import HEADER_BYTES, packed, size_of
 
 VERSION = 2
 MEDIA_TYPE = "application/vnd.msgpack"
@@ -27,10 +28,6 @@ MOST_IMAGES, MOST_IMAGE_BYTES = 8, 32 << 20
 """Of one request to /encode; a single image may have more bytes. More images go to several replicas at once."""
 MOST_EMBEDDING_BYTES = 16 << 20
 """Of one image in a prompt for /prefill, on average."""
-
-_LENGTH = struct.Struct(">I")
-_FAILED = 1 << 31
-"""Bit of a frame's length: the payload is an error envelope, as JSON."""
 
 
 class PrefillInfo(msgspec.Struct, frozen=True):
@@ -87,16 +84,16 @@ H = TypeVar("H", PrefillRequest, EncodeRequest)
 
 def pieces(head: PrefillRequest | EncodeRequest, parts: Sequence[bytes]) -> list[bytes]:
     """A body that has not been put together."""
-    packed = msgspec.msgpack.encode(head)
-    return [_LENGTH.pack(len(packed)) + packed, *parts]
+    return [packed(head), *parts]
 
 
 def head_of(body: bytes, heads: msgspec.msgpack.Decoder[H]) -> tuple[H, memoryview]:
     """The message at its beginning, and the rest. Raises ValueError, or msgspec's errors, which are such."""
-    if len(body) < _LENGTH.size:
+    if len(body) < HEADER_BYTES:
         raise ValueError("it has no length")
-    end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-    return heads.decode(memoryview(body)[_LENGTH.size : end]), memoryview(body)[end:]
+    size, _ = size_of(body[:HEADER_BYTES], len(body))
+    end = HEADER_BYTES + size
+    return heads.decode(memoryview(body)[HEADER_BYTES:end]), memoryview(body)[end:]
 
 
 def parts_of(rest: memoryview, sizes: Sequence[int]) -> list[bytes]:
@@ -105,37 +102,3 @@ def parts_of(rest: memoryview, sizes: Sequence[int]) -> list[bytes]:
         raise ValueError(f"its parts are to have {sum(sizes)} bytes, and have {len(rest)}")
     ends = list(accumulate(sizes, initial=0))
     return [bytes(rest[start:end]) for start, end in pairwise(ends)]
-
-
-class Frame(NamedTuple):
-    """One part of an answer; without a payload a sign of life."""
-
-    payload: bytes
-    failed: bool
-
-
-def frame(payload: bytes = b"", *, failed: bool = False) -> bytes:
-    """The bytes of one frame."""
-    return _LENGTH.pack(len(payload) | (_FAILED if failed else 0)) + payload
-
-
-class FrameReader:
-    """Frames out of the chunks in which they arrive. Raises ValueError for one of more than `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, chunk: bytes) -> Iterator[Frame]:
-        """The frames that `chunk` completes."""
-        self._buffer += chunk
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            size, failed = length & ~_FAILED, bool(length & _FAILED)
-            if size > self._max_bytes:
-                raise ValueError(f"a frame of {size} bytes; the most is {self._max_bytes}")
-            if len(self._buffer) < _LENGTH.size + size:
-                return
-            payload = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
-            del self._buffer[: _LENGTH.size + size]
-            yield Frame(payload, failed)

@@ -12,7 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineNotReady
-from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION, frame
+from protocol.frames import frame
+from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION
 from routers.body import read_body
 from routers.generate import disconnect
 from routers.state import HttpOptions, Replica, State

@@ -1,7 +1,7 @@
-"""What a router serves: everything under /v1, forwarded to a replica that it chooses, and the answer handed on as it comes.
+"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it comes.
 
-A request goes to another replica only for as long as its client has not seen anything: until the first bytes of a stream, or all of
-another answer, have come. Of a stream that breaks off later, the client gets its whole lines and an error event.
+Until the first bytes of a stream, or all of another answer, have come, the client has seen nothing and another replica
+may be asked. Of a stream that breaks off later, the client gets its whole lines and an error event.
 """
 
 import logging
@@ -15,16 +15,16 @@ from fastapi.exceptions import RequestValidationError
 
 from engine import trace
 from engine.errors import EngineDied, EngineNotReady
-from engine.replicas.routing.fleet import NoReplica, Prompt
-from engine.replicas.routing.load import Work
-from engine.replicas.routing.replica import Replica
-from engine.replicas.routing.upstream import Connection, Header, UpstreamError
+from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
+from engine.replicas.routing.fleet import RoutedPrompt
+from engine.replicas.routing.load import Assignment
+from engine.replicas.routing.replica import RoutedReplica
 from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
 from routers.body import read_body
 from routers.generate import while_connected
 from routers.parsing import parsed
-from routers.relay import REPLICA_HEADER, Relay, WholeAnswer, end_to_end, is_stream, whole
+from routers.relay import MAX_ANSWER, REPLICA_HEADER, Relay, WholeAnswer, end_to_end, is_stream
 from routers.state import RequestRouter, state_of
 
 router = APIRouter(tags=["router"])
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 @router.api_route("/detokenize", methods=["POST"], include_in_schema=False)
 @router.api_route(
     "/v1/completions", methods=["POST"], include_in_schema=False
-)  # added first: metrics and traces have it by its name
+)  # added first, so that metrics and traces name it
 @router.api_route("/v1/chat/completions", methods=["POST"], include_in_schema=False)
 async def forward(request: Request) -> Response:
-    """Whatever a replica answers."""
+    """Answer as a replica does."""
     state = state_of(request)
     assert state["replica"].router is not None, "the gate lets no request in before the router is there"
     body = await read_body(request, state["http"]) if request.method == "POST" else b""
@@ -54,45 +54,38 @@ async def forward(request: Request) -> Response:
 
 
 class _Exchange:
-    """One request, at one replica after the other until one answers."""
+    """One request, sent to one replica after the other until one answers."""
 
     def __init__(self, request: Request, router: RequestRouter, body: bytes) -> None:
-        self._request, self._router, self._fleet, self._body = request, router, router.fleet, body
-        self._tried: list[Replica] = []
+        self._request = request
+        self._router = router
+        self._fleet = router.fleet
+        self._body = body
         self._session = request.headers.get(router.session_header, "")[:_MAX_SESSION] if router.session_header else ""
 
     async def answer(self) -> Response:
-        """The answer, whole or as a stream that has begun. Raises NoReplica."""
+        """Return the answer, whole or as a stream that has begun. Raises EngineUnavailable."""
         prompt = await self._prompt()
         refusal: Response | None = None
-        why: UpstreamError | None = None
-        while len(self._tried) < self._fleet.attempts:
+        failed = False
+        for attempt, (replica, work) in enumerate(self._fleet.assign(prompt, self._session), 1):
             try:
-                replica, work = self._fleet.choose(prompt, self._session, self._tried)
-            except NoReplica:
-                break
-            if self._tried:
-                self._fleet.observer.retried()
-            self._tried.append(replica)
-            try:
-                response = await self._ask(replica, work)
-            except UpstreamError as error:
-                log.info("replica %d did not answer: %s", replica.number, error)
-                why = error
+                response = await self._ask(replica, work, attempt)
+            except ConnectionFailed as error:
+                log.info("%s did not answer: %s", replica.name, error)
+                failed = True
                 continue
             if response.status_code not in _REFUSALS:
                 return response
             refusal = response
         if refusal is not None:
             return refusal
-        raise (
-            EngineNotReady("No replica is ready.")
-            if why is None
-            else EngineDied("The replicas that were asked did not answer.")
-        )
+        if failed:
+            raise EngineDied("The replicas that were asked did not answer.")
+        raise EngineNotReady("No replica is ready.")
 
-    async def _prompt(self) -> Prompt:
-        """Of a request that generates; of any other, nothing is known, and nothing has to be."""
+    async def _prompt(self) -> RoutedPrompt:
+        """Return the prompt of a request that generates; an empty one for other requests."""
         started = time.perf_counter()
         path = self._request.scope["path"]
         try:
@@ -101,54 +94,54 @@ class _Exchange:
             elif path.endswith("/v1/completions"):
                 prompt = await self._router.prompts.of_completion(await parsed(CompletionRequest, self._body))
             else:
-                return Prompt(count=1)
-        except RequestValidationError:  # for a replica to say
-            return Prompt(count=1)
+                return RoutedPrompt(count=1)
+        except RequestValidationError:  # a replica will refuse it
+            return RoutedPrompt(count=1)
         self._fleet.observer.tokenised(time.perf_counter() - started)
         return prompt
 
-    async def _ask(self, replica: Replica, work: Work) -> Response:
-        """Raises UpstreamError."""
+    async def _ask(self, replica: RoutedReplica, work: Assignment, attempt: int) -> Response:
+        """Raises ConnectionFailed."""
         outcome = "cancelled"
-        connection: Connection | None = None
+        connection: ReplicaConnection | None = None
         try:
-            with trace.span(
-                "route", {"trellis.replica": replica.number, "trellis.attempt": len(self._tried)}, client=True
-            ):
-                connection = await replica.upstream.request(self._head(replica), self._body)
+            with trace.span("route", {"trellis.replica": replica.number, "trellis.attempt": attempt}, client=True):
+                connection = await replica.client.request(self._head(replica), self._body)
                 headers = [*end_to_end(connection.headers), (REPLICA_HEADER, b"%d" % replica.number)]
                 if is_stream(connection.headers):
                     first = await connection.chunk()
-                    replica.succeeded()
+                    replica.breaker.succeed()
                     work.answered()
                     ends = partial(self._end, replica, work, connection)
                     outcome = ""
                     return Relay(connection, first, headers, ends, state_of(self._request)["render_error"])
-                content = await whole(connection)
+                content = await connection.body(MAX_ANSWER)
             outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
-                replica.refused()
+                replica.check()  # it may be shutting down
             else:
-                replica.succeeded()
+                replica.breaker.succeed()
             return WholeAnswer(connection.status, headers, content)
-        except UpstreamError as error:
+        except ConnectionFailed as error:
             outcome = "unreachable"
-            replica.failed(str(error))
+            replica.fail(error)
             raise
         finally:
             if outcome:
                 self._end(replica, work, connection, outcome)
 
-    def _end(self, replica: Replica, work: Work, connection: Connection | None, outcome: str) -> None:
-        """Of the work at a replica, whatever became of it."""
+    def _end(
+        self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
+    ) -> None:
+        """End the work at a replica."""
         work.end()
         if connection is not None:
-            replica.upstream.release(connection)
+            replica.client.release(connection)
         if outcome == "lost":
-            replica.broke_off()
+            replica.check()
         self._fleet.observer.answered(replica.number, outcome)
 
-    def _head(self, replica: Replica) -> bytes:
+    def _head(self, replica: RoutedReplica) -> bytes:
         scope = self._request.scope
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
@@ -160,10 +153,10 @@ class _Exchange:
             header for header in end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
         ]
         headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
-        return replica.upstream.head(self._request.method, target, headers, len(self._body))
+        return replica.client.head(self._request.method, target, headers, len(self._body))
 
 
 def _is_sane(header: Header) -> bool:
-    """Whether it is one header wherever it goes; the parser that it came through is more lenient than others."""
+    """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
     name, value = header
     return bool(_NAME.fullmatch(name) and _VALUE.fullmatch(value))

@@ -1,4 +1,4 @@
-"""An answer's way from a replica to the client: what of its headers is handed on, whole bodies, and streams chunk by chunk."""
+"""How a replica's answer is passed on to the client: its headers, whole bodies, and streams chunk by chunk."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineDied
-from engine.replicas.routing.upstream import Connection, Header, UpstreamError
+from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from routers.generate import disconnect
 
 REPLICA_HEADER = b"x-trellis-replica"
@@ -16,12 +16,12 @@ _HOP_BY_HOP = frozenset(
     | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
 )
 _MADE_ANEW = frozenset({b"content-length", b"date", b"server", b"host", b"x-request-id", REPLICA_HEADER})
-_MAX_ANSWER = 256 << 20
-"""Bytes of an answer that is no stream: it is kept until it is whole."""
+MAX_ANSWER = 256 << 20
+"""Maximum bytes of an answer that is not a stream, which is kept until it is whole."""
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:
-    """Those of a message that go on to the other side: not those of one connection, nor those that every server makes for itself."""
+    """Return the headers to pass on: not those of one connection, nor those that every server sets for itself."""
     headers = list(headers)
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     unwanted = _HOP_BY_HOP | _MADE_ANEW | named
@@ -30,18 +30,6 @@ def end_to_end(headers: Iterable[Header]) -> list[Header]:
 
 def is_stream(headers: Iterable[Header]) -> bool:
     return any(name == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in headers)
-
-
-async def whole(connection: Connection) -> bytes:
-    """A body to its end. Raises UpstreamError."""
-    parts: list[bytes] = []
-    size = 0
-    while chunk := await connection.chunk():
-        parts.append(chunk)
-        size += len(chunk)
-        if size > _MAX_ANSWER:
-            raise UpstreamError("its answer is too long")
-    return b"".join(parts)
 
 
 class WholeAnswer(Response):
@@ -53,14 +41,15 @@ class WholeAnswer(Response):
 
 
 class Relay(Response):
-    """A stream of events that has begun with `first`, handed on as it comes; `ends` is called once, with what became of it.
+    """A stream of events that has begun with `first`, passed on as it comes. `ends` is called once, with the outcome.
 
-    Only the end is looked at: the part of a line that a lost replica leaves is dropped, and an error event follows.
+    Only the end of each chunk is looked at: the part of a line that a lost replica leaves is dropped, and an error
+    event follows.
     """
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ReplicaConnection,
         first: bytes,
         headers: list[Header],
         ends: Callable[[str], None],
@@ -68,7 +57,10 @@ class Relay(Response):
     ) -> None:
         super().__init__(None, connection.status)
         self.raw_headers = headers
-        self._connection, self._first, self._ends, self._render_error = connection, first, ends, render_error
+        self._connection = connection
+        self._first = first
+        self._ends = ends
+        self._render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "cancelled"
@@ -76,19 +68,19 @@ class Relay(Response):
         gone.add_done_callback(lambda task: None if task.cancelled() else self._connection.abort("the client has gone"))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            outcome = await self._hand_on(send, gone)
+            outcome = await self._pass_on(send, gone)
         finally:
             gone.cancel()
             self._ends(outcome)
 
-    async def _hand_on(self, send: Send, gone: asyncio.Task[None]) -> str:
-        """Send the body; returns what became of it."""
+    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> str:
+        """Send the body, and return the outcome."""
         chunk = self._first
         rest = b""
-        """The start of a line whose end has not come."""
+        """A line whose end has not come."""
         try:
             while chunk:
-                if chunk[-1] == 10:  # a line's end, as nearly always
+                if chunk[-1] == 10:  # the end of a line, as nearly always
                     await send(
                         {"type": "http.response.body", "body": rest + chunk if rest else chunk, "more_body": True}
                     )
@@ -101,7 +93,7 @@ class Relay(Response):
                     else:
                         rest += chunk
                 chunk = await self._connection.chunk()
-        except UpstreamError:
+        except ConnectionFailed:
             if gone.done():
                 return "cancelled"
             error = self._render_error(EngineDied("The replica was lost while it answered."))

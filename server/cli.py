@@ -11,11 +11,22 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings.replica import EngineArgsError, Settings, read_settings, role_shortage, visible_devices
+from server.settings.replica import EngineArgsError, Settings, provide, read_settings, role_shortage, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
 """What the first argument may be; `serve` is what is meant without."""
 _WRONG_SETTINGS = 2
+_ENVIRONMENT = {
+    # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else runs; those that never
+    # spin are slow to wake (docs/log.md has the figures).
+    "GOMP_SPINCOUNT": "20000",
+    # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
+    "UCX_CUDA_IPC_CACHE": "n",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread would keep a gigabyte.
+    "PILLOW_BLOCK_SIZE": "64m",
+}
+"""Defaults that libraries read when they are loaded, for this process and those that it starts."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +104,8 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`; several API processes are started with the same `arguments`."""
     from server.process import launch, logs, serving  # noqa: PLC0415
 
+    for name, value in _ENVIRONMENT.items():
+        provide(name, value)
     logs.configure(settings.log_level, settings.log_format)
     share = settings.api_processes > 1
     try:

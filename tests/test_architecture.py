@@ -27,7 +27,8 @@ HOMES = {
     "pydantic_settings": ("server/settings", "server/cli.py"),
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
-    "httpx": ("engine/replicas", "multimodal/media"),
+    "httpx": ("multimodal/media",),
+    "httptools": ("engine/replicas/client.py",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
@@ -40,7 +41,6 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
     "server/settings/replica.py": "the settings",
-    "engine/process/child.py": "hands it on to the engine's process, with thread settings that must be there before it starts",
 }
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]

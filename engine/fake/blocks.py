@@ -1,4 +1,4 @@
-"""The KV blocks that the fake engine pretends to have: counts, prefix reuse and events, but no tensors."""
+"""The KV blocks of the fake engine: counts, prefix reuse and events, but no tensors."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from engine.types import Image
 class FakeBlocks:
     """A pool of `num_blocks` blocks of `block_size` tokens.
 
-    A complete block is known by the hash of its tokens and images and of all before them; live sequences share equal ones, and the pool
-    keeps them for reuse, least recently used first out, until it needs the room.
+    A complete block is identified by the hash of its content and all preceding content. Running sequences share equal
+    blocks, and the pool keeps unreferenced ones for reuse until it needs the room, evicting the least recently used
+    first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window_size: int) -> None:
@@ -33,11 +34,18 @@ class FakeBlocks:
 
     @property
     def used(self) -> int:
-        """Blocks held by live sequences."""
+        """Number of blocks that running sequences reference."""
         return len(self._users) + self._partial
 
+    @property
+    def hashes(self) -> set[int]:
+        return {*self._users, *self._idle}
+
     def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[Image]) -> "FakeSequenceBlocks":
-        """Blocks for a new sequence: those of its prompt that are known already, as far as a token is left to compute."""
+        """Return the blocks of a new sequence.
+
+        These are the cached blocks of its prompt; at least one token is left to compute.
+        """
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):
@@ -52,7 +60,7 @@ class FakeBlocks:
         return sequence
 
     def hold(self, key: int) -> bool:
-        """Use the block `key`, and say whether it is new."""
+        """Reference the block `key`; return whether it is new."""
         known = key in self._users or key in self._idle
         self._idle.pop(key, None)
         self._users[key] = self._users.get(key, 0) + 1
@@ -60,12 +68,12 @@ class FakeBlocks:
         return not known
 
     def hold_partial(self, count: int) -> None:
-        """Hold `count` more blocks that are not complete yet; negative gives back."""
+        """Reference `count` more incomplete blocks; a negative count releases them."""
         self._partial += count
         self._make_room()
 
     def drop(self, keys: list[int]) -> None:
-        """Give back the blocks of one sequence; the last of a chain is the first to be evicted."""
+        """Release the blocks of one sequence; the last of a chain is evicted first."""
         for key in reversed(keys):
             self._users[key] -= 1
             if not self._users[key]:
@@ -73,6 +81,7 @@ class FakeBlocks:
                 self._idle[key] = None
 
     def stored(self, parent: int | None, blocks: list[StoredBlock], salt: str) -> None:
+        """Publish new complete blocks."""
         self._publish(Stored(parent, tuple(blocks), salt))
 
     def stats(self) -> KvCacheStats:
@@ -101,7 +110,7 @@ class FakeBlocks:
 
 
 class FakeSequenceBlocks:
-    """The blocks of one live sequence: complete ones by key, in order, and at most one that is being filled."""
+    """The blocks of one running sequence: complete ones by key, in order, and at most one incomplete block."""
 
     def __init__(self, pool: FakeBlocks, block_size: int, salt: str, images: Sequence[Image]) -> None:
         self.keys: list[int] = []
@@ -111,13 +120,11 @@ class FakeSequenceBlocks:
         self._images = images
         self._partial = 0
 
-    @property
-    def held(self) -> int:
-        """How many there are."""
+    def __len__(self) -> int:
         return len(self.keys) + self._partial
 
     def key(self, tokens: tuple[int, ...]) -> int:
-        """Hash of the block of `tokens` that would come next, unsigned 64-bit."""
+        """Return the hash of `tokens` as the next block, an unsigned 64-bit integer."""
         parent = self.keys[-1].to_bytes(8, "little") if self.keys else self._salt.encode()
         overlaps = self._next_overlaps()
         return int.from_bytes(
@@ -126,7 +133,7 @@ class FakeSequenceBlocks:
         )
 
     def fill(self, tokens: tuple[int, ...] | list[int]) -> None:
-        """Account for `tokens`, all of the sequence whose keys and values are computed now."""
+        """Extend the blocks to `tokens`, all tokens of the sequence whose keys and values are computed."""
         parent = self.keys[-1] if self.keys else None
         new: list[StoredBlock] = []
         for start in range(len(self.keys) * self._block_size, len(tokens) - self._block_size + 1, self._block_size):
@@ -156,4 +163,5 @@ class FakeSequenceBlocks:
     def release(self) -> None:
         self._pool.drop(self.keys)
         self._pool.hold_partial(-self._partial)
-        self.keys, self._partial = [], 0
+        self.keys = []
+        self._partial = 0

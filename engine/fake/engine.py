@@ -1,9 +1,9 @@
-"""The engine without a model: deterministic, fast, and true to every promise of `engine/base.py`.
+"""An engine without a model: deterministic and fast. It keeps every promise of `engine/base.py`.
 
-It echoes. Output token i is `prompt_token_ids[i % len(prompt)]`, less the end-of-sequence ids, which a chat template puts into every
-prompt: those come out only if the request ignores them or names them in `stop_token_ids`. Sampling parameters change nothing else. Of a
-prompt with images it echoes, before all else, the first eight digits of each image's key, a token for each. What it hands over is a digest
-of prompt, images and first token, which it checks when it goes on from there.
+It echoes the prompt: output token i is `prompt_token_ids[i % len(prompt)]`. End-of-sequence ids, which a chat template
+puts into every prompt, are skipped unless the request ignores them or lists them in `stop_token_ids`. Other sampling
+parameters have no effect. For a prompt with images, the echo starts with the first eight digits of each image's key,
+one token each. Its handoff is a digest of prompt, images and first token, which the receiving engine checks.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from engine.types import Delta, EngineInfo, GenerateRequest, Held, Logprob, Prom
 
 
 class FakeEngine:
-    """An engine whose steps emit one token for each running sequence, `token_delay` seconds apart."""
+    """An engine whose steps generate one token per running sequence, `token_delay` seconds apart."""
 
     def __init__(self, config: FakeConfig) -> None:
         self._config = config
@@ -39,7 +39,10 @@ class FakeEngine:
         self._reserved = 0
         self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
         self._stats: Latest[IterationStats] = Latest()
-        self._received = self._iteration = self._completed = self._aborted = 0
+        self._received = 0
+        self._iteration = 0
+        self._completed = 0
+        self._aborted = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -88,6 +91,16 @@ class FakeEngine:
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._blocks.events.batches()
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the next step."""
+        return len(self._waiting)
+
+    @property
+    def block_hashes(self) -> set[int]:
+        """Hashes of the whole blocks in the KV cache."""
+        return self._blocks.hashes
+
     def stats(self) -> AsyncIterator[IterationStats]:
         return self._stats.values()
 
@@ -118,7 +131,7 @@ class FakeEngine:
         while True:
             started = time.perf_counter()
             admitted = self._admit()
-            if not self._running:  # what waits, if something does, waits for what is held
+            if not self._running:  # waiting requests, if any, wait for held blocks
                 self._work.clear()
                 await self._work.wait()
                 continue
@@ -130,7 +143,7 @@ class FakeEngine:
             await asyncio.sleep(self._config.token_delay)
 
     def _admit(self) -> int:
-        """Start the waiting sequences that fit, in order."""
+        """Start waiting sequences in order, as long as they fit; return how many."""
         admitted = 0
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             sequence = self._waiting[0][2]
@@ -145,7 +158,7 @@ class FakeEngine:
         return admitted
 
     def _step(self, sequence: FakeSequence) -> None:
-        """Compute what is new of the sequence and emit its next token."""
+        """Fill the sequence's blocks and generate its next token."""
         request, sampling = sequence.request, sequence.request.sampling
         assert sequence.blocks is not None
         prompt = (
@@ -182,7 +195,10 @@ class FakeEngine:
         )
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        """The token at rank 1 with probability 1/2, the ids after it with 1/4, 1/8 and so on."""
+        """Return made-up log-probabilities.
+
+        The token has rank 1 and probability 1/2, the ids after it 1/4, 1/8 and so on.
+        """
         ranked = (
             Logprob((token + i) % self._config.vocab_size, -0.6931471805599453 * (i + 1), i + 1)
             for i in range(max(count, 1))
@@ -202,7 +218,7 @@ class FakeEngine:
         self._publish(0.0, len(self._running), 0)
 
     def _release(self, sequence: FakeSequence) -> None:
-        """Give back the blocks of a sequence that has ended, if it holds any."""
+        """Release the blocks of a sequence that has ended, if it has any."""
         if sequence.blocks is not None:
             sequence.blocks.release()
             self._running.pop(sequence, None)
@@ -229,6 +245,6 @@ class FakeEngine:
                 ),
                 num_aborted_requests=self._aborted,
                 num_held_requests=len(self._held),
-                num_held_blocks=sum(sequence.blocks.held for sequence in self._held if sequence.blocks is not None),
+                num_held_blocks=sum(len(sequence.blocks) for sequence in self._held if sequence.blocks is not None),
             )
         )

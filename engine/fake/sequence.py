@@ -1,4 +1,4 @@
-"""One request in the fake engine: what it echoes, when it ends, and what of it another fake engine goes on from."""
+"""One request in the fake engine: what it echoes, when it ends, and its handoff."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ BACKEND = "fake"
 
 @dataclass(eq=False, slots=True)
 class FakeSequence:
-    """A request: its tokens, and what it says next."""
+    """A request, its tokens so far and its next ones."""
 
     request: GenerateRequest
     received: float
@@ -23,23 +23,23 @@ class FakeSequence:
     """Prompt and output."""
     echo: tuple[int, ...]
     stops: frozenset[int]
-    """Every id that ends this sequence."""
+    """All ids that end this sequence."""
     num_blocks: int
-    """Most blocks it can come to hold."""
+    """Maximum number of blocks it can need."""
     stream: DeltaStream = field(init=False)
     blocks: FakeSequenceBlocks | None = None
     cursor: int = 0
     started: bool = False
-    """Whether its prompt is computed."""
+    """Whether its prompt has been computed."""
 
-    def go_on(self, handoff: Handoff) -> None:
-        """Count `handoff.first` as said."""
+    def resume(self, handoff: Handoff) -> None:
+        """Continue after `handoff.first`."""
         for token in handoff.first.token_ids:
             self.next_token()
             self.tokens.append(token)
 
     def next_token(self) -> int:
-        """The next id of the echo; before `min_tokens`, the next that does not end the sequence."""
+        """Return the next id of the echo; before `min_tokens`, the next one that does not end the sequence."""
         output = len(self.tokens) - len(self.request.prompt_token_ids)
         for _ in self.echo:
             token = self.echo[self.cursor % len(self.echo)]
@@ -49,7 +49,7 @@ class FakeSequence:
         return next(token for token in range(len(self.stops) + 1) if token not in self.stops)
 
     def finish(self, token: int) -> tuple[FinishReason | None, int | None]:
-        """Finish and stop reason after `token`, the newest."""
+        """Return finish reason and stop reason after the newest token."""
         sampling = self.request.sampling
         if token in self.stops:
             return "stop", token if token in sampling.stop_token_ids else None
@@ -59,33 +59,34 @@ class FakeSequence:
 
 
 def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -> FakeSequence:
-    """The sequence of a request that is checked, received now."""
+    """Return the sequence of a request that has passed the checks."""
     prompt, sampling = request.prompt_token_ids, request.sampling
-    meant = frozenset(sampling.stop_token_ids)
+    stops = frozenset(sampling.stop_token_ids)
     eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
-    said = (*_seen(request, config.vocab_size), *prompt)
+    full = (*_digits_of_images(request, config.vocab_size), *prompt)
     sequence = FakeSequence(
         request=request,
         received=time.monotonic(),
         tokens=list(prompt),
-        echo=tuple(token for token in said if token not in eos or token in meant) or said,
-        stops=meant | eos,
+        echo=tuple(token for token in full if token not in eos or token in stops) or full,
+        stops=stops | eos,
         num_blocks=num_blocks,
     )
     if request.handoff is not None:
-        sequence.go_on(request.handoff)
+        sequence.resume(request.handoff)
     return sequence
 
 
 def state_of(request: GenerateRequest, first: tuple[int, ...]) -> bytes:
-    """What is handed over after the token `first`."""
+    """Return the state of a handoff after the first token."""
     images = [(image.key, image.start, image.length) for image in request.images]
     return blake2b(repr((request.prompt_token_ids, images, first)).encode(), digest_size=16).digest()
 
 
 def check_images(request: GenerateRequest) -> None:
-    """Of a prompt that `check_prompt` has passed. Raises InvalidRequest for images that are not encoded, EngineUnavailable for embeddings
-    that are lost.
+    """Check the images of a prompt that has passed `check_prompt`.
+
+    Raises InvalidRequest for images that are not encoded, and EngineUnavailable for embeddings that are lost.
     """
     if request.media is not None or request.encoding is not None:
         raise InvalidRequest("the fake engine takes images as embeddings alone", "prompt")
@@ -95,7 +96,7 @@ def check_images(request: GenerateRequest) -> None:
 
 
 def check_handoff(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for what another kind of engine, or another prompt, has left."""
+    """Raises InvalidRequest for a handoff from another kind of engine or of another prompt."""
     handoff = request.handoff
     if handoff is None:
         return
@@ -105,6 +106,6 @@ def check_handoff(request: GenerateRequest) -> None:
         raise InvalidRequest("the handoff is of another prompt", "handoff")
 
 
-def _seen(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
-    """What it says of the images: with the tokenizer that makes tokens of bytes, digits."""
+def _digits_of_images(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that stand for the images: digits, in the byte tokenizer's vocabulary."""
     return tuple((ord(digit) + 3) % vocab_size for image in request.images for digit in image.key[:8])

@@ -1,4 +1,4 @@
-"""What every engine with a model asks of a prompt before it takes it."""
+"""Checks of prompts that all engines with a model share."""
 
 import re
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from engine.errors import ContextOverflow, InvalidRequest
 from engine.types import GenerateRequest, Image
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of the types that embeddings come in."""
+"""Bytes per element of the dtypes of embeddings."""
 _PARAM = "prompt"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -22,13 +22,17 @@ class ImageTokens(NamedTuple):
 
 
 def output_here(request: GenerateRequest) -> int:
-    """Most output tokens that are computed where the request goes: of a prefill's, one."""
+    """Return how many output tokens the receiving engine computes at most: one if the request is `prefill_only`."""
     most = request.sampling.max_tokens
     return min(1, most) if request.prefill_only else most
 
 
 def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> None:
-    """`capacity`: most tokens, prompt and output together, that there is room for. Raises InvalidRequest, ContextOverflow included."""
+    """Check a request's prompt and image spans.
+
+    Raises InvalidRequest for a malformed prompt, and ContextOverflow if prompt and output together exceed `capacity`
+    tokens.
+    """
     prompt, output = request.prompt_token_ids, output_here(request)
     if not prompt:
         raise InvalidRequest("the prompt is empty", _PARAM)
@@ -40,7 +44,10 @@ def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> No
 
 
 def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
-    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes. Raises InvalidRequest."""
+    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes.
+
+    Raises InvalidRequest.
+    """
     if request.media is not None or request.encoding is not None:
         raise InvalidRequest("this engine takes images as embeddings alone", _PARAM)
     if not request.images:

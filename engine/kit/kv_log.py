@@ -1,7 +1,7 @@
-"""An engine's KV-cache events for whoever listens, however late: a consumer is told first what the engine holds.
+"""A feed of an engine's KV-cache events that first tells each new consumer what the cache contains.
 
-So a router learns of everything from a publisher that begins when the engine has long been running, and while nobody listens nothing
-piles up but the books, which are as large as the cache has blocks.
+A router thus learns everything from a publisher that starts long after the engine. While nobody listens, only the
+record of the cache's content takes memory, which is proportional to its number of blocks.
 """
 
 from array import array
@@ -18,7 +18,7 @@ _BATCH = 256
 
 
 class _Block(NamedTuple):
-    """A block that can be reused. Its tokens take a tenth of the memory that they have in events."""
+    """A reusable block. Its tokens take a tenth of the memory they take in events."""
 
     block_hash: int
     parent: int | None
@@ -31,8 +31,8 @@ class _Block(NamedTuple):
         return Stored(self.parent, (block,), self.cache_salt)
 
 
-class _Pool:
-    """What there is of one attention window."""
+class _WindowLog:
+    """The blocks of one attention window."""
 
     def __init__(self) -> None:
         self.created = Created(())
@@ -57,7 +57,10 @@ class _Pool:
                 self.blocks.clear()
 
     def parents_first(self) -> Iterator[_Block]:
-        """All blocks. A parent can be younger than its children: it was evicted, and is there again."""
+        """Yield all blocks, parents before children.
+
+        A parent can be younger than its children if it was evicted and stored again.
+        """
         told: set[int] = set()
         for block_hash in self.blocks:
             chain: list[_Block] = []
@@ -69,38 +72,41 @@ class _Pool:
             yield from reversed(chain)
 
 
-class _Rank:
-    """A data-parallel rank."""
+class _RankLog:
+    """The blocks of a data-parallel rank, by attention window."""
 
     def __init__(self) -> None:
         self.last_id = -1
-        self.pools: dict[int, _Pool] = {}
+        self.pools: dict[int, _WindowLog] = {}
 
-    def held(self) -> list[tuple[int, Created | _Block]]:
-        """By attention window: that each is there; then all blocks."""
+    def content(self) -> list[tuple[int, Created | _Block]]:
+        """Return pairs of attention window and content: first the creation of each window, then all blocks."""
         created: list[tuple[int, Created | _Block]] = [(window, pool.created) for window, pool in self.pools.items()]
         return created + [(window, block) for window, pool in self.pools.items() for block in pool.parents_first()]
 
 
 class KvEventLog(EventFeed[KvEvent]):
-    """The feed of one life of an engine. What goes before is numbered so that the events that follow have the ids that come next."""
+    """The events of one engine from its start.
+
+    Initial events get the ids just before those of the events that follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks: dict[int | None, _Rank] = {}
+        self._ranks: dict[int | None, _RankLog] = {}
 
     def put(self, event: KvEvent) -> None:
-        rank = self._ranks.setdefault(event.attention_dp_rank, _Rank())
+        rank = self._ranks.setdefault(event.attention_dp_rank, _RankLog())
         rank.last_id = event.event_id
-        rank.pools.setdefault(event.window_size, _Pool()).note(event.data)
+        rank.pools.setdefault(event.window_size, _WindowLog()).note(event.data)
         super().put(event)
 
     def _before(self) -> Iterator[list[KvEvent]]:
-        now = [(number, rank.last_id, rank.held()) for number, rank in self._ranks.items()]
-        for number, last_id, held in now:
-            first = last_id + 1 - len(held)
-            for start in range(0, len(held), _BATCH):
+        now = [(number, rank.last_id, rank.content()) for number, rank in self._ranks.items()]
+        for number, last_id, content in now:
+            first = last_id + 1 - len(content)
+            for start in range(0, len(content), _BATCH):
                 yield [
                     KvEvent(event_id, part if isinstance(part, Created) else part.stored(), window, number)
-                    for event_id, (window, part) in enumerate(held[start : start + _BATCH], start=first + start)
+                    for event_id, (window, part) in enumerate(content[start : start + _BATCH], start=first + start)
                 ]

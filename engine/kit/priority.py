@@ -1,9 +1,10 @@
-"""The order in which requests are served, in the queue and in the engine alike."""
+"""The order in which requests are served, both in the admission queue and in the engine."""
 
 PRIORITY_SECONDS = 10.0
-"""What one step of priority is worth. A request of lower priority therefore waits longer, but never for ever."""
+"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
+ever."""
 
 
 def rank(priority: int, arrival: float) -> float:
-    """Sort key, smaller first: the arrival in seconds, moved back or forth by the priority (lower is more urgent)."""
+    """Return a sort key, smallest first: the arrival in seconds, shifted by the priority (lower is more urgent)."""
     return arrival + priority * PRIORITY_SECONDS

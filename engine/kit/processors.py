@@ -1,7 +1,8 @@
-"""Sample logits processors, and how any of them gets to where the engine runs: its configuration lists them, so that they are registered
-again whenever the engine's process is restarted.
+"""Sample logits processors, and their configuration.
 
-None of them knows a tensor library: what they call on `logits` is what torch tensors of every device have.
+The engine's configuration lists them, so that every restart registers them again.
+
+They use no tensor library: they call only methods that torch tensors have on every device.
 """
 
 import math
@@ -14,9 +15,9 @@ from engine.kit.logits import LogitsProcessor, register
 
 
 class ForcedSequence:
-    """Emits `token_ids` one after the other and then `eos_token_id`, whatever the model says. Ids beyond the vocabulary are IndexErrors.
+    """Forces the output `token_ids`, then `eos_token_id`. Ids beyond the vocabulary raise IndexError.
 
-    Where it stands follows from how many tokens have come since the first call.
+    The position follows from the number of tokens since the first call.
     """
 
     def __init__(self, token_ids: Sequence[int], eos_token_id: int) -> None:
@@ -34,13 +35,16 @@ class ForcedSequence:
 
 
 class HelloWorld(ForcedSequence):
-    """Answers `TEXT` and ends. `token_ids` are those of the text in the model's vocabulary."""
+    """Forces the answer `TEXT`. `token_ids` are the tokens of the text in the model's vocabulary."""
 
     TEXT = "Hello world!"
 
 
 class Temperature:
-    """Divides the logits by `temperature`, besides what the request's own temperature does. Raises ValueError unless it is above 0."""
+    """Divides the logits by `temperature`, in addition to the request's own temperature.
+
+    Raises ValueError unless it is above 0.
+    """
 
     def __init__(self, temperature: float) -> None:
         if not 0 < temperature < math.inf:
@@ -52,7 +56,7 @@ class Temperature:
 
 
 class ProcessorConfig(msgspec.Struct, frozen=True):
-    """One of these as a value: the factory that is registered under `name`. `arguments` are the constructor's."""
+    """A factory that is registered under `name`, as data. `arguments` are those of the constructor."""
 
     name: str
     kind: Literal["forced_sequence", "hello_world", "temperature"]
@@ -70,7 +74,10 @@ _CLASSES: dict[str, type[ForcedSequence] | type[Temperature]] = {
 
 
 def register_all(configs: Sequence[ProcessorConfig]) -> None:
-    """Make them known to the engine of this process. Raises ValueError if a name is taken, TypeError or ValueError for wrong arguments."""
+    """Register processors in this process.
+
+    Raises ValueError if a name is taken, TypeError or ValueError for wrong arguments.
+    """
     for config in configs:
         config()
         register(config.name, config)

@@ -1,6 +1,6 @@
-"""What an engine hands to its consumers: a mailbox of deltas for each request, the newest statistics, and a feed of events.
+"""What an engine gives to its consumers: a stream of deltas per request, the latest statistics, and a feed of events.
 
-All of it belongs to one event loop and is called from its thread only.
+All of these belong to one event loop and must be called from its thread.
 """
 
 import asyncio
@@ -11,24 +11,21 @@ from typing import Generic, Self, TypeVar
 from engine.types import Delta
 
 T = TypeVar("T")
-
-
 Sink = Callable[[Delta | Exception], object]
 
 
 class DeltaStream:
-    """The mailbox between an engine and the one consumer of a request.
+    """The deltas of one request, from the engine to its only consumer.
 
-    The engine calls `put` and `fail`; the consumer iterates. Deltas that pile up meanwhile arrive merged into one. `on_abort` is called
-    once if the consumer closes the stream, or is cancelled while it waits, before the request has finished.
+    The engine calls `put` and `fail`; the consumer iterates, or has the deltas passed on by `pipe`. Deltas that arrive
+    while the consumer is busy are merged into one. `on_abort` is called once if the consumer closes the stream, or is
+    cancelled while it waits, before the request has finished.
     """
 
     __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_sink", "_waiter")
 
     def __init__(self, on_abort: Callable[[], object]) -> None:
-        self._loop = (
-            asyncio.get_running_loop()
-        )  # kept, since asking for it costs a system call each time in Python 3.11
+        self._loop = asyncio.get_running_loop()  # kept: in Python 3.11 each query costs a system call
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._finished = False
@@ -39,7 +36,7 @@ class DeltaStream:
 
     @classmethod
     def failed(cls, error: Exception) -> Self:
-        """A stream that only raises `error`: the request never began."""
+        """Return a stream that only raises `error`: the request never began."""
         stream = cls(lambda: None)
         stream.fail(error)
         return stream
@@ -75,8 +72,10 @@ class DeltaStream:
             self.put(output)
 
     def pipe(self, sink: Sink) -> None:
-        """Instead of iterating, call `sink` with each delta as it comes, including those delivered already, and with the error if the
-        stream ends with one. A task for each request, woken for each token, would cost several times as much.
+        """Call `sink` with each delta and with the final error, instead of iterating.
+
+        Deltas delivered already come first. A task for each request, woken for each token, would cost several times as
+        much.
         """
         self._sink = sink
         deltas, self._deltas = self._deltas, []
@@ -99,7 +98,7 @@ class DeltaStream:
     async def __anext__(self) -> Delta:
         while not self._deltas:
             if self._finished:
-                await asyncio.sleep(0)  # a consumer that did not wait for the end is not ahead of the callbacks either
+                await asyncio.sleep(0)  # also a consumer that did not wait sees the end after the callbacks have run
                 error, self._error = self._error, None
                 raise StopAsyncIteration if error is None else error
             assert self._waiter is None, "a stream has one consumer"
@@ -115,11 +114,11 @@ class DeltaStream:
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
     async def aclose(self) -> None:
-        """As `close`, for `contextlib.aclosing`."""
+        """Close, for `contextlib.aclosing`."""
         self.close()
 
     def close(self) -> None:
-        """Drop what was not read and abort the request if it still runs. Idempotent; a consumer that waits sees the end."""
+        """Drop unread deltas and abort the request if it still runs. Idempotent; a waiting consumer sees the end."""
         self._deltas.clear()
         self._error = None
         if not self._finished:
@@ -128,7 +127,7 @@ class DeltaStream:
             self._on_abort()
 
     def _finish(self) -> None:
-        """Have the callbacks run, before the consumer gets to know."""
+        """Schedule the callbacks, before the consumer sees the end."""
         self._finished = True
         for callback in self._on_done:
             self._loop.call_soon(callback)
@@ -139,7 +138,7 @@ class DeltaStream:
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
-    """One delta that says what consecutive `deltas` say."""
+    """Merge consecutive deltas into one."""
     last = deltas[-1]
     return Delta(
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
@@ -152,7 +151,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 
 
 class Latest(Generic[T]):
-    """The newest of a series of values, for any number of consumers: a slow one skips to the newest."""
+    """The latest of a series of values, for any number of consumers; slow ones skip to the newest."""
 
     def __init__(self) -> None:
         self._value: T | None = None
@@ -161,17 +160,18 @@ class Latest(Generic[T]):
         self._changed = asyncio.Event()
 
     def publish(self, value: T) -> None:
+        """Make `value` the newest one."""
         self._value = value
         self._version += 1
         self._notify()
 
     def close(self) -> None:
-        """End every iteration, each after the newest value."""
+        """End all iterations, each after the newest value."""
         self._closed = True
         self._notify()
 
     async def values(self) -> AsyncIterator[T]:
-        """Yield the newest value, if there is one yet, then each newer one."""
+        """Yield the newest value, if there is one, then each newer one."""
         seen = 0
         while True:
             if seen != self._version:
@@ -189,7 +189,10 @@ class Latest(Generic[T]):
 
 
 class EventFeed(Generic[T]):
-    """Events in order, for any number of consumers, each from when it begins to iterate; one that falls behind loses the oldest."""
+    """Events in order, for any number of consumers, each from the start of its iteration.
+
+    A slow consumer loses the oldest events.
+    """
 
     def __init__(self, limit: int = 65536) -> None:
         self._limit = limit
@@ -197,22 +200,25 @@ class EventFeed(Generic[T]):
         self._closed = False
         self._changed = asyncio.Event()
 
-    def put(self, event: T) -> None:
-        self.put_all((event,))
+    @property
+    def consumers(self) -> int:
+        """Number of iterations in progress."""
+        return len(self._waiting)
 
-    def put_all(self, events: Sequence[T]) -> None:
+    def put(self, event: T) -> None:
         for waiting in self._waiting.values():
-            waiting.extend(events)
+            waiting.append(event)
         self._notify()
 
     def close(self) -> None:
-        """End every iteration, each after the events that wait for it."""
+        """End all iterations, each after its pending events."""
         self._closed = True
         self._notify()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield what goes before, then everything that has come meanwhile, whenever there is something."""
-        consumer, waiting = object(), deque[T](maxlen=self._limit)
+        """Yield the initial events, then batches of new ones."""
+        consumer = object()
+        waiting = deque[T](maxlen=self._limit)
         self._waiting[consumer] = waiting
         try:
             for batch in self._before():
@@ -230,7 +236,7 @@ class EventFeed(Generic[T]):
             del self._waiting[consumer]
 
     def _before(self) -> Iterable[list[T]]:
-        """What a consumer that begins now is told first."""
+        """Return what a new consumer receives first."""
         return ()
 
     def _notify(self) -> None:

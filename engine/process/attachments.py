@@ -1,5 +1,5 @@
-"""The bytes of a request's images, which travel beside the request, so that nobody copies them to pack them: in parts of their own, or not
-at all, where both sides can read the same memory."""
+"""The bytes of a request's images, which travel beside the request, so that nobody copies them to pack them: in parts
+of their own, or not at all, where both sides can read the same memory."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A service host as a child process: spawned, watched, restarted and never left behind."""
+"""Runs a service host as a child process: spawns it, restarts it, and never leaves one behind."""
 
 import asyncio
 import contextlib
@@ -23,24 +23,20 @@ from engine.process.supervisor import End, Supervisor
 from engine.process.wire import HostOptions
 
 _STOP_SECONDS = 5.0
-"""How long a host may take to stop once its input has ended."""
-_LAST_LINES, _LAST_CHARACTERS = 20, 16384
+"""Time a host may take to stop once its input has ended."""
+_LAST_LINES = 20
+_LAST_CHARACTERS = 16384
 _LONGEST_PATH = 100
-"""Bytes in the path of a Unix socket; the system's own limit is 107."""
-
-_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "UCX_CUDA_IPC_CACHE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-"""Defaults for children. Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
-runs; those that never spin are slow to wake (docs/log.md has the figures). UCX, which NIXL moves blocks by, would keep the GPU memory of a
-peer that has died (docs/decisions/0012)."""
+"""Maximum bytes in the path of a Unix socket; the system's own limit is 107."""
 
 log = logging.getLogger(__name__)
 
 
 class ServiceProcess:
-    """One host of a service at a time, at `address`; an empty one makes an ipc:// address in a private folder.
+    """The host process of a service at `address`; an empty address creates an ipc:// address in a private folder.
 
-    A host that dies is restarted, after pauses that grow from 0.5 to 30 seconds, unless `on_death` is "exit" or it never got ready in
-    the first place: then this gives up, and `wait_failed` says why. The host ends with this process, however that ends.
+    A host that dies is restarted (`supervisor.py`), unless `on_death` is "exit" or no host was ever ready: then this
+    gives up, and `wait_failed` returns the reason. The host ends with this process, however that ends.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the host; None while there is none."""
+        """Process id of the host; None while none runs."""
         return None if self._host is None else self._host.process.pid
 
     async def start(self) -> None:
@@ -79,7 +75,7 @@ class ServiceProcess:
         self._supervision = asyncio.create_task(Supervisor(self._live).run(), name=f"{self._interface.noun}-process")
 
     async def wait_failed(self) -> str:
-        """Return the reason, with the host's last words, once this has given up."""
+        """Return the reason, with the host's last log lines, once this has given up."""
         assert self._supervision is not None, "not started"
         await asyncio.wait([self._supervision])
         if self._supervision.cancelled():
@@ -101,7 +97,7 @@ class ServiceProcess:
                 self._folder.rmdir()
 
     async def _live(self) -> End:
-        """See one host through, the one that `start` has spawned or a new one."""
+        """Wait for the end of one host: the one that `start` has spawned, or else a new one."""
         if self._host is None:
             try:
                 self._host = await _Host.spawn(self._interface, self._options)
@@ -132,7 +128,7 @@ class EngineProcess(ServiceProcess):
 
 
 class _Host:
-    """One child process: what it prints goes on to standard error, and its last lines are kept."""
+    """One child process. Its output goes to standard error, and the last lines are kept."""
 
     def __init__(self, noun: str, process: Process, log_pipe: int) -> None:
         self.process = process
@@ -147,13 +143,14 @@ class _Host:
     @classmethod
     async def spawn(cls, interface: Interface[Any, Any], options: bytes) -> "_Host":
         """Raises OSError."""
-        # A pipe of our own, since asyncio takes no process for ended while a child of that process holds its standard error.
+        # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
+        # open.
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
             command = (sys.executable, "-m", "engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment(), start_new_session=True
+                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True
             )
         except BaseException:
             os.close(log_pipe)
@@ -165,7 +162,7 @@ class _Host:
         return cls(interface.noun, process, log_pipe)
 
     async def wait(self) -> str:
-        """Wait for the end of the process and say what became of it."""
+        """Wait for the end of the process and return how it ended, with its last log lines."""
         code = await self.process.wait()
         await self._read_to_end()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -173,7 +170,7 @@ class _Host:
         return "\n".join([f"the {self._noun} process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
     async def stop(self, seconds: float) -> None:
-        """End the process: by the end of its input, after `seconds` by SIGKILL."""
+        """End the process by closing its input, and by SIGKILL after `seconds`."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -185,7 +182,10 @@ class _Host:
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:
-        """Read what the ended process still had to say; a child of its own that keeps the pipe open does not hold us up."""
+        """Read the remaining output of the ended process.
+
+        A grandchild that keeps the pipe open is not waited for.
+        """
         await asyncio.wait([self._control])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._log_ended.wait(), 0.5)
@@ -215,13 +215,8 @@ class _Host:
             os.close(self._log_pipe)
 
 
-def environment() -> dict[str, str]:
-    """Of a child process that computes."""
-    return _ENVIRONMENT | os.environ
-
-
 def _private_folder() -> Path:
-    """A new folder that only this user may enter, with a path short enough for a Unix socket."""
+    """Create a folder that only this user may enter, with a path short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="trellis-"))
     if len(str(folder)) < _LONGEST_PATH - len("/service.sock"):
         return folder

@@ -1,4 +1,7 @@
-"""Clients of services that run in another process (`engine/process/host.py`). A client outlives its host and finds the next one."""
+"""Clients of services that run in another process (`engine/process/host.py`).
+
+A client outlives its host and finds the next one.
+"""
 
 import asyncio
 import itertools
@@ -39,8 +42,9 @@ class _Running(NamedTuple):
 class ServiceClient(Generic[InfoT]):
     """The service that is hosted at `address` (ipc:// or tcp://).
 
-    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed` returns a reason
-    once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it takes.
+    When the host dies, running calls raise EngineDied, and new ones raise EngineNotReady until a host is back. `failed`
+    returns a reason once no host will ever come (`ServiceProcess.wait_failed`); without it, `start` waits as long as it
+    takes.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class ServiceClient(Generic[InfoT]):
         self._ready = asyncio.Event()
         self._info: InfoT | None = None
         self._service_healthy = False
-        self._shares = False
+        self.shares_memory = False
+        """Whether the host can open memory of this process."""
         self._sample = SharedBytes.of(b"\0")
         self._heard = 0.0
         self._generation = 0
@@ -71,11 +76,6 @@ class ServiceClient(Generic[InfoT]):
     @property
     def healthy(self) -> bool:
         return self._ready.is_set() and self._service_healthy and time.monotonic() - self._heard < wire.SILENCE_SECONDS
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the host can open memory of this process."""
-        return self._shares
 
     async def start(self) -> None:
         """Connect, and wait until a host answers."""
@@ -112,7 +112,9 @@ class ServiceClient(Generic[InfoT]):
     def begin(
         self, method: str, argument: Any, put: Callable[[Any], object], fail: Callable[[Exception], object]
     ) -> int:
-        """Begin a call and return its key. `put` receives each result, `fail` the error if it ends with one; `end` must follow.
+        """Begin a call and return its key.
+
+        `put` receives each result, `fail` the error if it ends with one; `end` must follow.
 
         Raises EngineNotReady and InvalidRequest.
         """
@@ -121,7 +123,7 @@ class ServiceClient(Generic[InfoT]):
         found = self._interface.methods[method]
         bare, parts = found.detach(argument)
         key = next(self._keys)
-        command, frames = wire.call(key, method, wire.encode(bare), parts, self._shares)
+        command, frames = wire.call(key, method, wire.encode(bare), parts, self.shares_memory)
         if wire.largest(command, frames) > wire.MAX_MESSAGE_BYTES:
             raise InvalidRequest(found.too_large, found.parameter)
         shared = [part for part in parts if isinstance(part, SharedBytes)]
@@ -207,9 +209,9 @@ class ServiceClient(Generic[InfoT]):
                 running = self._running.pop(reply.key, None)
                 if running is not None:
                     running.fail(wire.error_of(reply))
-            case wire.Welcome():
+            case wire.Accepted():
                 self._info = msgspec.msgpack.decode(reply.info, type=self._interface.info)
-                self._shares = reply.shares
+                self.shares_memory = reply.shares
                 self._service_healthy = True
                 self._ready.set()
             case wire.Beat():
@@ -239,7 +241,7 @@ class EngineClient(ServiceClient[EngineInfo]):
         return stream
 
     async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        self.subscribe("kv_events", self._events.put_all)
+        self.subscribe("kv_events", self._put_events)
         async with aclosing(self._events.batches()) as batches:
             async for events in batches:
                 yield events
@@ -247,6 +249,10 @@ class EngineClient(ServiceClient[EngineInfo]):
     def stats(self) -> AsyncIterator[IterationStats]:
         self.subscribe("stats", self._stats.publish)
         return self._stats.values()
+
+    def _put_events(self, events: list[KvEvent]) -> None:
+        for event in events:
+            self._events.put(event)
 
     async def close(self) -> None:
         await super().close()

@@ -1,7 +1,10 @@
-"""A service's own process, `python -m engine.process.host MODULE:INTERFACE`: serves it to any number of clients over a local ZMQ socket.
+"""The host of a service: a process that serves it to any number of clients over a local ZMQ socket.
 
-Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line `ready` on standard
-output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which still drains.
+It is started by `python -m engine.process.host MODULE:INTERFACE`.
+
+Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
+`ready` on standard output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to
+the parent too, which still drains.
 """
 
 import asyncio
@@ -23,7 +26,7 @@ import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.process import stdio, wire
-from engine.process.service import Interface, Method, Results, Service
+from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
 from engine.transfer.base import TransferError
 
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 class ServiceHost:
     """Serves a started service on a bound ROUTER socket. A connection's identity is the client's name here."""
 
-    def __init__(self, interface: Interface[Any, Any], service: Service, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, interface: Interface[Any, Any], service: HostedService, socket: "zmq.Socket[bytes]") -> None:
         self.interface = interface
         self.service = service
         self._clients: dict[bytes, _Client] = {}
@@ -63,7 +66,10 @@ class ServiceHost:
         self._socket.close(linger_ms=100)
 
     def send(self, client: "_Client", replies: list[wire.Reply]) -> bool:
-        """Send replies, divided if needed; return False if the client's queue is full. Forgets a client that has gone."""
+        """Send replies, divided if needed; return False if the client's queue is full.
+
+        Forgets a client that has gone.
+        """
         payload = wire.encode(wire.Replies(client.generation, replies))
         if len(payload) > wire.MAX_MESSAGE_BYTES:
             return all(self.send(client, [reply]) for reply in _divided(replies))
@@ -98,7 +104,7 @@ class ServiceHost:
         if identity in self._clients:
             self.forget(self._clients[identity])
         client = self._clients[identity] = _Client(self, identity, generation)
-        client.reply(wire.Welcome(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
+        client.reply(wire.Accepted(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
 
 
 def _divided(replies: list[wire.Reply]) -> list[wire.Reply]:
@@ -244,7 +250,7 @@ def bind(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-class _Run:
+class _HostProcess:
     """The life of a host process."""
 
     def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: stdio.Channel) -> None:
@@ -255,7 +261,10 @@ class _Run:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Start the service and serve it until the parent ends. Raises EngineFailure if it cannot start or stops working."""
+        """Start the service and serve it until the parent ends.
+
+        Raises EngineFailure if it cannot start or stops working.
+        """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         socket = bind(self._address)
@@ -265,7 +274,8 @@ class _Run:
                 if await self._completed(service.start()):
                     await self._serve(ServiceHost(self._interface, service, socket))
             finally:
-                # A broken library may block while it closes, and the parent waits for the end of the process to start another.
+                # A broken library may block while it closes, and the parent waits for the end of the process to start
+                # another.
                 threading.Thread(target=self._exit_by_force, daemon=True).start()
                 await service.close()
         finally:
@@ -281,7 +291,10 @@ class _Run:
             host.close()
 
     async def _completed(self, work: Any) -> bool:
-        """Wait for `work` and raise its exception; return False if the host was told to stop first, after cancelling `work`."""
+        """Wait for `work` and raise its exception.
+
+        Returns False if the host was told to stop first; `work` is then cancelled.
+        """
         task, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -293,7 +306,10 @@ class _Run:
         return False
 
     def _stop_at_end_of_input(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread, which a stuck step cannot hinder: wait for the parent to go, then stop, by force if the loop does not react."""
+        """Wait for the parent to end, then stop the host, by force if the event loop does not react.
+
+        Runs in a thread, so that a stuck event loop cannot hinder it.
+        """
         while os.read(self._channel.input, 4096):
             pass
         loop.call_soon_threadsafe(self._stop.set)
@@ -319,7 +335,7 @@ def main(interface: Interface[Any, Any]) -> int:
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_Run(interface, options, channel).run())
+        asyncio.run(_HostProcess(interface, options, channel).run())
     except EngineFailure as error:
         log.error("%s", error, exc_info=error.__cause__)
         return 1

@@ -1,4 +1,7 @@
-"""What can be hosted in a process of its own, and how its calls travel. `engine/process/__init__.py` explains how to host a service."""
+"""What can be hosted in a process of its own, and how its calls travel.
+
+`engine/process/__init__.py` explains how to host a service.
+"""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +15,10 @@ from engine.transfer.shared_bytes import Data
 A = TypeVar("A")
 R = TypeVar("R")
 ConfigT = TypeVar("ConfigT")
-ServiceT = TypeVar("ServiceT", bound="Service")
+ServiceT = TypeVar("ServiceT", bound="HostedService")
 
 
-class Service(Protocol):
+class HostedService(Protocol):
     """An object with a life on one event loop: `start` once, then calls, then `close` once."""
 
     @property
@@ -65,7 +68,10 @@ def _attach_nothing(argument: Any, parts: Sequence[Data]) -> Any:
 
 @dataclass(frozen=True)
 class Method(Generic[A, R]):
-    """A call with one argument. `run(service, argument)` returns a coroutine of its one result, or a stream of results at once."""
+    """A call with one argument.
+
+    `run(service, argument)` returns a coroutine of its one result, or a stream of results at once.
+    """
 
     argument: type[A]
     result: type[R]
@@ -114,7 +120,7 @@ class Interface(Generic[ConfigT, ServiceT]):
     """Type of the configuration, which travels as JSON."""
     create: Callable[[ConfigT], ServiceT]
     info: type
-    """Type of `Service.info`."""
+    """Type of `HostedService.info`."""
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0

@@ -18,8 +18,9 @@ _BURST = 256
 def context() -> "zmq.Context[Any]":
     """Return the ZMQ context of this process.
 
-    It is never terminated: libzmq 4.3.5 can block for ever in that call, even without linger, if both ends of a connection close at once
-    while messages are queued (about one close in a hundred on a busy machine; zeromq/libzmq issue 2586).
+    It is never terminated: libzmq 4.3.5 can block for ever in that call, even without linger, if both ends of a
+    connection close at once while messages are queued (about one close in a hundred on a busy machine; zeromq/libzmq
+    issue 2586).
     """
     return zmq.Context.instance()
 
@@ -33,8 +34,8 @@ def remove_socket_file(address: str) -> None:
 class LoopSocket:
     """A ZMQ socket on the running event loop. `on_message` gets the frames of each message; no method blocks.
 
-    The descriptor of a ZMQ socket signals that the socket's state has changed, not that a message is ready, and any send may consume the
-    signal. The socket is therefore polled again after each send.
+    The descriptor of a ZMQ socket signals that the socket's state has changed, not that a message is ready, and any
+    send may consume the signal. The socket is therefore polled again after each send.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
@@ -48,7 +49,8 @@ class LoopSocket:
     def send(self, frames: Sequence[Buffer]) -> None:
         """Send one message.
 
-        Raises zmq.Again if the receiver's queue is full, and zmq.ZMQError(EHOSTUNREACH) if the receiver has gone (on a mandatory router).
+        Raises zmq.Again if the receiver's queue is full, and zmq.ZMQError(EHOSTUNREACH) if the receiver has gone (on a
+        mandatory router).
         """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _LARGE)

@@ -1,5 +1,7 @@
-"""Standard input and output of a child process, kept from its own children: one that outlives it would hold the parent's pipes open,
-and the parent would not see the end.
+"""Standard input and output of a child process, kept from its own children.
+
+A grandchild that inherits them and outlives the child would keep the parent's pipes open, and the parent would not see
+the end.
 """
 
 import os
@@ -9,20 +11,22 @@ _MOST_INHERITED = 256
 
 
 class Channel(NamedTuple):
-    """Of a child with its parent."""
+    """The pipes between a child and its parent."""
 
     input: int
-    """What was standard input, a file descriptor."""
+    """File descriptor of the former standard input."""
     output: TextIO
-    """What was standard output."""
+    """The former standard output."""
 
 
 def take() -> Channel:
-    """Keep both for this process; others read nothing, and what libraries print goes to standard error. To be called before any file is
-    opened: descriptors besides the three are closed, since uvloop leaves its children copies of the pipes.
+    """Take over both pipes. Standard input is then empty, and standard output goes to standard error.
+
+    Call this before any file is opened: descriptors above 2 are closed, because uvloop leaves its children copies of
+    the pipes.
     """
     os.closerange(3, _MOST_INHERITED)
-    channel = Channel(os.dup(0), os.fdopen(os.dup(1), "w"))  # which no child inherits
+    channel = Channel(os.dup(0), os.fdopen(os.dup(1), "w"))  # not inherited by children
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -26,8 +26,8 @@ class End(NamedTuple):
 class Supervisor:
     """Calls `live`, which starts a process and returns when it has ended, again and again.
 
-    Between two lives it pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE; a process that has served
-    for HEALTHY_SECONDS starts over with the first pause.
+    Between two lives it pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE; a
+    process that has served for HEALTHY_SECONDS starts over with the first pause.
     """
 
     def __init__(self, live: Callable[[], Awaitable[End]]) -> None:

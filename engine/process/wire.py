@@ -1,10 +1,11 @@
-"""The messages between a client (`engine/process/client.py`) and a host (`engine/process/host.py`): msgpack over one ZMQ socket on each side.
+"""The messages between a client and a host: msgpack over one ZMQ socket on each side.
 
-Either side sends batches: everything that became ready in one pass of its event loop, in order. A client numbers its connections; the
-number, called *generation*, is part of each batch, so that a message for a host that has died never reaches its successor.
+Either side sends batches: everything that became ready in one pass of its event loop, in order. A client numbers its
+connections; the number, called *generation*, is part of each batch, so that a message for a host that has died never
+reaches its successor.
 
-Large buffers of a call's argument are frames behind the batch, or memory that the host opens for itself. Arguments, results and reports
-are encoded by the service's own types (`engine/process/service.py`) and embedded as raw msgpack.
+Large buffers of a call's argument are frames behind the batch, or memory that the host opens for itself. Arguments,
+results and reports are encoded by the service's own types (`engine/process/service.py`) and embedded as raw msgpack.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,8 @@ MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
 """Interval of a host's heartbeats."""
 SILENCE_SECONDS = 5.0
-"""Silence after which a client considers its host stuck: short enough for another replica to answer within ten seconds."""
+"""Silence after which a client considers its host stuck: short enough for another replica to answer within ten
+seconds."""
 _OVERHEAD = 256
 """Upper bound for what a part adds to its batch."""
 
@@ -40,7 +42,10 @@ class HostOptions(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First message of a connection, answered by Welcome. The host opens `sample` to find out whether memory can be shared."""
+    """First message of a connection, answered by Accepted.
+
+    The host opens `sample` to find out whether memory can be shared.
+    """
 
     sample: Reference
 
@@ -76,7 +81,7 @@ Command = Hello | Call | Cancel | Subscribe | Goodbye
 # Host to client.
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: msgspec.Raw
     shares: bool
     """Whether the host could open the sample."""
@@ -113,7 +118,7 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The client did not read for a while and the host cancelled its calls: the client must say Hello again."""
 
 
-Reply = Welcome | Output | Failed | Beat | News | Dropped
+Reply = Accepted | Output | Failed | Beat | News | Dropped
 
 
 class Commands(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +155,10 @@ def largest(command: Call, frames: Sequence[Buffer]) -> int:
 
 
 def unpack(frames: Sequence[bytes]) -> tuple[int, list[tuple[Command, list[bytes]]]]:
-    """Return the generation of a batch and its commands, each with the frames that belong to it. Raises ValueError for a malformed batch."""
+    """Return the generation of a batch and its commands, each with the frames that belong to it.
+
+    Raises ValueError for a malformed batch.
+    """
     batch, rest = _decode_commands(frames[0]), iter(frames[1:])
     commands = [(command, list(_frames_of(command, rest))) for command in batch.commands]
     if more := len(list(rest)):
@@ -171,7 +179,8 @@ def _frames_of(command: Command, rest: Iterator[bytes]) -> Iterator[bytes]:
 def parts_of(command: Call, frames: Sequence[bytes]) -> list[Data]:
     """Return the parts of a call's argument in order.
 
-    Raises TransferError and OSError for shared memory that cannot be opened, and ValueError for references to parts that do not exist.
+    Raises TransferError and OSError for shared memory that cannot be opened, and ValueError for references to parts
+    that do not exist.
     """
     if any(index not in range(command.parts) for index in command.shared):
         raise ValueError("a reference belongs to no part")

@@ -14,6 +14,7 @@ from blake3 import blake3
 from engine import handoff
 from engine.encoder import EncodedImage, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
+from engine.kit.checks import ITEM_BYTES
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
 from engine.transfer.shared_bytes import Data, readable
@@ -24,7 +25,7 @@ ARENA_BYTES = 1 << 30
 """Most bytes of embeddings that wait to be read, or are being read, at one time."""
 ROOM_SECONDS = 0.5
 """How long an answer waits for room before it brings its embeddings along."""
-_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 _PARAM = "embeddings"
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ def check_images(images: Sequence[EmbeddingRef], expected: int, hidden_size: int
     """Raises InvalidRequest unless there is one for each image that was sent, with whole rows."""
     if len(images) != expected:
         raise InvalidRequest(f"there are embeddings for {len(images)} images, not for {expected}", _PARAM)
-    if any(ref.size != ref.rows * hidden_size * _BYTES_OF[ref.dtype] for ref in images):
+    if any(ref.size != ref.rows * hidden_size * ITEM_BYTES[ref.dtype] for ref in images):
         raise InvalidRequest(f"the embeddings are no rows of {hidden_size}", _PARAM)
 
 

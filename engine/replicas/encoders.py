@@ -10,17 +10,16 @@ import uuid
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 
 from engine.encoder import EncodedImage, Encoder, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.tasks import all_of
 from engine.process.attachments import detach_images
-from engine.replicas.ask import ENCODE, ENCODE_PROMPT, Lease
+from engine.replicas.ask import ENCODE, ENCODE_PROMPT, RemoteAnswer
+from engine.replicas.client import Header
 from engine.replicas.encode_answers import Embeddings, check_images, encode_info, fetch
-from engine.replicas.peers import Observer, Peer
-from engine.replicas.pool import Pool, is_final
+from engine.replicas.remote import RemoteObserver, RemotePool, RemoteReplica, is_final
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
 from engine.types import Encoding
@@ -32,40 +31,46 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class EncodePeer(Peer[EncodeInfo, Embeddings]):
+class EncodeReplica(RemoteReplica[EncodeInfo, Embeddings]):
     """An encode replica. Once its memory could not be read, embeddings are to come within its answers, until it has been away."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, observer: Observer) -> None:
-        super().__init__(url, ENCODE, http, observer)
+    def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
+        super().__init__(url, ENCODE, headers, observer)
         self.inline = False
 
-    def forget(self) -> None:
+    def set_unready(self, error: EngineError) -> None:
+        super().set_unready(error)
         self.inline = False
 
 
-class EncodePeers(Pool[EncodePeer]):
+class EncodePool(RemotePool[EncodeReplica]):
     """Encode replicas, asked for embeddings of images. Those that are not in their answers are read into `arena`."""
 
     def __init__(
-        self, urls: Sequence[str], secret: str, attempts: int, observer: Observer, arena: Arena | None, seconds: float
+        self,
+        urls: Sequence[str],
+        secret: str,
+        attempts: int,
+        observer: RemoteObserver,
+        arena: Arena | None,
+        seconds: float,
     ) -> None:
         """`seconds`: how long reading may take."""
         super().__init__(urls, secret, attempts, observer, "encode")
-        self.observer = observer
         self._arena = arena
         self._seconds = seconds
 
     def found(self, model_name: str, backend: str) -> EncodeInfo | None:
         """What the first peer that answers encodes with, of those with this model."""
         wanted = (VERSION, model_name, backend)
-        infos = (peer.info for peer in self._peers.values() if peer.available and peer.info is not None)
+        infos = (replica.info for replica in self.replicas if replica.available and replica.info is not None)
         return next((info for info in infos if (info.version, info.model, info.backend) == wanted), None)
 
     async def encode(self, images: Sequence[ImageInput], mine: EncodeInfo) -> list[EncodedImage]:
         """A batch. Raises as `Encoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
 
-        async def ask(peer: EncodePeer) -> list[EncodedImage]:
+        async def ask(peer: EncodeReplica) -> list[EncodedImage]:
             if not (peer.inline or self._arena is None):
                 try:
                     return await self._fetched(peer, _body(mine, images), name, len(images), mine)
@@ -79,7 +84,7 @@ class EncodePeers(Pool[EncodePeer]):
             except TransferError as error:
                 raise EngineUnavailable("an encode replica does not send its embeddings") from error
 
-        return await self._ask(mine, name, lambda peer: peer.in_flight, ask)
+        return await self.try_in_turn(mine, name, lambda replica: replica.in_flight, ask)
 
     async def close(self) -> None:
         await super().close()
@@ -87,7 +92,7 @@ class EncodePeers(Pool[EncodePeer]):
             await self._arena.close()
 
     async def _fetched(
-        self, peer: EncodePeer, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo
+        self, peer: EncodeReplica, body: Sequence[bytes], name: str, count: int, mine: EncodeInfo
     ) -> list[EncodedImage]:
         """Raises TransferError too."""
         lease = await peer.ask(body, name, count)
@@ -102,16 +107,16 @@ class EncodePeers(Pool[EncodePeer]):
                 await _at_end(lease)
             return encoded
         finally:
-            await lease.aclose()
+            lease.close()
 
-    def _peer(self, url: str) -> EncodePeer:
-        return EncodePeer(url, self._http, self._observer)
+    def _new(self, url: str) -> EncodeReplica:
+        return EncodeReplica(url, self.headers, self.observer)
 
 
 class EncoderPool:
     """Encodes by `peers` of the model `model_name` and, where none can, by `local`, if there is one. `backend` is that of this replica."""
 
-    def __init__(self, peers: EncodePeers, model_name: str, backend: str, local: Encoder | None) -> None:
+    def __init__(self, peers: EncodePool, model_name: str, backend: str, local: Encoder | None) -> None:
         self._peers = peers
         self._model_name = model_name
         self._backend = backend
@@ -202,38 +207,38 @@ class EncoderPool:
         return task.result()
 
 
-class PromptPeer(Peer[EncodeInfo, Encoding]):
+class PromptEncodeReplica(RemoteReplica[EncodeInfo, Encoding]):
     """An encode replica of TensorRT-LLM."""
 
 
-class PromptPeers(Pool[PromptPeer]):
+class PromptEncodePool(RemotePool[PromptEncodeReplica]):
     """Encode replicas of TensorRT-LLM."""
 
-    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: Observer) -> None:
+    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: RemoteObserver) -> None:
         super().__init__(urls, secret, attempts, observer, "encode")
 
     async def encode(self, prompt: str, images: Sequence[ImageInput], mine: EncodeInfo) -> Encoding:
         """Raises as `PromptEncoder.encode` does, NoPeer if nobody can be asked."""
         name = uuid.uuid4().hex
 
-        async def ask(peer: PromptPeer) -> Encoding:
+        async def ask(peer: PromptEncodeReplica) -> Encoding:
             lease = await peer.ask(_body(mine, images, prompt=prompt), name, len(images))
             try:
                 await _at_end(lease)
                 return lease.handoff
             finally:
-                await lease.aclose()
+                lease.close()
 
-        return await self._ask(mine, name, lambda peer: peer.in_flight, ask)
+        return await self.try_in_turn(mine, name, lambda replica: replica.in_flight, ask)
 
-    def _peer(self, url: str) -> PromptPeer:
-        return PromptPeer(url, ENCODE_PROMPT, self._http, self._observer)
+    def _new(self, url: str) -> PromptEncodeReplica:
+        return PromptEncodeReplica(url, ENCODE_PROMPT, self.headers, self.observer)
 
 
 class PromptEncoderPool:
     """A `PromptEncoder` by `peers` of the model `model_name`, which hand the embeddings over by means of their own."""
 
-    def __init__(self, peers: PromptPeers, model_name: str) -> None:
+    def __init__(self, peers: PromptEncodePool, model_name: str) -> None:
         self._peers = peers
         self._mine = EncodeInfo(VERSION, model_name, "trtllm")
 
@@ -276,7 +281,7 @@ def _batches(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
         yield batch
 
 
-async def _at_end(lease: Lease[Any]) -> None:
+async def _at_end(lease: RemoteAnswer[Any]) -> None:
     """Read the end of an answer that holds nothing, so that its connection can be used again."""
     try:
         async with asyncio.timeout(1.0):

@@ -1,10 +1,10 @@
 """An `Engine` that has its prompts computed by other replicas: prefill there, decode by the engine here.
 
-The first token comes with the handoff, and goes to the consumer at once. The engine here then reads the KV blocks; until its first delta
-the peer's answer stays open and keeps them where they are. If that ends too early, nothing that was read is trusted: the engine computes
-the prompt itself and goes on, with no token said twice and none lost.
+The first token comes with the handoff, and goes to the consumer at once. The local engine then reads the KV blocks;
+until its first delta the replica's answer stays open and keeps them in place. If it ends too early, nothing that was
+read is trusted: the engine computes the prompt itself and goes on, with no token repeated and none lost.
 
-Images go to prefill as embeddings; the engine here gets these only if it has to compute the prompt itself.
+Images go to prefill as embeddings; the local engine uses these only if it has to compute the prompt itself.
 """
 
 import asyncio
@@ -22,34 +22,35 @@ from engine.kit.checks import check_prompt
 from engine.kit.spans import expands
 from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
-from engine.replicas.ask import Lease
-from engine.replicas.peers import Observer
-from engine.replicas.pool import PeerPool, is_final
+from engine.replicas.ask import RemoteAnswer
+from engine.replicas.prefill_pool import PrefillPool
+from engine.replicas.remote import RemoteObserver, is_final
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
 from protocol.internal import PrefillInfo
 
 _END_SECONDS = 1.0
+"""How long to wait for the end of an answer that keeps no blocks, so that its connection can be used again."""
 
 log = logging.getLogger(__name__)
 
 
 class DisaggregatedEngine:
-    """Prefills in `pool`, decodes with `local`. `model_name` is what peers have to serve too.
+    """Prefills in `pool`, decodes with `local`. Prefill replicas have to serve `model_name` too.
 
-    With `min_tokens` shorter prompts, and without a peer all prompts, are computed here; with None no prompt is, and requests fail instead
-    with EngineUnavailable.
+    Prompts of fewer than `min_tokens` tokens are computed here, and all while no replica can be asked. With None no
+    prompt is: requests fail with EngineUnavailable instead.
     """
 
     def __init__(
-        self, local: Engine, pool: PeerPool, model_name: str, min_tokens: int | None, observer: Observer
+        self, local: Engine, pool: PrefillPool, model_name: str, min_tokens: int | None, observer: RemoteObserver
     ) -> None:
         self.local = local
         self.pool = pool
         self.min_tokens = min_tokens
         self.observer = observer
         self._model_name = model_name
-        self._runs: set[_Run] = set()
+        self._runs: set[_RemotePrefill] = set()
         self._closed = False
 
     @property
@@ -64,7 +65,7 @@ class DisaggregatedEngine:
 
     @property
     def common(self) -> PrefillInfo:
-        """What a peer has to have in common with the engine here."""
+        """What a prefill replica must have in common with the local engine."""
         return prefill_info(self._model_name, self.local.info)
 
     async def start(self) -> None:
@@ -80,11 +81,11 @@ class DisaggregatedEngine:
         if self._closed or not self.local.healthy:
             return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
         info = self.local.info
-        try:  # before a peer computes anything
+        try:  # before a replica computes anything
             check_prompt(request, info.vocab_size, info.capacity or info.context_length)
         except InvalidRequest as error:
             return DeltaStream.failed(error)
-        run = _Run(self, request)
+        run = _RemotePrefill(self, request)
         self._runs.add(run)
         run.stream.when_done(lambda: self._runs.discard(run))
         return run.stream
@@ -103,8 +104,8 @@ class DisaggregatedEngine:
         await self.pool.close()
 
 
-class _Run:
-    """One request. A task sees it through until the local engine has begun to answer; from then on its deltas are piped."""
+class _RemotePrefill:
+    """One request. A task follows it until the local engine has begun to answer; from then on deltas are piped."""
 
     def __init__(self, engine: DisaggregatedEngine, request: GenerateRequest) -> None:
         self.stream = DeltaStream(self._abort)
@@ -112,23 +113,18 @@ class _Run:
         self._request = request
         self._local: DeltaStream | None = None
         self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Of the engine here on the handoff: empty once it has begun to answer, else why it cannot go on from there."""
+        """The local engine's on the handoff: empty once it has begun to answer, else why it cannot go on."""
         self._task = asyncio.create_task(self._serve())
 
     async def fail(self, error: EngineError) -> None:
-        """End with `error`, here and at the peer."""
+        """End with `error`, here and at the replica."""
         self.stream.fail(error)
         self._abort()
         await asyncio.wait([self._task])
 
     async def _serve(self) -> None:
         try:
-            engine, request = self._engine, self._request
-            if (
-                engine.min_tokens is not None
-                and len(request.prompt_token_ids) < engine.min_tokens
-                and not expands(request)
-            ):
+            if self._is_short():
                 self._compute("short")
             elif (lease := await self._prefilled()) is None:
                 self._compute("no_peer")
@@ -136,55 +132,60 @@ class _Run:
                 await self._go_on(lease)
         except EngineError as error:
             self.stream.fail(error)
-        except Exception as error:  # a bug: whoever waits for the request has to get to know
-            log.exception("a request failed on its way to prefill or back")
-            self.stream.fail(EngineFailure(f"the hand-over failed: {type(error).__name__}"))
+        except Exception as error:  # a bug must not leave the consumer waiting
+            log.exception("a remote prefill failed")
+            self.stream.fail(EngineFailure(f"the handoff failed: {type(error).__name__}"))
 
-    async def _prefilled(self) -> Lease[Handoff] | None:
-        """The lease; None if no peer could, and the prompt may be computed here."""
+    def _is_short(self) -> bool:
+        shortest = self._engine.min_tokens
+        return shortest is not None and len(self._request.prompt_token_ids) < shortest and not expands(self._request)
+
+    async def _prefilled(self) -> RemoteAnswer[Handoff] | None:
+        """Return the replica's answer; None if none could prefill and the prompt may be computed here."""
         try:
             return await self._engine.pool.prefill(self._request, self._engine.common)
         except EngineError as error:
             if self._engine.min_tokens is None or is_final(error):
                 raise
-            log.info("the prompt of %s is computed here: %s", self._request.request_id, error)
+            log.info("computing the prompt of %s here: %s", self._request.request_id, error)
             return None
 
-    async def _go_on(self, lease: Lease[Handoff]) -> None:
-        """From the first token, which is here, to the local engine's first delta, or the peer's last word."""
-        first, lost = lease.handoff.first, ""
+    async def _go_on(self, lease: RemoteAnswer[Handoff]) -> None:
+        """Pass on the first token, then have the local engine go on from the handoff."""
+        first = lease.handoff.first
+        lost = ""
         ended = asyncio.create_task(lease.ended())
         try:
             self.stream.put(first)
             if first.finish_reason is None:
                 lost = await self._read(lease.handoff, ended)
             else:
-                await asyncio.wait({ended}, timeout=_END_SECONDS)  # so that the connection can be used again
+                await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
             ended.cancel()
             await asyncio.wait({ended})
-            await lease.aclose()
+            lease.close()
         if lost:
             await self._recover(lease.handoff, lost)
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
-        """Have the local engine read the KV blocks, until its first delta, or error. Returns why they are lost, if they are."""
-        # The embeddings stay: who is preempted computes its prompt again.
+        """Have the local engine read the KV blocks. Return why they are lost, or nothing at its first delta."""
+        # The embeddings stay: a sequence that is preempted computes its prompt again.
         local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
         with trace.span("transfer"):
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._verdict.done():
             return self._verdict.result()
-        local.close()  # at once: what it says from now on would be said again
-        return "prefill has ended the lease, or is gone"
+        local.close()  # at once: its tokens would come twice
+        return "prefill has ended the lease, or is lost"
 
     async def _recover(self, handoff: Handoff, reason: str) -> None:
         """Go on without the KV blocks."""
-        log.warning("the prompt of %s is computed again, here: %s", self._request.request_id, reason)
+        log.warning("computing the prompt of %s again, here: %s", self._request.request_id, reason)
         self._verdict = asyncio.get_running_loop().create_future()
         self._engine.observer.computed_locally("lost")
-        again = f"{self._request.request_id}-again"  # the engine may still be busy with what was aborted
+        again = f"{self._request.request_id}-again"  # the engine may not have ended the aborted request yet
         self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
         with trace.span("recompute"):
             refusal = await self._verdict
@@ -220,5 +221,5 @@ class _Run:
 
 
 def _is_about_handoff(output: Delta | Exception) -> bool:
-    """Whether the engine refuses to go on from the handoff: what is of no use to it, or KV blocks that are not like its own."""
+    """Return whether the engine cannot go on from the handoff, for instance because its KV blocks do not fit."""
     return (isinstance(output, InvalidRequest) and output.param == "handoff") or type(output) is EngineUnavailable

@@ -1,4 +1,7 @@
-"""Host memory that peers may read, taken in pieces: where an encode replica puts embeddings, and where those who want them read them to."""
+"""Host memory that peers may read, allocated in pieces.
+
+Encode replicas put embeddings there, and the replicas that need them read them into arenas of their own.
+"""
 
 import asyncio
 import ctypes
@@ -24,9 +27,9 @@ class Place(NamedTuple):
 
 
 class Arena:
-    """`size` bytes of shared memory, whose pages are taken when they are first used; the lowest that are free are used first.
+    """`size` bytes of shared memory with a first-fit allocator. The system provides memory when it is first used.
 
-    All but the copying runs on one event loop. Raises TransferError and OSError as `Transfers` does.
+    Everything but the copying runs on one event loop. Raises TransferError and OSError as `Transfers` does.
     """
 
     def __init__(self, size: int, method: MethodName = "auto", port: int = 0) -> None:
@@ -39,15 +42,15 @@ class Arena:
         self._orphans: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.offers: tuple[Offer, ...] = self._transfers.offers()
-        """How peers read it: region 0 of what is offered."""
+        """How peers read the arena, which is region 0."""
 
     @property
     def taken(self) -> list[Place]:
-        """What is in use."""
+        """Allocated places, sorted."""
         return sorted(self._taken)
 
     async def take(self, size: int, seconds: float) -> Place | None:
-        """Room for `size` bytes, to be given back by `free`; None if there is none for `seconds`."""
+        """Allocate `size` bytes, to be freed by `free`; return None if there is no room for `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while (place := self._take(size)) is None:
@@ -58,7 +61,7 @@ class Arena:
             return None
 
     def free(self, place: Place) -> None:
-        """Nothing may be read from there or written to it any more."""
+        """Free a place; nothing may read or write it any more."""
         self._taken.remove(place)
         insort(self._free, Place(place.offset, _aligned(place.size)))
         joined: list[Place] = []
@@ -70,7 +73,7 @@ class Arena:
         self._room.set()
 
     def write(self, place: Place, parts: Sequence[bytes | memoryview]) -> None:
-        """One part after the other into `place`, without the interpreter's lock."""
+        """Write the parts one after the other into `place`, without the GIL."""
         assert sum(map(len, parts)) <= place.size and place in self._taken, "bytes for another place"
         address = self._address + place.offset
         for part in parts:
@@ -79,7 +82,10 @@ class Arena:
             address += len(part)
 
     async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[Data]:
-        """What a peer has from `offset` of its arena, in parts of these sizes. Raises TransferError; not done after `seconds` is one."""
+        """Return a peer's bytes from `offset` of its arena, in parts of these sizes.
+
+        Raises TransferError, also after `seconds`.
+        """
         place = await self.take(sum(sizes), seconds)
         if place is None:
             raise TransferError(f"no room for {sum(sizes)} bytes")
@@ -100,7 +106,7 @@ class Arena:
                 self._keep(copying)
 
     async def close(self) -> None:
-        """End what runs, and wait for that, however often it is asked for. What is in use stays so."""
+        """Cancel running reads and wait for them. Idempotent; places stay allocated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)

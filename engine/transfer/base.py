@@ -1,7 +1,7 @@
-"""What moving bytes between the memory of processes is made of: regions, reads, offers, and the errors.
+"""The vocabulary of moving bytes between processes: regions, reads, offers and errors.
 
-A replica has the same regions, in the same order, as its peers. The owner of bytes makes an `Offer` of them, which travels in the handoff;
-whoever holds it reads. Nothing is ever written into a peer's memory.
+All replicas have the same regions in the same order. The owner of the bytes describes them by `Offer`s, which travel in
+the handoff, and the receiver of an offer reads them. Nothing is ever written into another process's memory.
 """
 
 from collections import OrderedDict
@@ -17,18 +17,19 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 PEERS_REMEMBERED = 256
+"""Entries of a `Recent`."""
 
 
 class TransferError(Exception):
-    """The bytes did not arrive, or not all of them; the sentence says why."""
+    """Some or all of the bytes did not arrive; the message says why."""
 
 
 class NotFromHere(TransferError):
-    """This offer cannot be taken from this process; nothing was touched, and another offer may work."""
+    """This process cannot use this offer. No memory was changed, and another offer may work."""
 
 
 class Region(NamedTuple):
-    """Memory that peers may read. `device` is -1 for host memory, else a CUDA ordinal of this process; `size` in bytes."""
+    """Memory that peers may read: `size` bytes. `device` is -1 for host memory, else a CUDA ordinal of this process."""
 
     address: int
     size: int
@@ -45,42 +46,51 @@ class Read(NamedTuple):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer may read our regions; `data` is the method's own."""
+    """How a peer may read our regions by one method, which defines the format of `data`."""
 
     method: str
     data: bytes
 
 
 class Transfer(Protocol):
-    def done(self) -> bool:
-        """Whether it has ended; polled, never waits. True or an error means that local memory is touched no more.
+    """A read in progress."""
 
-        Raises TransferError when it failed or was cancelled.
+    def done(self) -> bool:
+        """Whether the transfer has ended; never blocks. True or an error means that local memory is no longer written.
+
+        Raises TransferError if the transfer failed or was cancelled.
         """
 
     def cancel(self) -> None:
-        """Ask it to end early; `done` has to be polled until it has."""
+        """Ask the transfer to end early; poll `done` until it has."""
 
 
-class Method(Protocol):
-    """One way to move bytes. `read` may be called by several threads at once, `close` when none runs any more."""
+class TransferMethod(Protocol):
+    """One way to move bytes.
+
+    Several threads may call `read` at once; `close` is called when none of them runs any more.
+    """
 
     def offer(self) -> Offer:
-        """The same on every call."""
+        """Return the offer of our regions, the same on every call."""
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        """Waits until the bytes are here. `reads` are within our regions; whether they are within the peer's is checked here.
+        """Copy a peer's bytes; block until they are here.
 
-        The regions are read in the order in which `reads` has them, each when the one before is here.
+        The caller has checked that `reads` lie within our regions; this checks the peer's.
 
-        Raises NotFromHere before anything is touched, TransferError for all else; memory is touched no more in either case.
+        Regions are read in the order of `reads`, each after the one before is complete.
+
+        Raises NotFromHere before any memory is written, and TransferError for all other failures; after either, memory
+        is no longer written.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the method's resources."""
 
 
 class Recent(Generic[K, V]):
-    """What is known of peers, those put last: others make room. For any thread."""
+    """A map of facts about peers that keeps the PEERS_REMEMBERED newest entries. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -98,7 +108,7 @@ class Recent(Generic[K, V]):
 
 
 def decode_offer(data: bytes, owner: type[T]) -> T:
-    """What a method's offer says of the owner. Raises NotFromHere."""
+    """Decode the data of an offer. Raises NotFromHere."""
     try:
         return msgspec.msgpack.decode(data, type=owner)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -106,7 +116,10 @@ def decode_offer(data: bytes, owner: type[T]) -> T:
 
 
 def join_reads(reads: Sequence[Read]) -> list[Read]:
-    """The same bytes in the fewest reads: sorted by their place here, those joined that are adjacent on both sides. Empty ones vanish."""
+    """Return the same bytes in the fewest reads.
+
+    They are sorted by local offset, joined where adjacent on both sides, and never empty.
+    """
     joined: list[Read] = []
     for read in sorted((read for read in reads if read.size), key=_place):
         last = joined[-1] if joined else None
@@ -118,7 +131,7 @@ def join_reads(reads: Sequence[Read]) -> list[Read]:
 
 
 def split_reads(reads: Sequence[Read], most: int) -> list[Read]:
-    """The same bytes in reads of at most `most` bytes each, in the same order."""
+    """Return the same bytes in reads of at most `most` bytes each, in the same order."""
     return [
         Read(read.region, read.remote_offset + start, read.local_offset + start, min(most, read.size - start))
         for read in reads
@@ -127,7 +140,7 @@ def split_reads(reads: Sequence[Read], most: int) -> list[Read]:
 
 
 def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
-    """Raises TransferError unless all lie within our regions and no two write the same bytes."""
+    """Raises TransferError unless all reads lie within our regions and no two write the same bytes."""
     for read in reads:
         if not 0 <= read.region < len(regions):
             raise TransferError(f"there is no region {read.region}; there are {len(regions)}")
@@ -142,7 +155,7 @@ def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
 
 
 def check_remote(reads: Sequence[Read], sizes: Sequence[int]) -> None:
-    """Raises TransferError unless all lie within the peer's regions of these sizes."""
+    """Raises TransferError unless all reads lie within the peer's regions, which have these sizes."""
     for read in reads:
         if read.region >= len(sizes):
             raise TransferError(f"the peer has no region {read.region}; it has {len(sizes)}")

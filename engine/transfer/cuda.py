@@ -1,7 +1,7 @@
 """The few calls of the CUDA runtime that a transfer between GPUs needs, by ctypes.
 
-The library is the very one that the process's other CUDA code uses: both then share one context for each device. Errors become
-TransferError, and are taken back from the runtime, so that nobody else finds them there.
+The library is the same one that the other CUDA code of the process uses, so that both share one context per device.
+Errors become TransferError and are cleared in the runtime, so that no other code sees them.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from engine.transfer.base import TransferError
 HANDLE_BYTES = 64
 COPY_KIND_BY_POINTERS = 4
 STREAM_NON_BLOCKING = 1
-EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
+EVENT_BLOCKING_SYNC = 1
+EVENT_DISABLE_TIMING = 2
 IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
 
@@ -43,14 +44,15 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 class Cuda:
-    """Raises TransferError where there is no CUDA."""
+    """The CUDA runtime and driver. Raises TransferError where there is no CUDA."""
 
     def __init__(self) -> None:
         path = _library()
         try:
             self._runtime = ctypes.CDLL(path)
             self._driver = ctypes.CDLL("libcuda.so.1")
-            # Keeps the interpreter's lock: a read is thousands of these, of a microsecond each, and getting it back may take milliseconds.
+            # PyDLL keeps the GIL: a read makes thousands of these calls, a microsecond each, and reacquiring the GIL
+            # may take milliseconds.
             self._copy = ctypes.PyDLL(path).cudaMemcpyAsync
         except OSError as error:
             raise TransferError(f"CUDA's libraries cannot be loaded: {error}") from error
@@ -63,7 +65,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make it this thread's device meanwhile."""
+        """Make `device` this thread's current device inside the block."""
         before = c_int()
         self._call("cudaGetDevice", byref(before))
         self._call("cudaSetDevice", device)
@@ -73,22 +75,25 @@ class Cuda:
             self._call("cudaSetDevice", before.value)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation in which an address of this thread's device lies, and the address's offset in it."""
-        self._call("cudaFree", None)  # makes the device's context if it is not there
+        """Return the handle of the allocation that contains an address, and the address's offset in it.
+
+        The address belongs to the current device.
+        """
+        self._call("cudaFree", None)  # creates the device's context if there is none
         base, _ = self.allocation(address)
         handle = Handle()
         self._call("cudaIpcGetMemHandle", byref(handle), base)
         return bytes(handle), address - base
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Where the allocation begins in which an address of this thread's device lies, and its size."""
+        """Return the base address and the size of the allocation that contains an address of the current device."""
         base, size = c_uint64(), c_size_t()
         if code := self._range(byref(base), byref(size), address):
             raise TransferError(f"CUDA knows of no allocation there (error {code})")
         return base.value, size.value
 
     def open(self, handle: bytes) -> int:
-        """Another process's allocation, mapped for this thread's device; on another GPU, access to it is enabled."""
+        """Map another process's allocation for the current device; if it is on another GPU, enable access to it."""
         address = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(address), Handle.from_buffer_copy(handle), IPC_LAZY_ENABLE_PEER_ACCESS)
         assert address.value is not None
@@ -99,7 +104,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self) -> "Iterator[Stream]":
-        """A stream of its own on this thread's device; what was put on it has ended when this ends, in whatever way."""
+        """Yield a new stream on the current device. Its work has ended when the block ends, in whatever way."""
         stream, event = c_void_p(), c_void_p()
         with contextlib.ExitStack() as stack:
             self._call("cudaStreamCreateWithFlags", byref(stream), STREAM_NON_BLOCKING)
@@ -119,21 +124,25 @@ class Cuda:
 
 
 class Stream:
+    """A CUDA stream for copies."""
+
     def __init__(self, cuda: Cuda, stream: c_void_p, event: c_void_p) -> None:
-        self._cuda, self._stream, self._event = cuda, stream, event
+        self._cuda = cuda
+        self._stream = stream
+        self._event = event
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Between two places in device memory, of one GPU or two; does not wait."""
+        """Copy between two addresses in device memory, of one GPU or two; does not wait."""
         self._cuda._check(self._cuda._copy(to, source, size, COPY_KIND_BY_POINTERS, self._stream), "cudaMemcpyAsync")
 
     def wait(self) -> None:
-        """Until everything put here has ended; the thread sleeps."""
+        """Sleep until all copies on this stream have ended."""
         self._cuda._call("cudaEventRecord", self._event, self._stream)
         self._cuda._call("cudaEventSynchronize", self._event)
 
 
 def _library() -> str:
-    """The CUDA runtime that is loaded already, else the system's."""
+    """Return the path of the CUDA runtime that is loaded already, else the system's."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[5:]
         if path and Path(path[0]).name.startswith("libcudart.so"):

@@ -1,10 +1,13 @@
-"""KV blocks of GPUs of one host: the reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
+"""KV blocks on GPUs of one host.
 
-A handle names a whole allocation, in which a region may lie anywhere. Memory of CUDA's virtual memory management (PyTorch's
-`expandable_segments`) and of its asynchronous pools has no handle of this kind: there `auto` goes on to NIXL.
+The reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
 
-A copy cannot be stopped once it is on its stream, so a transfer goes in pieces and a cancellation waits for the piece. The result of
-one whose peer died meanwhile is refused.
+A handle names a whole allocation, which may contain a region at any offset. Memory from CUDA's virtual memory
+management (PyTorch's `expandable_segments`) and from its asynchronous pools has no such handle: the method `auto` then
+tries NIXL.
+
+A copy cannot be stopped once it is on its stream, so a transfer proceeds in pieces, and a cancellation waits for the
+current piece. If the peer died meanwhile, the result is rejected.
 """
 
 from collections.abc import Sequence
@@ -26,27 +29,32 @@ from engine.transfer.base import (
     split_reads,
 )
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process import Mappings, Process, check_survived, this_process
+from engine.transfer.process import Mappings, ProcessId, check_survived, this_process
 
 PIECE = 1 << 30
-"""Bytes between two looks at whether the transfer is cancelled: some milliseconds of NVLink."""
+"""Bytes copied between two checks for cancellation: some milliseconds over NVLink."""
 
 
-class _Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region lies: `size` bytes from `offset` of the allocation that `handle` names."""
+class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
+    """Location of a region: `size` bytes from `offset` of the allocation that `handle` names."""
 
     handle: bytes
     offset: int
     size: int
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
-    process: Process
-    regions: tuple[_Memory, ...]
+class _DeviceOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
+    process: ProcessId
+    regions: tuple[_DeviceRange, ...]
 
 
 class CudaIpc:
-    """Raises TransferError for regions that are not in a GPU's memory, or cannot be shared."""
+    """The method for device memory of one host.
+
+    Raises TransferError for regions that are not in a GPU's memory or cannot be shared.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         if any(region.device < 0 for region in regions):
@@ -57,15 +65,15 @@ class CudaIpc:
         for region in regions:
             with self._cuda.on(region.device):
                 handle, offset = self._cuda.export(region.address)
-            memories.append(_Memory(handle, offset, region.size))
-        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_Owner(this_process(), tuple(memories))))
+            memories.append(_DeviceRange(handle, offset, region.size))
+        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_DeviceOwner(this_process(), tuple(memories))))
         self._peers = Mappings(self._map)
 
     def offer(self) -> Offer:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _DeviceOwner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._peers.of(owner)
         for region, of_region in groupby(reads, key=lambda read: read.region):
@@ -88,15 +96,15 @@ class CudaIpc:
                     waiting = 0
             stream.wait()
 
-    def _map(self, owner: _Owner) -> "list[_Mapping]":
+    def _map(self, owner: _DeviceOwner) -> "list[_DeviceMapping]":
         pairs = zip(owner.regions, self._regions, strict=False)
-        return [_Mapping(self._cuda, memory, region.device) for memory, region in pairs]
+        return [_DeviceMapping(self._cuda, memory, region.device) for memory, region in pairs]
 
 
-class _Mapping:
-    """A peer's allocation, open as long as this object lives; CUDA counts how often one is open."""
+class _DeviceMapping:
+    """A peer's allocation, open as long as this object lives. CUDA counts how often each is open."""
 
-    def __init__(self, cuda: Cuda, memory: _Memory, device: int) -> None:
+    def __init__(self, cuda: Cuda, memory: _DeviceRange, device: int) -> None:
         if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:
             raise NotFromHere("the offer names no memory")
         try:

@@ -1,14 +1,15 @@
-"""KV blocks by NIXL, whose UCX backend finds the fastest way there is: NVLink within a host, RDMA between hosts.
+"""KV blocks over NIXL, whose UCX backend chooses the fastest path: NVLink within a host, RDMA between hosts.
 
-How UCX behaves when things go wrong was measured (docs/decisions/0012) and shapes this file:
+The measured behaviour of UCX under failures (docs/decisions/0012) shapes this file:
 
-- Releasing a request does not stop it: bytes went on arriving after it. So a transfer goes in pieces, and cancelling waits for the piece.
-- What does stop it is the end of its agent. So each peer is read by an agent of its own, and one whose piece does not end within
-  GRACE seconds of its cancellation (the peer hangs) is destroyed; afterwards memory is touched no more.
-- A peer that dies fails its requests with "remote disconnect" within milliseconds. Its agent is then done with.
-- Where hosts share neither NVLink nor RDMA, UCX reads over TCP, for which the *owner* sends; UCX aborted the owner's process in 2 of 14
-  cases in which the reader was killed meanwhile. So `auto` takes NIXL for host memory only where there is RDMA (`has_rdma`), and
-  engine/transfer/tcp.py elsewhere.
+- Releasing a request does not stop it: bytes still arrived afterwards. A transfer therefore proceeds in pieces, and
+  cancelling waits for the current piece.
+- Destroying the agent does stop it. Each peer is therefore read by an agent of its own; if a piece does not end within
+  GRACE seconds of its cancellation (the peer hangs), its agent is destroyed, and memory is no longer written.
+- If a peer dies, its requests fail with "remote disconnect" within milliseconds. Its agent is then discarded.
+- Where hosts share neither NVLink nor RDMA, UCX reads over TCP, where the *owner* sends; UCX aborted the owner's
+  process in 2 of 14 cases in which the reader was killed meanwhile. The method `auto` therefore uses NIXL for host
+  memory only where there is RDMA (`has_rdma`), and engine/transfer/tcp.py elsewhere.
 """
 
 import contextlib
@@ -37,38 +38,46 @@ from engine.transfer.base import (
 
 HOST_PIECE = 32 << 20
 DEVICE_PIECE = 1 << 30
-"""Bytes of one request: some milliseconds of it, which is how long a cancellation takes."""
+"""Bytes of one request. They take some milliseconds, which is how long a cancellation takes."""
 PIECE_READS = 1024
+"""Maximum number of reads in one request."""
 GRACE = 5.0
+"""Seconds that a cancelled request may still take."""
 POLL_SECONDS = 50e-6
 PROGRESS_MICROSECONDS = 1000
-"""How often an agent's thread looks for what UCX failed to wake it for; with none it spins."""
+"""Interval at which an agent's thread polls for events that UCX did not wake it for; 0 would make it spin."""
 MOST_PEERS = 64
+"""Maximum number of agents that read peers."""
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
+class _NixlOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
     metadata: bytes
     regions: tuple[Region, ...]
 
 
 class Nixl:
-    """Raises TransferError where the package or its UCX backend is missing."""
+    """The method that uses NIXL.
+
+    Raises TransferError where the package or its UCX backend is missing.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._nixl = _load()
         self._regions = regions
-        self._agent = _Agent(self._nixl, regions, served=True)
-        """The one that peers read from."""
-        self._offer = Offer("nixl", msgspec.msgpack.encode(_Owner(self._agent.metadata(), tuple(regions))))
+        self._agent = NixlAgent(self._nixl, regions, served=True)
+        """Serves our regions to peers."""
+        self._offer = Offer("nixl", msgspec.msgpack.encode(_NixlOwner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
-        self._peers: dict[bytes, _Agent] = {}
+        self._peers: dict[bytes, NixlAgent] = {}
         self._connecting: dict[bytes, Lock] = {}
 
     def offer(self) -> Offer:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _NixlOwner)
         check_remote(reads, [region.size for region in owner.regions])
         agent = self._peer(owner)
         try:
@@ -85,19 +94,20 @@ class Nixl:
             agent.close()
         self._peers.clear()
 
-    def _peer(self, owner: _Owner) -> "_Agent":
+    def _peer(self, owner: _NixlOwner) -> "NixlAgent":
         with self._lock:
             if (known := self._peers.get(owner.metadata)) is not None:
                 return known
             connecting = self._connecting.setdefault(owner.metadata, Lock())
-        with connecting:  # of each peer, not of all: one that is dead may take its time
+        with connecting:  # one lock per peer: connecting to a dead one may take long
             with self._lock:
                 if (known := self._peers.get(owner.metadata)) is not None:
                     return known
             return self._connect(owner)
 
-    def _connect(self, owner: _Owner) -> "_Agent":
-        agent, crowded = _Agent(self._nixl, self._regions, served=False), []
+    def _connect(self, owner: _NixlOwner) -> "NixlAgent":
+        agent = NixlAgent(self._nixl, self._regions, served=False)
+        crowded = []
         try:
             agent.connect(owner.metadata)
         except BaseException:
@@ -114,17 +124,19 @@ class Nixl:
             other.close()
         return agent
 
-    def _forget(self, owner: _Owner, agent: "_Agent") -> None:
+    def _forget(self, owner: _NixlOwner, agent: "NixlAgent") -> None:
         with self._lock:
             if self._peers.get(owner.metadata) is agent:
                 del self._peers[owner.metadata]
         agent.close()
 
 
-class _Agent:
-    """A NIXL agent with our regions registered: `served` to peers by a thread of its own, or to read one peer, which polling moves on.
+class NixlAgent:
+    """A NIXL agent with our regions registered.
 
-    All calls into it are made under its lock.
+    It serves them to peers by a thread of its own (`served`), or reads one peer, by polling.
+
+    All calls into NIXL's agent are made under its lock.
     """
 
     def __init__(self, nixl: ModuleType, regions: Sequence[Region], served: bool) -> None:
@@ -155,13 +167,13 @@ class _Agent:
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes) -> None:
-        """Raises NotFromHere if UCX finds no way to the peer."""
+        """Connect to a peer. Raises NotFromHere if UCX finds no path to it."""
         with self._lock, _translated(self._nixl, NotFromHere):
             self._peer = self._agent.loadRemoteMD(metadata).decode()
             self._agent.makeConnection(self._peer, self._backends)
 
     def read(self, reads: Sequence[Read], remote: Sequence[Region], cancelled: Event) -> None:
-        """All reads are of one region. Waits until the bytes are here or come no more."""
+        """Read from one region; block until the bytes have arrived or can no longer arrive."""
         ours, theirs = self._regions[reads[0].region], remote[reads[0].region]
         local = [(ours.address + read.local_offset, read.size, max(ours.device, 0)) for read in reads]
         far = [(theirs.address + read.remote_offset, read.size, max(theirs.device, 0)) for read in reads]
@@ -191,12 +203,12 @@ class _Agent:
             self._agent.releaseXferReq(request)
 
     def close(self) -> None:
-        """Afterwards memory is touched no more, whatever was under way."""
+        """Destroy the agent. Afterwards memory is no longer written, whatever was in progress."""
         with self._lock:
-            agent, self._agent = self._agent, None  # destroyed at the end of this call: nobody else keeps it
+            agent, self._agent = self._agent, None  # destroyed at the end of this call, which has the only reference
             if agent is None:
                 return
-            with contextlib.suppress(*_errors(self._nixl)):  # of a peer that died; its agent goes all the same
+            with contextlib.suppress(*_errors(self._nixl)):  # the peer may have died; the agent is destroyed anyway
                 for request in self._requests:
                     agent.releaseXferReq(request)
                 if self._peer:
@@ -214,7 +226,7 @@ class _Agent:
 
 
 def _pieces(reads: Sequence[Read], regions: Sequence[Region]) -> Iterator[list[Read]]:
-    """Requests: reads of one region each, of about a piece's size together."""
+    """Yield requests: reads of one region each, together about as large as a piece."""
     for number, region in enumerate(regions):
         most = HOST_PIECE if region.device < 0 else DEVICE_PIECE
         piece: list[Read] = []
@@ -238,7 +250,7 @@ def _translated(nixl: ModuleType, error_type: type[TransferError]) -> Iterator[N
 
 
 def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
-    """NIXL's, which have no base of their own."""
+    """Return NIXL's exception types, which have no common base."""
     return tuple(getattr(nixl, name) for name in dir(nixl) if name.startswith("nixl") and name.endswith("Error"))
 
 
@@ -248,7 +260,10 @@ def has_rdma() -> bool:
 
 
 def _load() -> ModuleType:
-    """NIXL's bindings. Its Python layer above them imports pickle and configures logging, and adds nothing that is used here."""
+    """Import NIXL's bindings.
+
+    Its Python layer above them imports pickle, configures logging, and adds nothing that is used here.
+    """
     try:
         return import_module("nixl_cu13._bindings")
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""Which process an offer is from, so that no other is taken for it: on another host, in another container, or with its id later."""
+"""Identity of the process behind an offer.
+
+It differs on another host, in another container, and for a later process with the same id.
+"""
 
 import os
 from collections.abc import Callable
@@ -11,26 +14,32 @@ import msgspec
 from engine.transfer.base import NotFromHere, TransferError
 
 
-class Process(msgspec.Struct, frozen=True, array_like=True):
+class ProcessId(msgspec.Struct, frozen=True, array_like=True):
+    """A process, distinct from every other one."""
+
     pid: int
     start: int
-    """Clock ticks between the host's boot and the process's start."""
+    """Start time in clock ticks since the host booted."""
     boot: str
+    """Id of the host's boot."""
     namespace: str
-    """The one in which the process has this id."""
+    """PID namespace in which the process has this pid."""
 
 
-class _Owner(Protocol):
+class _HasProcess(Protocol):
     @property
-    def process(self) -> Process: ...
+    def process(self) -> ProcessId: ...
 
 
-OwnerT = TypeVar("OwnerT", bound=_Owner)
+OwnerT = TypeVar("OwnerT", bound=_HasProcess)
 MemoryT = TypeVar("MemoryT")
 
 
 class Mappings(Generic[OwnerT, MemoryT]):
-    """The memory of peers on this host, in ours: `open_one` maps that of one, which objects then keep open as long as they live."""
+    """Memory of peers on this host, mapped into ours.
+
+    `open_one` maps the memory of one peer; the mappings live as long as their objects.
+    """
 
     def __init__(self, open_one: Callable[[OwnerT], list[MemoryT]]) -> None:
         self._open_one = open_one
@@ -38,8 +47,12 @@ class Mappings(Generic[OwnerT, MemoryT]):
         self._peers: dict[OwnerT, list[MemoryT]] = {}
 
     def of(self, owner: OwnerT) -> list[MemoryT]:
-        """That of peers that died is let go, which unmaps it once no thread reads from it any more. Raises NotFromHere, for a process that
-        died too: its other offers are tried and say the same."""
+        """Return the mappings of a peer, opened on first use.
+
+        Mappings of dead peers are dropped, and unmapped once no thread uses them.
+
+        Raises NotFromHere, also for a process that died: the peer's other offers are then tried and fail the same way.
+        """
         with self._lock:
             for other in [other for other in self._peers if not lives(other.process)]:
                 del self._peers[other]
@@ -52,12 +65,12 @@ class Mappings(Generic[OwnerT, MemoryT]):
         self._peers.clear()
 
 
-def this_process() -> Process:
-    return Process(os.getpid(), _start(os.getpid()), _boot(), _namespace())
+def this_process() -> ProcessId:
+    return ProcessId(os.getpid(), _start(os.getpid()), _boot(), _namespace())
 
 
-def check_reachable(process: Process) -> None:
-    """Raises NotFromHere unless it runs on this host, in this container."""
+def check_reachable(process: ProcessId) -> None:
+    """Raises NotFromHere unless the process runs on this host and in this container."""
     if process.boot != _boot():
         raise NotFromHere("the peer is on another host")
     if process.namespace != _namespace():
@@ -66,13 +79,13 @@ def check_reachable(process: Process) -> None:
         raise NotFromHere(f"process {process.pid} is gone")
 
 
-def check_survived(process: Process) -> None:
-    """Raises TransferError if it died meanwhile: what was read of its memory may be anything."""
+def check_survived(process: ProcessId) -> None:
+    """Raises TransferError if the process has died meanwhile: the bytes read from its memory may be anything."""
     if not lives(process):
         raise TransferError(f"process {process.pid} died while it was read")
 
 
-def lives(process: Process) -> bool:
+def lives(process: ProcessId) -> bool:
     try:
         return _start(process.pid) == process.start
     except OSError:
@@ -80,7 +93,7 @@ def lives(process: Process) -> bool:
 
 
 def _start(pid: int) -> int:
-    """Raises OSError for a process that is gone; one that ended and was not waited for is gone too."""
+    """Return the start time of a process. Raises OSError if it is gone; a zombie counts as gone."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")

@@ -1,7 +1,9 @@
-"""Bytes that processes of this host hand to each other without copying them: each in a memfd, which travels as its number.
+"""Bytes that processes of one host pass to each other without copying.
 
-Embeddings of images are megabytes, made in one process, kept in a second and used in a third. The one that keeps them has a descriptor
-open for each; who reads them maps them and has none.
+They lie in a memfd, and only the number of its descriptor is sent.
+
+Embeddings are megabytes, made in one process, cached in a second and used in a third. The process that keeps them has
+one descriptor open for each; a reader maps them and needs none.
 """
 
 import ctypes
@@ -15,38 +17,45 @@ from weakref import finalize
 import msgspec
 
 from engine.transfer.base import NotFromHere
-from engine.transfer.process import Process, check_reachable, this_process
-from engine.transfer.shared_memory import Mapping, make_memory, open_memory
+from engine.transfer.process import ProcessId, check_reachable, this_process
+from engine.transfer.shared_memory import MemfdMapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20
-"""Bytes from which it pays: less is copied in the time that it takes to open a descriptor."""
-_open: set[int] = set()
-"""Descriptors of this process's."""
+"""Bytes from which sharing pays: fewer are copied in the time that opening a descriptor takes."""
+open_descriptors: set[int] = set()
+"""Descriptors of this process's `SharedBytes`."""
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """Where another process of this host finds them, for as long as their owner has them open."""
+    """How another process of this host finds the bytes, for as long as their owner has them open."""
 
-    process: Process
+    process: ProcessId
     fd: int
     inode: int
     size: int
 
 
 class SharedBytes:
-    """What one descriptor of a memfd stands for. It is closed with the object; the memory is freed when nobody has it open or mapped."""
+    """The bytes of one memfd.
+
+    Its descriptor is closed with the object; the memory is freed when nobody has it open or mapped.
+    """
 
     def __init__(self, fd: int) -> None:
-        """Takes the descriptor over."""
+        """Take ownership of the descriptor."""
         facts = os.fstat(fd)
         self.fd = fd
-        self._inode, self._size = facts.st_ino, facts.st_size
-        _open.add(fd)
+        self._inode = facts.st_ino
+        self._size = facts.st_size
+        open_descriptors.add(fd)
         finalize(self, _close, fd).atexit = False
 
     @classmethod
     def of(cls, data: "Buffer") -> Self:
-        """A copy of contiguous bytes. It is written by a call, which takes half as long as to write where it is mapped. Raises OSError."""
+        """Copy contiguous bytes into new shared memory.
+
+        `write` takes half as long as copying into a mapping. Raises OSError.
+        """
         view = memoryview(data).cast("B")
         memory = cls(make_memory(len(view)))
         while view:
@@ -61,11 +70,11 @@ class SharedBytes:
         return Reference(_here(os.getpid()), self.fd, self._inode, self._size)
 
     def read(self) -> memoryview:
-        """The bytes, mapped; what is written there nobody else sees. Lives for itself. Raises OSError."""
+        """Return the bytes, mapped privately; the view may outlive this object. Raises OSError."""
         return _mapped(self.fd, self._size)
 
     def copy(self) -> bytes:
-        """Without another descriptor or mapping."""
+        """Return a copy of the bytes, which needs no further descriptor or mapping."""
         return os.pread(self.fd, self._size, 0)
 
 
@@ -74,11 +83,11 @@ if TYPE_CHECKING:
 
     Data: TypeAlias = bytes | memoryview | SharedBytes
 else:
-    Data = bytes  # as a field of a message it is that alone: what is shared travels as a Reference, beside it
+    Data = bytes  # a field of a message holds plain bytes only; shared bytes travel beside it, as a Reference
 
 
 def shared_or_copied(data: "Buffer") -> Data:
-    """By its size, and as there is room for."""
+    """Return shared bytes if the data is large and a descriptor is available, else a copy."""
     view = memoryview(data).cast("B")
     if len(view) < SHARED_FROM or crowded():
         return bytes(view)
@@ -89,12 +98,12 @@ def shared_or_copied(data: "Buffer") -> Data:
 
 
 def crowded() -> bool:
-    """Whether a quarter of the descriptors that this process may have are such already."""
-    return len(_open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    """Whether shared bytes use more than a quarter of the descriptors this process may open."""
+    return len(open_descriptors) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def readable(data: Data) -> bytes | memoryview:
-    """What holds the bytes."""
+    """Return the bytes of either kind of data."""
     if not isinstance(data, SharedBytes):
         return data
     try:
@@ -104,7 +113,7 @@ def readable(data: Data) -> bytes | memoryview:
 
 
 def opened(reference: Reference) -> memoryview:
-    """What another process shares, mapped: it stays readable when that process lets go. Raises NotFromHere, OSError."""
+    """Map what another process shares. It stays readable after that process closes it. Raises NotFromHere, OSError."""
     check_reachable(reference.process)
     fd = open_memory(reference.process, reference.fd, reference.inode)
     try:
@@ -116,18 +125,19 @@ def opened(reference: Reference) -> memoryview:
 
 
 def _mapped(fd: int, size: int) -> memoryview:
-    """Python's own mmap would keep a descriptor open."""
-    mapping = Mapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    """Map a memfd. Python's own mmap would keep a descriptor open."""
+    mapping = MemfdMapping(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
     array = (ctypes.c_char * size).from_address(mapping.address)
-    array.mapping = mapping  # type: ignore[attr-defined] # it lives as long as the array, and the array as long as its views
+    # The mapping lives as long as the array, and the array as long as its views.
+    array.mapping = mapping  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def _close(fd: int) -> None:
-    _open.discard(fd)
+    open_descriptors.discard(fd)
     os.close(fd)
 
 
 @lru_cache(1)
-def _here(pid: int) -> Process:
+def _here(pid: int) -> ProcessId:
     return this_process()

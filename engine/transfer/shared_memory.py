@@ -1,8 +1,8 @@
-"""Memory of processes on one host that others map: KV blocks, which a peer copies from there.
+"""KV blocks in host memory that other processes of the same host map and copy from.
 
-The memory is a memfd. It has no name, so nothing is left behind however its owner ends, and a peer reaches it through
-/proc/PID/fd, which the kernel allows to processes of the same user only. It is sealed at its size: a peer that maps it cannot be hurt by
-an owner that shrinks it.
+The memory is a memfd. It has no name, so nothing is left behind however its owner ends. A peer opens it through
+/proc/PID/fd, which the kernel allows to processes of the same user only. Its size is sealed: an owner that shrinks it
+cannot crash a peer that has mapped it.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from engine.transfer.base import (
     decode_offer,
     split_reads,
 )
-from engine.transfer.process import Mappings, Process, check_survived, lives, this_process
+from engine.transfer.process import Mappings, ProcessId, check_survived, lives, this_process
 
 PIECE = 16 << 20
-"""Bytes between two looks at whether the transfer is cancelled: about two milliseconds."""
+"""Bytes copied between two checks for cancellation: about two milliseconds."""
 SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,8 +42,11 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class _Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region lies: `size` bytes from `offset` of what is open as `fd`, whose inode is `inode`."""
+class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
+    """Location of a region: `size` bytes from `offset` of a memfd.
+
+    Its owner has the memfd open as descriptor `fd`; `inode` identifies it.
+    """
 
     fd: int
     inode: int
@@ -51,13 +54,15 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
-    process: Process
-    regions: tuple[_Memory, ...]
+class _MemfdOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
+    process: ProcessId
+    regions: tuple[_MemfdRange, ...]
 
 
 def make_memory(size: int) -> int:
-    """A descriptor of a memfd with `size` bytes of zeros, which processes on this host can read. Raises OSError."""
+    """Return a descriptor of a new memfd of `size` zero bytes, readable by processes of this host. Raises OSError."""
     fd = os.memfd_create("trellis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -68,11 +73,11 @@ def make_memory(size: int) -> int:
     return fd
 
 
-def open_memory(process: Process, number: int, inode: int) -> int:
-    """A descriptor of our own for the memfd that `process`, on this host, has open as `number`. Raises NotFromHere, OSError."""
+def open_memory(process: ProcessId, number: int, inode: int) -> int:
+    """Open the memfd that `process`, on this host, has open as descriptor `number`. Raises NotFromHere and OSError."""
     strange = NotFromHere(f"descriptor {number} of process {process.pid} is not the memory it offered")
     path = f"/proc/{process.pid}/fd/{number}"
-    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might wait, or do something
+    if not os.readlink(path).startswith("/memfd:"):  # opening anything else might block or have side effects
         raise strange
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -85,7 +90,7 @@ def open_memory(process: Process, number: int, inode: int) -> int:
 
 
 def shared_memory(size: int) -> mmap.mmap:
-    """`size` bytes of zeros that peers on this host can read, freed with the object. Raises OSError."""
+    """Return `size` zero bytes that peers on this host can read, freed with the object. Raises OSError."""
     fd = make_memory(size)
     try:
         return mmap.mmap(fd, size)  # keeps a descriptor of its own
@@ -94,11 +99,14 @@ def shared_memory(size: int) -> mmap.mmap:
 
 
 class SharedMemory:
-    """Raises TransferError for regions that were not made by `shared_memory`."""
+    """The method for host memory of one host.
+
+    Raises TransferError for regions that were not made by `shared_memory`.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         memories = tuple(_memory(region) for region in regions)
-        owner = _Owner(this_process(), memories)
+        owner = _MemfdOwner(this_process(), memories)
         self._offer = Offer("shared_memory", msgspec.msgpack.encode(owner))
         self._regions = regions
         self._peers = Mappings(_map)
@@ -107,7 +115,7 @@ class SharedMemory:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _MemfdOwner)
         check_remote(reads, [memory.size for memory in owner.regions])
         mappings = self._peers.of(owner)
         for read in split_reads(reads, PIECE):
@@ -120,8 +128,8 @@ class SharedMemory:
         self._peers.clear()
 
 
-class Mapping:
-    """A whole memfd, read-only, as long as this object lives. Raises OSError."""
+class MemfdMapping:
+    """A whole memfd, mapped as long as this object lives, read-only by default. Raises OSError."""
 
     def __init__(self, fd: int, size: int, protection: int = mmap.PROT_READ, flags: int = mmap.MAP_SHARED) -> None:
         self.address: int = _libc.mmap(None, size, protection, flags, fd, 0)
@@ -130,27 +138,27 @@ class Mapping:
         finalize(self, _libc.munmap, self.address, size).atexit = False
 
 
-def _map(owner: _Owner) -> list[Mapping]:
-    """Raises NotFromHere."""
+def _map(owner: _MemfdOwner) -> list[MemfdMapping]:
+    """Map a peer's regions. Raises NotFromHere."""
     try:
         return [_open(owner, memory) for memory in owner.regions]
     except OSError as error:
         raise NotFromHere(f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}") from error
 
 
-def _open(owner: _Owner, memory: _Memory) -> Mapping:
+def _open(owner: _MemfdOwner, memory: _MemfdRange) -> MemfdMapping:
     fd = open_memory(owner.process, memory.fd, memory.inode)
     try:
         size = os.fstat(fd).st_size
         if memory.offset < 0 or memory.offset + memory.size > size:
             raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
-        return Mapping(fd, size)
+        return MemfdMapping(fd, size)
     finally:
         os.close(fd)
 
 
-def _memory(region: Region) -> _Memory:
-    """The memfd in which a region of this process lies, found by the kernel's own table."""
+def _memory(region: Region) -> _MemfdRange:
+    """Find the memfd that contains a region of this process, by the kernel's table of mappings."""
     if region.device >= 0:
         raise TransferError("the KV cache is in a GPU's memory")
     start, offset, inode = _mapping_at(region)
@@ -158,12 +166,12 @@ def _memory(region: Region) -> _Memory:
         with contextlib.suppress(OSError):  # closed by another thread in the meantime
             facts = os.stat(int(name))
             if stat.S_ISREG(facts.st_mode) and facts.st_ino == inode and _is_sealed(int(name)):
-                return _Memory(int(name), inode, offset + region.address - start, region.size)
+                return _MemfdRange(int(name), inode, offset + region.address - start, region.size)
     raise TransferError("the memory of the KV cache was not made to be shared")
 
 
 def _mapping_at(region: Region) -> tuple[int, int, int]:
-    """Address, offset in its file and inode of the mapping that holds all of a region."""
+    """Return address, file offset and inode of the mapping that contains the whole region."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(address, 16) for address in span.split("-"))

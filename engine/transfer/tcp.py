@@ -1,8 +1,8 @@
-"""KV blocks between hosts that share nothing but a network: the owner listens, and peers that hold its offer read over TCP.
+"""KV blocks over TCP, for hosts that share only a network: the owner listens, and peers that have its offer read.
 
-Host memory only. Both sides prove that they know the offer's secret before a byte of a region is sent; the bytes themselves are not
-encrypted. What a transfer costs at its end is a socket's end: a peer that died, a cancellation and a slow peer are all just that, and
-memory is touched no more once the socket is closed.
+Host memory only. Both sides prove that they know the offer's secret before any byte of a region is sent; the bytes
+themselves are not encrypted. Closing the socket ends a transfer, whether the peer died, was too slow, or the transfer
+was cancelled; memory is no longer written after that.
 
     owner -> reader   challenge (32 bytes)
     reader -> owner   proof of it, challenge (32 bytes each)
@@ -45,48 +45,56 @@ CHALLENGE = 32
 MAX_REQUEST = 16 << 20
 CONNECT_SECONDS = 1.0
 PROOF_SECONDS = 2.0
-"""For both proofs: who does not give one is a stranger, and may not stay."""
+"""Time limit for both proofs of a new connection."""
 STALL_SECONDS = 5.0
-"""Without a byte for so long, the other side is given up."""
+"""Silence after which a connection is given up."""
 LOOK_SECONDS = 0.05
-"""Between two looks at whether a transfer is cancelled."""
+"""Interval of checks for cancellation."""
 PIECE = 4 << 20
 MOST_CONNECTIONS = 64
-"""Of peers that have proved that they are some."""
+"""Maximum number of authenticated connections."""
 MOST_STRANGERS = 64
-"""Whoever has not yet: for one more, the one that came first has to go."""
+"""Maximum number of unauthenticated connections; a further one replaces the oldest."""
 _SIOCGIFADDR = 0x8915
 
 logger = logging.getLogger(__name__)
 
 
-class _Owner(msgspec.Struct, frozen=True, array_like=True):
+class _TcpOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Content of an offer."""
+
     addresses: tuple[str, ...]
-    """Of IP, in figures: nobody's name server is asked."""
+    """Numeric IP addresses; never resolved by DNS."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     secret: bytes
     sizes: tuple[int, ...]
 
 
 class Tcp:
-    """Raises TransferError for regions that are not host memory, OSError if `port` cannot be had; 0 takes a free one."""
+    """The method for host memory of any host.
+
+    Listens on `port`; 0 takes a free one. Raises TransferError for regions that are not host memory, and OSError if the
+    port cannot be used.
+    """
 
     def __init__(self, regions: Sequence[Region], port: int = 0) -> None:
         if any(region.device >= 0 for region in regions):
             raise TransferError("the KV cache is in a GPU's memory")
         self._regions = regions
         self._views = [_view(region) for region in regions]
-        self._server = _Server(self._views, port)
-        owner = _Owner(_addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions))
+        self._server = _RegionServer(self._views, port)
+        owner = _TcpOwner(
+            _addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions)
+        )
         self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
         self._reached: Recent[bytes, str] = Recent()
-        """The address at which a peer was reached last, by its secret."""
+        """Address at which a peer was last reached, by the peer's secret."""
 
     def offer(self) -> Offer:
         return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _Owner)
+        owner = decode_offer(data, _TcpOwner)
         check_remote(reads, owner.sizes)
         with self._connect(owner, cancelled) as connection:
             try:
@@ -106,8 +114,8 @@ class Tcp:
     def close(self) -> None:
         self._server.close()
 
-    def _connect(self, owner: _Owner, cancelled: Event) -> socket.socket:
-        """Raises NotFromHere if none of the peer's addresses leads to it."""
+    def _connect(self, owner: _TcpOwner, cancelled: Event) -> socket.socket:
+        """Connect to a peer. Raises NotFromHere if none of its addresses works."""
         best = self._reached.get(owner.secret)
         reasons = []
         for address in sorted(owner.addresses, key=lambda address: address != best):
@@ -124,8 +132,8 @@ class Tcp:
         )
 
 
-def _reach(address: str, owner: _Owner, cancelled: Event) -> socket.socket:
-    """Raises OSError if the peer is not there, ValueError for what is no address."""
+def _reach(address: str, owner: _TcpOwner, cancelled: Event) -> socket.socket:
+    """Connect and authenticate. Raises OSError if the peer is not there, and ValueError for a malformed address."""
     ipaddress.ip_address(address)
     connection = socket.create_connection((address, owner.port), CONNECT_SECONDS)
     try:
@@ -143,7 +151,7 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
     size: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Server:
+class _RegionServer:
     """Serves reads of the views to those who know the secret, one thread a connection."""
 
     def __init__(self, views: Sequence[memoryview], port: int) -> None:
@@ -163,12 +171,12 @@ class _Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when no thread reads the regions any more."""
+        """Stop serving. Returns when no thread reads the regions any more."""
         with self._lock:
             self._closed.set()
             running = list(self._connections.items())
             for connection, _ in running:
-                with contextlib.suppress(OSError):  # its peer may have ended it
+                with contextlib.suppress(OSError):  # the peer may have closed it
                     connection.shutdown(socket.SHUT_RDWR)
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._thread.join()
@@ -192,7 +200,7 @@ class _Server:
                     connection.close()
                     return
                 if len(self._strangers) >= MOST_STRANGERS:
-                    with contextlib.suppress(OSError):  # it may have ended by itself
+                    with contextlib.suppress(OSError):  # it may have been closed already
                         self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
                 self._strangers.append(connection)
                 self._connections[connection] = thread
@@ -222,7 +230,7 @@ class _Server:
                 connection.close()
 
     def _welcome(self, peer: socket.socket) -> None:
-        """Raises OSError if it came too late, or there are too many."""
+        """Count a connection as authenticated. Raises OSError if it was replaced meanwhile or there are too many."""
         with self._lock:
             if peer not in self._strangers or len(self._peers) >= MOST_CONNECTIONS:
                 raise ConnectionError("too many connections")
@@ -231,17 +239,19 @@ class _Server:
 
 
 def _prove(connection: socket.socket, secret: bytes, cancelled: Event) -> None:
-    """The reader's side. Raises OSError if the other side does not know the secret."""
+    """Authenticate both sides, as the reader. Raises OSError if the other side does not know the secret."""
     deadline = time.monotonic() + PROOF_SECONDS
-    theirs, ours = _exactly(connection, CHALLENGE, cancelled, deadline), secrets.token_bytes(CHALLENGE)
+    theirs = _exactly(connection, CHALLENGE, cancelled, deadline)
+    ours = secrets.token_bytes(CHALLENGE)
     connection.sendall(_proof(secret, b"reader", theirs) + ours)
     if not hmac.compare_digest(_exactly(connection, CHALLENGE, cancelled, deadline), _proof(secret, b"owner", ours)):
         raise ConnectionError("another process listens there")
 
 
 def _check_proof(connection: socket.socket, secret: bytes, closed: Event) -> None:
-    """The owner's side. Raises OSError if the other side does not know the secret."""
-    ours, deadline = secrets.token_bytes(CHALLENGE), time.monotonic() + PROOF_SECONDS
+    """Authenticate both sides, as the owner. Raises OSError if the other side does not know the secret."""
+    ours = secrets.token_bytes(CHALLENGE)
+    deadline = time.monotonic() + PROOF_SECONDS
     connection.sendall(ours)
     proof, theirs = (_exactly(connection, CHALLENGE, closed, deadline) for _ in range(2))
     if not hmac.compare_digest(proof, _proof(secret, b"reader", ours)):
@@ -260,7 +270,10 @@ def _exactly(connection: socket.socket, size: int, cancelled: Event, deadline: f
 
 
 def _receive(connection: socket.socket, into: memoryview, cancelled: Event, deadline: float = math.inf) -> None:
-    """Raises OSError at the connection's end, when nothing comes for STALL_SECONDS, and at the deadline; TransferError when cancelled."""
+    """Fill `into`.
+
+    Raises OSError if the connection ends, stalls for STALL_SECONDS or misses the deadline, TransferError if cancelled.
+    """
     heard = time.monotonic()
     while into:
         check_cancelled(cancelled)
@@ -279,7 +292,10 @@ def _receive(connection: socket.socket, into: memoryview, cancelled: Event, dead
 
 
 def _set_timeouts(connection: socket.socket) -> None:
-    """The kernel's own: a call then waits in it for a whole piece, not in the interpreter for each packet."""
+    """Set timeouts in the kernel.
+
+    A call then waits there for a whole piece, and not in the interpreter for each packet.
+    """
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(LOOK_SECONDS * 1e6)))
@@ -291,10 +307,10 @@ def _view(region: Region) -> memoryview:
 
 
 def _addresses() -> tuple[str, ...]:
-    """This host's IPv4 addresses: the one that leads out first, the loopback last."""
+    """Return this host's IPv4 addresses: first that of the default route, last the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = []
-        with contextlib.suppress(OSError):  # no route leads out
+        with contextlib.suppress(OSError):  # there is no default route
             probe.connect(("192.0.2.1", 9))  # sends nothing
             found.append(probe.getsockname()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Transfers: a process's side of moving KV blocks. It offers its regions by every method that works here and reads those of peers."""
+"""Offers the regions of this process to peers, by every method that works here, and reads the regions of peers."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,7 +7,6 @@ from threading import Event
 from typing import Literal
 
 from engine.transfer.base import (
-    Method,
     NotFromHere,
     Offer,
     Read,
@@ -15,6 +14,7 @@ from engine.transfer.base import (
     Region,
     Transfer,
     TransferError,
+    TransferMethod,
     check_cancelled,
     check_local,
     join_reads,
@@ -25,31 +25,32 @@ from engine.transfer.shared_memory import SharedMemory
 from engine.transfer.tcp import Tcp
 
 MethodName = Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"]
-METHODS: dict[str, Callable[[Sequence[Region]], Method]] = {
+METHODS: dict[str, Callable[[Sequence[Region]], TransferMethod]] = {
     "shared_memory": SharedMemory,
     "cuda_ipc": CudaIpc,
     "nixl": Nixl,
     "tcp": Tcp,
 }
-"""Best first: a copy within the host, then the network card, then a socket."""
+"""Best first: a copy within the host, then RDMA, then TCP."""
 MOST_AT_ONCE = 32
+"""Maximum number of concurrent reads; others wait."""
 
 logger = logging.getLogger(__name__)
 
 
 class Transfers:
-    """Reads run in threads: the copy itself holds no lock of the interpreter, and nothing here waits but `close`."""
+    """One process's transfers. Reads run in threads, mostly without the GIL; only `close` blocks."""
 
     def __init__(self, regions: Sequence[Region], method: MethodName = "auto", port: int = 0) -> None:
-        """The regions stay mapped until `close`. `port` is for TCP; 0 takes a free one.
+        """Offer regions, which must stay mapped until `close`. `port` is for TCP; 0 takes a free one.
 
-        Raises TransferError if the method named, or with `auto` every method, cannot be used on this machine for these regions, OSError
-        if the port cannot be had, whatever the method: somebody wanted it.
+        Raises TransferError if the given method, or with `auto` every method, cannot be used on this machine for these
+        regions, and OSError if the port cannot be used, even with `auto`.
         """
         self._regions = tuple(regions)
-        self._methods: dict[str, Method] = {}
+        self._methods: dict[str, TransferMethod] = {}
         self._works: Recent[tuple[Offer, ...], str] = Recent()
-        """The method that served a peer last, by the peer's offers, which stay the same as long as it lives."""
+        """The method that last worked for a peer, by the peer's offers, which stay the same for its lifetime."""
         self._running: set[_Threaded] = set()
         reasons = []
         for name in _automatic(self._regions) if method == "auto" else [method]:
@@ -59,22 +60,23 @@ class Transfers:
                 reasons.append(f"{name}: {error}")
         if not self._methods:
             raise TransferError(f"KV blocks cannot be transferred on this machine; {'; '.join(reasons)}")
-        logger.info("peers may read from here by %s", ", ".join(self._methods))
+        logger.info("peers may read KV blocks by %s", ", ".join(self._methods))
         self._offers = tuple(made.offer() for made in self._methods.values())
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="transfer")
 
     def offers(self) -> tuple[Offer, ...]:
-        """How peers may read our regions, best first; the same on every call."""
+        """Return how peers may read our regions, best first; the same on every call."""
         return self._offers
 
     def read(self, offers: Sequence[Offer], reads: Sequence[Read]) -> Transfer:
-        """Start copying a peer's bytes into our regions by the first of its offers that works from here.
+        """Start copying a peer's bytes into our regions, by the first of its offers that works from here.
 
-        Nothing else may use the places it writes, work queued on a GPU included, until the transfer is done. The regions are read in
-        their order: what is read of one is as old as, or older than, what is read of the next.
+        Nothing else may use the destination until the transfer is done, including work queued on a GPU. Regions are
+        read in order: the content of one is as old as, or older than, the content of the next.
 
-        Raises TransferError, nothing touched, for reads beyond our regions and for a peer with no method of ours. What can be known only
-        by asking the peer, the transfer's `done` raises: that no offer works, each with its reason, or that the peer died.
+        Raises TransferError, with no memory written, for reads beyond our regions and for a peer without a common
+        method. Other failures are raised by the transfer's `done`: no offer works, with a reason for each, or the peer
+        died.
         """
         check_local(reads, self._regions)
         known = tuple(offer for offer in offers if offer.method in self._methods)
@@ -90,7 +92,7 @@ class Transfers:
         return transfer
 
     def close(self) -> None:
-        """Cancel what runs, wait for it, and give everything back; the regions may be unmapped afterwards."""
+        """Cancel running transfers, wait for them and free all resources; the regions may be unmapped afterwards."""
         for running in self._running:
             running.cancel()
         self._threads.shutdown()
@@ -109,7 +111,7 @@ class Transfers:
                 continue
             except TransferError:
                 raise
-            except Exception as error:  # whatever a peer offered, or a library of others raised: one request's KV blocks, not the engine
+            except Exception as error:  # a bad offer or a library's bug costs one request its KV blocks
                 logger.exception("a read by %s failed", offer.method)
                 raise TransferError(f"{offer.method}: {type(error).__name__}") from error
             self._works.put(offers, offer.method)
@@ -118,13 +120,16 @@ class Transfers:
 
 
 def _automatic(regions: Sequence[Region]) -> list[str]:
-    """NIXL would read host memory over TCP where there is no RDMA, which engine/transfer/tcp.py does faster and more safely."""
+    """Return the methods that `auto` tries.
+
+    Without RDMA, NIXL would use TCP, which engine/transfer/tcp.py does faster and more safely.
+    """
     on_host = all(region.device < 0 for region in regions)
     return [name for name in METHODS if name != "nixl" or not on_host or has_rdma()]
 
 
 class _Threaded:
-    """A transfer that a thread makes."""
+    """A transfer that runs in a thread."""
 
     def __init__(self, threads: ThreadPoolExecutor, work: Callable[[Event], None]) -> None:
         self._cancelled = Event()

@@ -12,9 +12,9 @@ from ipaddress import ip_address
 
 import httpx
 
-from engine.replicas.http_transport import Transport
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
 from multimodal.media.address import Address, host_allowed, may_fetch
+from multimodal.media.http_transport import Transport
 from multimodal.media.limits import MediaLimits
 from multimodal.media.url import Url, redirected
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.replicas.routing.fleet import Prompt
+from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
 from multimodal.text.messages import template_variables, to_template
@@ -28,10 +28,10 @@ class RoutedPrompts:
         """`variables`: those of the template that requests may set."""
         self._model_name, self._tokenizer, self._template, self._variables = model_name, tokenizer, template, variables
 
-    async def of_chat(self, body: ChatCompletionRequest) -> Prompt:
+    async def of_chat(self, body: ChatCompletionRequest) -> RoutedPrompt:
         """Rendered and tokenised, up to the first image. Unknown if a replica will refuse it."""
         if self._template is None:
-            return Prompt()
+            return RoutedPrompt()
         try:
             messages, has_image = _until_image([to_template(message, vision=True) for message in body.messages])
             variables = template_variables(body, self._variables)
@@ -39,16 +39,16 @@ class RoutedPrompts:
                 variables |= {"add_generation_prompt": False, "continue_final_message": False}
             template, size = self._template, sum(len(str(message["content"])) for message in messages)
             if size > _MOST_CHARACTERS:
-                return Prompt()
+                return RoutedPrompt()
             text = await off_loop(size, lambda: template.render(messages, **variables))
         except RequestError:
-            return Prompt()
+            return RoutedPrompt()
         before, mark, _ = text.partition(_FIRST_IMAGE)
         return await self._prompt(
             before if has_image and mark else text, body, body.add_special_tokens is True, has_image
         )
 
-    async def of_completion(self, body: CompletionRequest) -> Prompt:
+    async def of_completion(self, body: CompletionRequest) -> RoutedPrompt:
         """Of several prompts the first."""
         prompt = body.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -57,19 +57,21 @@ class RoutedPrompts:
             return await self._prompt(prompt, body, body.add_special_tokens is not False, False)
         return self._known([token for token in prompt if isinstance(token, int)], body, False)
 
-    async def _prompt(self, text: str, body: GenerationFields, add_special_tokens: bool, has_image: bool) -> Prompt:
+    async def _prompt(
+        self, text: str, body: GenerationFields, add_special_tokens: bool, has_image: bool
+    ) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
-            return Prompt()
+            return RoutedPrompt()
         tokens = await off_loop(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return self._known(tokens, body, has_image)
 
-    def _known(self, tokens: list[int], body: GenerationFields, has_image: bool) -> Prompt:
+    def _known(self, tokens: list[int], body: GenerationFields, has_image: bool) -> RoutedPrompt:
         keep = body.truncate_prompt_tokens
         if keep is not None and keep < 1:  # as much as fits, which replicas know
-            return Prompt()
+            return RoutedPrompt()
         tokens = tokens if keep is None or has_image else tokens[-keep:]
         lora = "" if body.model in (None, "", self._model_name) else str(body.model)
-        return Prompt(tokens, (body.cache_salt or "", lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
+        return RoutedPrompt(tokens, (body.cache_salt or "", lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
 
 
 def _until_image(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:

@@ -34,11 +34,11 @@ def encoder(settings: Settings, folder: Path | None, registry: CollectorRegistry
         return None
     if settings.disaggregation_mode in ("prefill", "encode") or not settings.encode_urls:
         return _tower(settings, folder)
-    from engine.replicas.encoders import EncodePeers, EncoderPool  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.encoders import EncodePool, EncoderPool  # noqa: PLC0415 - most replicas do without
 
     name, secret = served_name(settings), internal_secret(settings)
     observer, arena = PeerMetrics(registry, name, "encode"), open_arena(settings.kv_transfer)
-    peers = EncodePeers(
+    peers = EncodePool(
         settings.encode_urls, secret, settings.encode_attempts, observer, arena, settings.transfer_timeout_seconds
     )
     return EncoderPool(
@@ -62,10 +62,10 @@ def prompt_encoder(settings: Settings, folder: Path | None, registry: CollectorR
         return TrtllmEncoder(config)
     if settings.disaggregation_mode == "prefill" or not settings.encode_urls:
         return None
-    from engine.replicas.encoders import PromptEncoderPool, PromptPeers  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.encoders import PromptEncodePool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
 
     name = served_name(settings)
-    peers = PromptPeers(
+    peers = PromptEncodePool(
         settings.encode_urls, internal_secret(settings), settings.encode_attempts, PeerMetrics(registry, name, "encode")
     )
     return PromptEncoderPool(peers, name)

@@ -96,13 +96,13 @@ def serving_engine(settings: Settings, local: Engine, registry: CollectorRegistr
     """The engine that requests go to: `local`, and in a decode replica one that has prompts computed elsewhere."""
     if settings.disaggregation_mode != "decode":
         return local
-    from engine.replicas.pool import PeerPool  # noqa: PLC0415
     from engine.replicas.prefill_engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without
+    from engine.replicas.prefill_pool import PrefillPool  # noqa: PLC0415
     from server.metrics.peers import PeerMetrics  # noqa: PLC0415
 
     name = served_name(settings)
     observer = PeerMetrics(registry, name, "prefill")
-    pool = PeerPool(settings.prefill_urls, internal_secret(settings), settings.prefill_attempts, observer)
+    pool = PrefillPool(settings.prefill_urls, internal_secret(settings), settings.prefill_attempts, observer)
     min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
     return DisaggregatedEngine(local, pool, name, min_tokens, observer)
 

@@ -4,11 +4,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from engine.replicas.client import Header
 from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
-from engine.replicas.routing.upstream import Header
 from multimodal.text.routed_prompts import RoutedPrompts
 from routers.state import Replica, RequestRouter
 from server.compose import engine as compose
@@ -25,11 +25,13 @@ async def add_router(
 ) -> None:
     """Find the replicas and give the router to `replica`; it ends with `stack`."""
     tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
-    fleet = _fleet(settings, RoutingMetrics(metrics.registry, replica.model_name))
+    observer = RoutingMetrics(metrics.registry, replica.model_name)
+    fleet = _fleet(settings, observer)
     stack.push_async_callback(fleet.close)
     await fleet.start()
+    metrics.watch(lambda: observer.update(fleet))
     replica.checks["replicas"] = lambda: "" if fleet.healthy else "No replica is ready."
-    replica.peers["replica"] = lambda: (len(fleet.replicas), sum(one.available for one in fleet.replicas))
+    replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
     replica.router = RequestRouter(fleet, prompts, settings.session_header)
 

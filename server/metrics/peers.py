@@ -1,4 +1,4 @@
-"""What replicas measure of each other: of their peers, and of the embeddings that they make for them."""
+"""Metrics of replicas about each other: the replicas that they ask, and the embeddings that they make for others."""
 
 import warnings
 
@@ -8,7 +8,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class PeerMetrics:
-    """The `Observer` of `engine/replicas`, as Prometheus metrics of one model. Peers `does` this: prefill or encode."""
+    """The `RemoteObserver` of a pool, as Prometheus metrics. `does` is what its replicas do, prefill or encode."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, does: str) -> None:
         here = (
@@ -57,7 +57,10 @@ class PeerMetrics:
         self._available.labels(self._model_name, peer).set(available)
 
     def gone(self, peer: str) -> None:
-        """Forget its series, or addresses would pile up. Several API processes keep theirs in files, which the library says it leaves."""
+        """Remove its series, or addresses would pile up.
+
+        The library warns that it cannot do so in the files of several API processes.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             self._requests.remove_by_labels({"peer": peer})

@@ -1,30 +1,16 @@
-"""What a router measures, as Prometheus metrics of one model. Replicas are numbers, as in the header x-trellis-replica."""
+"""A router's Prometheus metrics. Replicas are numbers, as in the header x-trellis-replica."""
+
+from collections import defaultdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.replicas.routing.load import Load
+from engine.replicas.routing.fleet import Fleet
 
-_SECONDS = (
-    0.00001,
-    0.000025,
-    0.00005,
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    1.0,
-)
+_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 class RoutingMetrics:
-    """The `Observer` of `engine/replicas/routing`."""
+    """The `RoutingObserver` of a fleet of one model. `update` reads the other metrics from the fleet."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
@@ -43,11 +29,16 @@ class RoutingMetrics:
         self._overlap = counter("overlap_tokens", "Those that the replica had in its cache, as far as known", "replica")
         self._retries = counter("retries", "Requests that went to another replica").labels(model_name)
         self._affine = counter("session_requests", "Requests that went where their session is").labels(model_name)
-        self._gaps = counter("event_gaps", "Times that KV events were missed", "replica")
-        self._missed = counter("event_messages_missed", "Messages that did not come in their turn", "replica")
-        self._replayed = counter("event_messages_replayed", "Messages that came when asked for again", "replica")
-        self._malformed = counter("event_messages_malformed", "Messages that made no sense", "replica")
-        self._unattached = counter("unattached_blocks", "Blocks left out, as their parent was not known", "replica")
+        self._events = {
+            "gaps": counter("event_gaps", "Times that KV events were missed", "replica"),
+            "missed": counter("event_messages_missed", "Messages that did not come in their turn", "replica"),
+            "replayed": counter("event_messages_replayed", "Messages that came when asked for again", "replica"),
+            "malformed": counter("event_messages_malformed", "Messages that made no sense", "replica"),
+            "unattached": counter("unattached_blocks", "Blocks left out, as their parent was not known", "replica"),
+        }
+        """By the fields of `EventCounts`."""
+        self._seen: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._numbers: set[int] = set()
         self._tokenise = seconds("tokenize", "Rendering and tokenising a prompt").labels(model_name)
         self._choose = seconds("choose", "Choosing a replica").labels(model_name)
         self._available = gauge("replica_available", "1 if the replica is asked")
@@ -72,26 +63,23 @@ class RoutingMetrics:
     def affine(self) -> None:
         self._affine.inc()
 
-    def state(self, replica: int, available: bool, blocks: int, load: Load) -> None:
-        self._available.labels(self._model_name, replica).set(available)
-        self._blocks.labels(self._model_name, replica).set(blocks)
-        self._in_flight.labels(self._model_name, replica).set(load.requests)
-        self._tokens.labels(self._model_name, replica).set(load.tokens)
+    def update(self, fleet: Fleet) -> None:
+        """Bring gauges and counts of events up to date."""
+        for replica in fleet.replicas:
+            blocks = fleet.index.blocks(replica.number)
+            self._set(replica.number, replica.available, blocks, replica.load.requests, replica.load.tokens)
+        numbers = {replica.number for replica in fleet.replicas}
+        for number in self._numbers - numbers:  # it may become another replica's
+            self._set(number, False, 0, 0, 0)
+        self._numbers = numbers
+        for number, counts in fleet.event_counts.items():
+            for name, family in self._events.items():
+                if new := getattr(counts, name) - self._seen[name, number]:
+                    family.labels(self._model_name, number).inc(new)
+                    self._seen[name, number] += new
 
-    def gap(self, replica: int, missed: int) -> None:
-        self._gaps.labels(self._model_name, replica).inc()
-        self._missed.labels(self._model_name, replica).inc(missed)
-
-    def replayed(self, replica: int, messages: int) -> None:
-        self._replayed.labels(self._model_name, replica).inc(messages)
-
-    def malformed(self, replica: int) -> None:
-        self._malformed.labels(self._model_name, replica).inc()
-
-    def unattached(self, replica: int, blocks: int) -> None:
-        self._unattached.labels(self._model_name, replica).inc(blocks)
-
-    def gone(self, replica: int) -> None:
-        """Its number may be another's later."""
-        for gauge in (self._available, self._blocks, self._in_flight, self._tokens):
-            gauge.labels(self._model_name, replica).set(0)
+    def _set(self, number: int, available: bool, blocks: int, requests: int, tokens: float) -> None:
+        self._available.labels(self._model_name, number).set(available)
+        self._blocks.labels(self._model_name, number).set(blocks)
+        self._in_flight.labels(self._model_name, number).set(requests)
+        self._tokens.labels(self._model_name, number).set(tokens)

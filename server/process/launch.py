@@ -1,7 +1,7 @@
-"""Several API processes on one port and one engine: started, watched, restarted, and ended together.
+"""Runs several API processes on one port with one engine: starts, restarts and ends them.
 
-Each child gets a socket of its own, bound to the shared port (SO_REUSEPORT), so that the kernel spreads connections evenly. Metrics are
-kept in a private folder, from which any child shows the sum.
+Each child has its own socket, bound to the shared port (SO_REUSEPORT), so that the kernel distributes connections
+evenly. Metrics are kept in a private folder, from which any child reports the sums.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def launch(settings: Settings, arguments: Sequence[str], listener: socket.socket, started: float) -> int:
-    """Serve by `settings.api_processes` processes with the same arguments until a signal or a failure; returns the exit code.
+    """Serve with `settings.api_processes` processes until a signal or a failure; return the exit code.
 
     `listener` only reserves the port.
     """
@@ -70,7 +70,7 @@ class Launcher:
         log.info("%d API processes share %s", settings.api_processes, url_of(listener))
 
     async def run(self) -> int:
-        """Until all children have ended, because of a signal or because the engine failed."""
+        """Run until all children have ended, because of a signal or a failure; return the exit code."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
@@ -82,7 +82,7 @@ class Launcher:
         return 0 if self._failure is None else FAILURE
 
     async def _engine(self) -> None:
-        """Keep the engine that the children share."""
+        """Run the engine process that the children share."""
         if self._settings.engine_address:
             return
         try:
@@ -93,11 +93,11 @@ class Launcher:
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())
-        except Exception as error:  # whatever it was: nothing can be served, and the reason is said
+        except Exception as error:  # whatever it is, nothing can be served: report it
             self._fail(one_line(error))
 
     async def _live(self) -> End:
-        """See one child through. One that says that it cannot serve ends the launcher."""
+        """Run one child to its end. A child that cannot serve ends the launcher."""
         began = time.monotonic()
         child = await self._spawn()
         code = await child.wait()
@@ -116,7 +116,7 @@ class Launcher:
                 *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
             )
         self._children.add(child)
-        if self._stops:  # while it was being spawned
+        if self._stops:  # stopped while it was being spawned
             _tell(child, DRAIN)
         return child
 
@@ -126,7 +126,10 @@ class Launcher:
             self._stop()
 
     def _stop(self) -> None:
-        """The first signal lets the children drain, the second has them cut off what runs, a third one ends them where they stand."""
+        """React to a signal.
+
+        The first lets the children drain, the second has them abort running requests, the third kills them.
+        """
         self._stops += 1
         for supervisor in self._supervisors:
             supervisor.stop()

@@ -17,7 +17,8 @@ from engine.replicas import encode_answers as embeddings
 from engine.replicas.encode_answers import decode_embeddings, fetch
 from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
-from protocol.internal import MEDIA_TYPE, MOST_IMAGES, VERSION, EncodeInfo, FrameReader
+from protocol.frames import FrameReader
+from protocol.internal import MEDIA_TYPE, MOST_IMAGES, VERSION, EncodeInfo
 from routers import leased as leased_answers
 from routers.state import Replica
 from tests.support.disaggregated import BEARER, SECRET, replica

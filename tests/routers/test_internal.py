@@ -10,7 +10,8 @@ import pytest
 from engine import handoff
 from engine.handoff import decode_handoff
 from engine.process.attachments import detach
-from protocol.internal import MEDIA_TYPE, VERSION, FrameReader, PrefillInfo, PrefillRequest, pieces
+from protocol.frames import FrameReader
+from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers import leased
 from tests.support.disaggregated import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from tests.support.http import application

@@ -314,6 +314,6 @@ async def test_a_router_is_in_the_trace_with_each_replica_that_it_asks(spans: Co
     first, second = sorted(spans.named("route"), key=lambda span: span.start)
     assert {span.trace for span in (routed, answered, first, second)} == {CLIENT}
     assert (first.parent, second.parent, answered.parent) == (routed.id, routed.id, second.id)
-    assert (first.failed, first.attributes["error.type"], second.failed) == (True, "UpstreamError", False)
+    assert (first.failed, first.attributes["error.type"], second.failed) == (True, "ConnectionFailed", False)
     assert [span.attributes["trellis.replica"] for span in (first, second)] == [0, 1]
     assert_within(second, routed)

@@ -1,4 +1,4 @@
-"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes of their own."""
+"""Prefill replicas on real sockets in this process, a decode engine before them, and whole replicas in processes."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,9 @@ from engine.base import Engine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from engine.kit.stream import DeltaStream
-from engine.replicas.pool import PeerPool
+from engine.replicas.pool import R, ReplicaPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
+from engine.replicas.prefill_pool import PrefillPool
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
@@ -37,7 +38,7 @@ PROMPT = tuple(range(10, 80))
 
 
 class Seen:
-    """An `Observer` that remembers."""
+    """A `RemoteObserver` that remembers."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -118,7 +119,7 @@ async def decode_engine(
     """A started decode engine over a fake one."""
     seen = Seen()
     engine = DisaggregatedEngine(
-        FakeEngine(FakeConfig(**fake)), PeerPool(urls, secret, attempts, seen), model, min_tokens, seen
+        FakeEngine(FakeConfig(**fake)), PrefillPool(urls, secret, attempts, seen), model, min_tokens, seen
     )
     await engine.start()
     try:
@@ -136,6 +137,10 @@ async def pair(
         yield peer, engine, seen
 
 
+def replica_at(pool: ReplicaPool[R], url: str) -> R:
+    return next(replica for replica in pool.replicas if replica.url == url)
+
+
 async def busy(engine: Engine) -> DeltaStream:
     """A request that keeps the steps of a slow fake engine far apart: what comes now waits for the next."""
     stream = engine.generate(request("busy", max_tokens=1000, prompt=tuple(range(100, 140))))
@@ -151,7 +156,10 @@ def answer_of(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> b
 async def bare_peer(
     after: bytes = b"", info: PrefillInfo = INFO, port: int = 0, probes: Sequence[bytes] = ()
 ) -> AsyncIterator[str]:
-    """URL of a peer that answers probes, the first ones with the bytes `probes`, and a prefill with the bytes `after` and nothing more."""
+    """URL of a replica that answers probes with `info`, and a prefill with the bytes `after` and nothing more.
+
+    The first probes are answered with the bytes `probes`.
+    """
     answer = answer_of(msgspec.msgpack.encode(info))
     answers = [*probes]
     writers: list[asyncio.StreamWriter] = []

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import msgspec
 
 from engine.encoder import EncodedImage, Encoder, ImageInput
 from engine.fake.encoder import FakeEncoder
 from engine.process.attachments import detach_images
-from engine.replicas.ask import ENCODE, Lease, ask
+from engine.replicas.ask import ENCODE, RemoteAnswer, ask
+from engine.replicas.client import ReplicaClient
 from engine.replicas.encode_answers import Embeddings
-from engine.replicas.encoders import EncodePeers, EncoderPool
+from engine.replicas.encoders import EncodePool, EncoderPool
 from engine.transfer.arena import Arena
 from protocol.internal import VERSION, EncodeRequest, pieces
 from tests.support.disaggregated import BEARER, SECRET, Seen
@@ -42,14 +42,14 @@ async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
 
 
 @asynccontextmanager
-async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[Lease[Embeddings]]:
+async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[RemoteAnswer[Embeddings]]:
     """What a replica hands over, held until the end."""
-    async with httpx.AsyncClient(headers=BEARER) as http:
-        lease = await ask(http, ENCODE, url, [body_of(images, **fields)], {})
-        try:
-            yield lease
-        finally:
-            await lease.aclose()
+    headers = [(name.encode(), value.encode()) for name, value in BEARER.items()]
+    lease = await ask(ReplicaClient(url), ENCODE, [body_of(images, **fields)], headers)
+    try:
+        yield lease
+    finally:
+        lease.close()
 
 
 @asynccontextmanager
@@ -69,11 +69,11 @@ async def encoder_of(
     method: str = "auto",
     start: bool = True,
     model: tuple[str, str] = ("fake", "fake"),
-) -> AsyncIterator[tuple[EncoderPool, EncodePeers, Seen]]:
-    """An encoder that has images encoded by replicas. `method`: how it reads, empty for not at all; `model`: name and backend."""
+) -> AsyncIterator[tuple[EncoderPool, EncodePool, Seen]]:
+    """An encoder that has images encoded by replicas. It reads by `method`, if any; `model` is name and backend."""
     seen = Seen()
     into = Arena(ARENA_BYTES, method) if method else None  # type: ignore[arg-type]
-    peers = EncodePeers(urls, SECRET, 3, seen, into, 5.0)
+    peers = EncodePool(urls, SECRET, 3, seen, into, 5.0)
     pool = EncoderPool(peers, *model, local)
     try:
         if start:

@@ -1,4 +1,4 @@
-"""Consumers of KV-cache events as routers are: one that follows the messages, one that keeps hashes, one that asks Dynamo's own tree."""
+"""Consumers of KV-cache events: one follows the messages, one keeps hashes, one asks Dynamo's own tree."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import zmq.asyncio
 from engine.base import Engine
 from engine.kv_events import KvEvent, Stored, StoredBlock, UniqueToken
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
+from engine.replicas.publisher.sink import Sink
 from engine.types import GenerateRequest, Image, SamplingParams
 
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -48,9 +49,10 @@ def image(key: str, start: int, length: int) -> Image:
 
 
 @asynccontextmanager
-async def publishing(engine: Engine, **config: Any) -> AsyncIterator[Publisher]:
+async def publishing(engine: Engine, buses: Sequence[Sink] = (), **config: Any) -> AsyncIterator[Publisher]:
     """A publisher of a started engine, on free ports."""
-    publisher = Publisher(engine, PublisherConfig(**{"endpoint": ANYWHERE, "replay_endpoint": ANYWHERE, **config}))
+    given = {"endpoint": ANYWHERE, "replay_endpoint": ANYWHERE, **config}
+    publisher = Publisher(engine, PublisherConfig(**given), buses)
     try:
         publisher.start()
         yield publisher
@@ -118,8 +120,7 @@ async def replayed(endpoint: str, start: int) -> list[tuple[int, bytes]]:
 @asynccontextmanager
 async def followers(publisher: Publisher, topic: bytes = b"") -> AsyncIterator[list[Follower]]:
     """One for each rank."""
-    channels = [rank.channel for rank in publisher.ranks]
-    following = [Follower(channel.endpoint, channel.replay_endpoint, topic) for channel in channels]
+    following = [Follower(channel.endpoint, channel.replay_endpoint, topic) for channel in publisher.zmq.channels]
     try:
         yield following
     finally:

@@ -1,4 +1,4 @@
-"""What tests of routing share: a publisher under the test's control, an observer that remembers, and a router before real sockets."""
+"""Shared by tests of routing: a publisher under the test's control, an observer that remembers, and a router."""
 
 import asyncio
 import time
@@ -12,8 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.replicas.routing.events import SEQUENCE, Event
-from engine.replicas.routing.load import Load
+from engine.replicas.routing.events import SEQUENCE
 from routers.state import Replica
 from tests.support.disaggregated import replica
 
@@ -113,32 +112,12 @@ def tokens_of(block_hash: int, size: int = 2) -> list[int]:
 
 
 class Seen:
-    """An `Observer` of a fleet, and a `Sink` of one replica's events, that remembers."""
+    """A `RoutingObserver` that remembers."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[tuple[int, str]] = Counter()
         self.overlaps: list[tuple[int, int, int]] = []
-
-    def apply(self, event: Event) -> None:
-        self.events.append(event)
-
-    def restarted(self) -> None:
-        self.counts["restarted"] += 1
-        self.events.clear()
-
-    def gap(self, *missed: int) -> None:
-        self.counts["gap"] += missed[-1]
-
-    def replayed(self, *messages: int) -> None:
-        self.counts["replayed"] += messages[-1]
-
-    def malformed(self, *_: int) -> None:
-        self.counts["malformed"] += 1
-
-    def unattached(self, replica: int, blocks: int) -> None:
-        self.counts["unattached"] += blocks
 
     def answered(self, replica: int, outcome: str) -> None:
         self.outcomes[replica, outcome] += 1
@@ -154,12 +133,6 @@ class Seen:
 
     def affine(self) -> None:
         self.counts["affine"] += 1
-
-    def state(self, replica: int, available: bool, blocks: int, load: Load) -> None:
-        pass
-
-    def gone(self, replica: int) -> None:
-        self.counts["gone"] += 1
 
 
 @asynccontextmanager
@@ -177,7 +150,7 @@ async def before(*urls: str, **settings: Any) -> AsyncIterator[tuple[httpx.Async
 
 
 class Bare:
-    """A replica that is ready, and answers each request with the bytes `answer` and, if it is to `hang_up`, the end of the connection."""
+    """A replica that is ready, answers each request with the bytes `answer`, and then hangs up if `hang_up` says so."""
 
     def __init__(self, answer: bytes, hang_up: bool = True, hangs: bool = False) -> None:
         """`hangs`: from the first request on, probes are not answered either."""

@@ -1,4 +1,8 @@
-"""The parent's side of the grammar worker: start it when it is first needed, ask it, kill it when it takes too long."""
+"""The parent's side of the grammar worker: starts it on first use, asks it, and kills it when it takes too long.
+
+A lost worker is replaced when the next grammar needs one; nothing depends on it in between, so there is no supervisor
+and no pause.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 import engine
-from engine.embedded.grammar.worker import HEADER, Reply, Setup
+from engine.embedded.grammar.worker import Reply, Setup
 from engine.errors import EngineFailure
 from engine.types import Guide
+from protocol.frames import packed, receive_payload
 
 _START_SECONDS = 120.0
 _ROOT = Path(engine.__file__).resolve().parents[1]
@@ -23,14 +28,14 @@ class WorkerTimeoutError(Exception):
 
 
 class GrammarWorker:
-    """One worker process, replaced when it is lost. One `compile` at a time."""
+    """One worker process, replaced when it is lost. Call `compile` one at a time."""
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
         self._process: asyncio.subprocess.Process | None = None
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:
-        """The worker's answer. Raises WorkerTimeoutError, or EngineFailure if the worker cannot be started."""
+        """Return the worker's reply. Raises WorkerTimeoutError, and EngineFailure if the worker cannot be started."""
         process = self._process or await self._start()
         try:
             async with asyncio.timeout(timeout):
@@ -46,7 +51,7 @@ class GrammarWorker:
             raise
 
     async def close(self) -> None:
-        """Kill the worker, if it runs. It holds nothing that could be lost."""
+        """Kill the worker if it runs; it has no state."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
@@ -73,11 +78,9 @@ class GrammarWorker:
 
 async def _ask(process: asyncio.subprocess.Process, message: Guide | Setup) -> Reply:
     assert process.stdin is not None and process.stdout is not None
-    body = msgspec.msgpack.encode(message)
-    process.stdin.write(HEADER.pack(len(body)) + body)
+    process.stdin.write(packed(message))
     await process.stdin.drain()
-    header = await process.stdout.readexactly(HEADER.size)
-    return msgspec.msgpack.decode(await process.stdout.readexactly(HEADER.unpack(header)[0]), type=Reply)
+    return msgspec.msgpack.decode(await receive_payload(process.stdout.readexactly), type=Reply)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

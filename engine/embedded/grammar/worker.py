@@ -1,9 +1,12 @@
-"""The process in which grammars are compiled first, because xgrammar's C++ cannot be interrupted: this process can be killed.
+"""The process that compiles each grammar first.
 
-`python -m engine.embedded.grammar_worker` reads a `Setup` and then guides from stdin and answers each on stdout; messages are msgpack
-behind a four-byte length. A guide passes if it compiles within the parent's patience and the memory limit, without a warning (xgrammar
-warns about what it leaves out), and can be followed quickly on trial walks. Quick compilations are done again by the parent; the result
-of a slow one travels. The process ends when stdin closes, even in the middle of a compilation.
+xgrammar's C++ code cannot be interrupted, but this process can be killed.
+
+`python -m engine.embedded.grammar.worker` reads a `Setup` and then guides from stdin and answers each on stdout, in
+frames of msgpack (`protocol/frames.py`). A guide is accepted if it compiles within the parent's timeout and the memory
+limit, without a warning (xgrammar warns about features it ignores), and trial walks through it are fast. The parent
+repeats quick compilations; the result of a slow one is sent. The process ends when stdin closes, even in the middle of
+a compilation.
 """
 
 from __future__ import annotations
@@ -12,29 +15,27 @@ import os
 import queue
 import random
 import resource
-import struct
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import msgspec
 
 from engine.types import Guide
+from protocol.frames import packed, read_payload
 
 if TYPE_CHECKING:
     import xgrammar
 
-HEADER = struct.Struct("<I")
-
 _REPEATABLE_SECONDS = 0.5
-"""Compilations up to this are repeated by the parent: the result of compiling is large, and reading it back is slow."""
+"""The parent repeats compilations that take no longer: the result is large, and deserialising it is slow."""
 _MEMORY = 2 << 30
 _STACK = 4 << 20
-"""Half of what the parent's threads have, so that what compiles here does not overflow there."""
+"""Half the stack of the parent's threads, so that a grammar that compiles here does not overflow there."""
 _WALK_TOKENS = 96
 _MAX_STEP_SECONDS = 0.1
 _MAX_WALK_SECONDS = 1.0
@@ -47,22 +48,31 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`error` refuses the guide. `compiled` is xgrammar's serialisation, or empty where compiling again is quicker than reading it."""
+    """`error` is why the guide is rejected.
+
+    `compiled` is xgrammar's serialisation, or empty if compiling again is faster.
+    """
 
     error: str = ""
     compiled: bytes = b""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Read frames in this thread, compile in another, so that a closed stdin ends the process at once."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(_STACK)
     threading.Thread(target=_serve, args=(frames, answers), daemon=True).start()
-    while header := sys.stdin.buffer.read(HEADER.size):
-        frames.put(sys.stdin.buffer.read(HEADER.unpack(header)[0]))
-    os._exit(0)
+    while True:
+        frames.put(read_payload(_read))
+
+
+def _read(size: int) -> bytes:
+    data = sys.stdin.buffer.read(size)
+    if len(data) < size:
+        os._exit(0)  # the parent has closed the pipe
+    return data
 
 
 def _serve(frames: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
@@ -72,20 +82,20 @@ def _serve(frames: queue.SimpleQueue[bytes], answers: BinaryIO) -> None:
         while True:
             _answer(answers, worker.compile(msgspec.msgpack.decode(frames.get(), type=Guide)))
     finally:
-        # Without this thread the process is of no use; the parent sees the pipe close.
+        # Without this thread the process is useless; the parent sees the pipe close.
         traceback.print_exc()
         os._exit(1)
 
 
 def _answer(answers: BinaryIO, reply: Reply) -> None:
-    body = msgspec.msgpack.encode(reply)
-    answers.write(HEADER.pack(len(body)) + body)
+    answers.write(packed(reply))
     answers.flush()
 
 
 class _Worker:
     def __init__(self, setup: Setup) -> None:
-        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415 - slow to import, in this thread
+        # Slow to import, and therefore done in this thread.
+        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415
 
         self._vocab_size = setup.vocab_size
         self._info = load_tokenizer_info(Path(setup.tokenizer_folder), setup.vocab_size, setup.eos_token_ids)
@@ -119,7 +129,7 @@ class _Worker:
         return saved
 
     def _restore_stderr(self, saved: int) -> str:
-        """Put stderr back and return the warnings that xgrammar wrote meanwhile."""
+        """Restore stderr and return the warnings that xgrammar wrote meanwhile."""
         from engine.embedded.grammar.guides import plain  # noqa: PLC0415
 
         os.dup2(saved, 2)
@@ -132,7 +142,7 @@ class _Worker:
 
 
 def _limit_memory() -> None:
-    """Let the address space grow by `_MEMORY` from here. Only Linux says how large it is."""
+    """Limit the growth of the address space to `_MEMORY`. Only Linux reports its size."""
     if sys.platform != "linux":
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -141,7 +151,10 @@ def _limit_memory() -> None:
 
 
 def _try_out(compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]) -> str:
-    """Follow the grammar as a model would, twice at random and twice as a model stuck on one token. Returns why it is refused, or ""."""
+    """Walk the grammar as a model would, twice at random and twice repeating one token.
+
+    Return why it is rejected, or "".
+    """
     for seed, sticky in ((0, False), (1, False), (2, True), (3, True)):
         if error := _walk(compiled, vocab_size, set(stop_token_ids), random.Random(seed), sticky):
             return error
@@ -177,7 +190,10 @@ def _walk(
         seconds += time.thread_time() - started
         spent += seconds
         if seconds > _MAX_STEP_SECONDS or spent > _MAX_WALK_SECONDS:
-            return "it is too ambiguous to be followed token by token; avoid nested repetition and alternatives that overlap"
+            return (
+                "it is too ambiguous to be followed token by token; "
+                "avoid nested repetition and alternatives that overlap"
+            )
     return ""
 
 

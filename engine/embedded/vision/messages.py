@@ -4,15 +4,11 @@ Images and small embeddings travel behind the message and not in it, so that nei
 `SharedBytes`, whose descriptors come behind all else, with one byte.
 """
 
-import struct
-
 import msgspec
 
 from engine.config import EncoderConfig
 from engine.encoder import Detail, Dtype, EncoderInfo
 from engine.process.wire import Failed
-
-HEADER = struct.Struct("<I")
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -51,9 +47,3 @@ class Answer(msgspec.Struct, frozen=True):
     """Of images of a batch, by their indices in it. Their embeddings follow in this order, then the descriptors, if there are any."""
 
     results: dict[int, Result]
-
-
-def packed(message: msgspec.Struct) -> bytes:
-    """The message behind its length."""
-    body = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(body)) + body

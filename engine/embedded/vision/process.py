@@ -1,4 +1,4 @@
-"""The parent's end of the process that encodes images: start it, give it batches, take its answers, end it."""
+"""The parent's side of the process that encodes images: starts it, sends batches, receives answers, ends it."""
 
 import asyncio
 import contextlib
@@ -13,22 +13,23 @@ from typing import Self
 import msgspec
 
 import engine
-from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Welcome, packed
+from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Welcome
 from engine.encoder import EncodedImage, EncoderInfo, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import wire
-from engine.process.child import environment
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
+from protocol.frames import packed, receive_payload
 
 _STOP_SECONDS = 5.0
-"""How long the process may take to end once its socket is closed."""
-_ENVIRONMENT = {"PILLOW_BLOCK_SIZE": "64m"}
-"""So large that the C library gives an image's memory back when it is freed; of 16 MiB, as usual, each thread would keep a gigabyte."""
+"""Time the process may take to end once its socket is closed."""
 _ROOT = Path(engine.__file__).resolve().parents[1]
 
 
 class EncoderProcess:
-    """One process, which has started. It ends with this one, however that ends. One `send` and one `receive` at a time."""
+    """A started process.
+
+    It ends with this one, however that ends. Call `send` one at a time, and `receive` likewise.
+    """
 
     def __init__(self, process: Process, channel: socket.socket) -> None:
         self.process = process
@@ -36,7 +37,10 @@ class EncoderProcess:
 
     @classmethod
     async def start(cls, options: Options) -> tuple[Self, EncoderInfo]:
-        """Raises EngineFailure, with nothing left running, if there is no encoder to be had."""
+        """Start a process and wait until it is ready.
+
+        Raises EngineFailure, with nothing left running, if it does not start.
+        """
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -45,7 +49,7 @@ class EncoderProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "engine.embedded.vision.worker",
-                stdin=theirs.fileno(), cwd=_ROOT, env=_ENVIRONMENT | environment(), start_new_session=True,
+                stdin=theirs.fileno(), cwd=_ROOT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -63,7 +67,7 @@ class EncoderProcess:
             raise
 
     async def send(self, images: Sequence[ImageInput]) -> bool:
-        """Whether the process has taken the images, whose results `receive` will return; else it has gone."""
+        """Send images, whose results `receive` will return; return False if the process has gone."""
         try:
             await self._write(packed(Batch([(image.detail, len(image.data)) for image in images])))
             for image in images:
@@ -73,9 +77,9 @@ class EncoderProcess:
         return True
 
     async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
-        """Outcomes of the oldest batch that still lacks some, by index; None if the process has gone."""
+        """Return outcomes of the oldest unfinished batch, by index; None if the process has gone."""
         try:
-            results = msgspec.msgpack.decode(await self._message(), type=Answer).results
+            results = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer).results
             encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
             data: dict[int, Data] = {
                 index: await self._read(result.size) for index, result in encoded.items() if not result.shared
@@ -94,7 +98,7 @@ class EncoderProcess:
             self.process.kill()
 
     async def stop(self) -> str:
-        """End the process, if it has not ended yet, and say how it ended."""
+        """End the process, if it still runs, and return how it ended."""
         self._channel.close()
         try:
             async with asyncio.timeout(_STOP_SECONDS):
@@ -107,7 +111,9 @@ class EncoderProcess:
     async def _greet(self, options: Options) -> EncoderInfo:
         try:
             await self._write(packed(options))
-            reply: Welcome | wire.Failed = msgspec.msgpack.decode(await self._message(), type=Welcome | wire.Failed)
+            reply: Welcome | wire.Failed = msgspec.msgpack.decode(
+                await receive_payload(self._read), type=Welcome | wire.Failed
+            )
         except (EOFError, ConnectionError) as error:
             raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
         if isinstance(reply, wire.Failed):
@@ -116,9 +122,6 @@ class EncoderProcess:
 
     async def _write(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._channel, data)
-
-    async def _message(self) -> bytes:
-        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
 
     async def _read(self, size: int) -> bytes:
         """Raises EOFError."""
@@ -132,7 +135,10 @@ class EncoderProcess:
         return bytes(data)
 
     async def _shared(self, count: int) -> list[Data]:
-        """What so many descriptors stand for: the first of them, if this process may not have more. Raises EOFError."""
+        """Receive so many descriptors of shared memory; fewer, the first ones, if this process may open no more.
+
+        Raises EOFError.
+        """
         while True:
             try:
                 byte, fds, _, _ = socket.recv_fds(self._channel, 1, count, socket.MSG_CMSG_CLOEXEC)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from engine.embedded.vision.messages import HEADER, Answer, Batch, Encoded, Options, Result, Welcome, packed
+from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Result, Welcome
 from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
+from protocol.frames import packed, read_payload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +101,7 @@ def _result(outcome: EncodedImage | EngineError) -> Result:
 
 
 def _receive_message(channel: socket.socket) -> bytes:
-    return _receive(channel, HEADER.unpack(_receive(channel, HEADER.size))[0])
+    return read_payload(lambda size: _receive(channel, size))
 
 
 def _receive(channel: socket.socket, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""An engine's KV-cache events to what routers want to know: which full blocks of full attention can be reused."""
+"""Conversion of KV-cache events into those for routers: which full blocks of full attention can be reused."""
 
 import re
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{16,}")
 class Converter:
     """The events of one data-parallel rank, in order.
 
-    Blocks of narrower attention windows are left out: what a prefix needs is known by the widest. So are blocks that are not full, and
-    what follows them. An engine that begins anew, which its event ids show, has nothing that the one before had.
+    Blocks of narrower attention windows are left out, since the widest says how long a prefix is. So are blocks that
+    are not full, and those after them. When event ids begin again, the engine has started anew and has no blocks.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -33,13 +33,13 @@ class Converter:
         self._block_size = block_size
         self._last_id: int | None = None
         self._window = 0
-        """The widest so far: an engine begins with a Created of each."""
+        """The widest window so far: an engine's first events are a Created for each."""
         self._started = False
-        """Whether there was anything but those."""
+        """Whether there was any other event."""
         self._withheld: set[int] = set()
 
     def convert(self, event: KvEvent) -> Iterator[WireEvent]:
-        """What is to be said of `event`."""
+        """Yield what routers have to know of `event`."""
         if self._is_first(event):
             self._begin()
             yield AllBlocksCleared()
@@ -60,10 +60,12 @@ class Converter:
                 yield AllBlocksCleared()
 
     def _begin(self) -> None:
-        self._window, self._started, self._withheld = 0, False, set()
+        self._window = 0
+        self._started = False
+        self._withheld = set()
 
     def _is_first(self, event: KvEvent) -> bool:
-        """Whether an engine begins with this event."""
+        """Return whether this is the first event of an engine."""
         if self._last_id is None or event.event_id <= self._last_id:
             return True
         return self._started and isinstance(event.data, Created)
@@ -101,12 +103,12 @@ def _mm_infos(blocks: list[StoredBlock]) -> list[MmInfo | None] | None:
 
 
 def _mm_info(mm_keys: MmKeys) -> MmInfo | None:
-    """An event tells which images a block has, not where they end: offsets stay empty."""
+    """Offsets stay empty: an event tells which images a block has, not where they end."""
     hashes = dict.fromkeys(_mm_hash(str(key["hash"])) for key in mm_keys)
     return MmInfo(tuple(map(MmObject, hashes))) if hashes else None
 
 
 def _mm_hash(key: str) -> int:
-    """The first 16 hex digits of a key; of one that is a name instead, as later TensorRT-LLM allows, those of its BLAKE3 hash."""
+    """The first 16 hex digits of a key, or of the BLAKE3 hash of a key that is a name, as later TensorRT-LLM allows."""
     digits = key if _HEX.fullmatch(key) else blake3(key.encode()).hexdigest()
     return int(digits[:16], 16)

@@ -1,6 +1,7 @@
-"""The wire format of KV-cache events, which vLLM and Dynamo speak: msgpack of `[seconds since the epoch, [event, …], rank]`.
+"""The wire format of KV-cache events in vLLM and Dynamo: msgpack of `[seconds since the epoch, [event, …], rank]`.
 
-Each event is a map with its `type`. Hashes are signed 64-bit; a consumer takes them for names and hashes the tokens itself.
+Each event is a map with its `type`. Hashes are signed 64-bit; consumers use them as names and hash the tokens
+themselves.
 """
 
 import msgspec
@@ -12,7 +13,7 @@ class MmObject(msgspec.Struct, frozen=True):
     mm_hash: int
     """Unsigned 64-bit: the first 16 hex digits of the image's key."""
     offsets: tuple[tuple[int, int], ...] = ()
-    """Where it is in the block, first token and the one after the last, for consumers that insist on it; empty if that is not known."""
+    """Where it is in the block, first token and the one after the last; empty if that is not known."""
 
 
 class MmInfo(msgspec.Struct, frozen=True):
@@ -22,18 +23,18 @@ class MmInfo(msgspec.Struct, frozen=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", omit_defaults=True):
-    """Consecutive full blocks of a sequence became reusable. What only some blocks have is left out of those that have not."""
+    """Consecutive full blocks of a sequence became reusable. Fields with their defaults are left out."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first; None at the start of a sequence."""
+    """Hash of the block before the first; None at the start of a sequence."""
     token_ids: list[int]
-    """Of all blocks, one after the other."""
+    """The tokens of all blocks, one after the other."""
     block_size: int
     cache_salt: str | None = None
     """Only requests with the same salt share these blocks."""
     block_mm_infos: list[MmInfo | None] | None = None
-    """One for each block, where one of them has images."""
+    """One for each block, if any of them has images."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
@@ -43,7 +44,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemo
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
-    """No block can be reused any more: the cache was cleared, or it is a new engine's."""
+    """No block can be reused any more: the cache was cleared, or the engine is new."""
 
 
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -59,9 +60,9 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(EventBatch).decode
-"""Raises msgspec.MsgspecError for what is no batch."""
+"""Decode a batch. Raises msgspec.MsgspecError."""
 
 
 def signed(block_hash: int) -> int:
-    """An unsigned 64-bit hash in two's complement."""
+    """Convert an unsigned 64-bit hash to two's complement."""
     return block_hash - (1 << 64) if block_hash >= 1 << 63 else block_hash

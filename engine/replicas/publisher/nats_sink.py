@@ -1,11 +1,11 @@
-"""The same messages to a NATS server: the payload as it is, its sequence number and rank in headers."""
+"""Messages to a NATS server: the payload as it is, its sequence number and rank in headers."""
 
 import asyncio
 import logging
 from collections import deque
-from typing import NamedTuple
 
 from engine.errors import EngineFailure
+from engine.replicas.publisher.sink import Message
 
 _RECONNECT_SECONDS = 1
 _CONNECT_SECONDS = 2
@@ -13,14 +13,14 @@ _CONNECT_SECONDS = 2
 log = logging.getLogger(__name__)
 
 
-class _Message(NamedTuple):
-    payload: bytes
-    headers: dict[str, str]
-
-
 class NatsSink:
-    """Sends while it is connected, and connects again for as long as it lives. Meanwhile at most `capacity` messages wait; the oldest are
-    dropped, which a consumer sees by the sequence numbers. What is on its way when a connection breaks may be lost too."""
+    """A `Sink` that publishes on one subject, and connects again whenever the connection is lost.
+
+    Meanwhile at most `capacity` messages wait; the oldest are dropped. Messages on their way when a connection breaks
+    may be lost too.
+    """
+
+    name = "nats"
 
     def __init__(self, url: str, subject: str, capacity: int) -> None:
         """Raises EngineFailure if nats-py is not installed."""
@@ -28,11 +28,12 @@ class NatsSink:
             from nats.aio.client import Client  # noqa: PLC0415 - an extra
         except ImportError as error:
             raise EngineFailure("NATS_URL needs nats-py: pip install 'trellis[nats]'") from error
-        self.sent = self.dropped = 0
+        self.sent = 0
+        self.dropped = 0
         self._url = url
         self._subject = subject
         self._client = Client()
-        self._waiting: deque[_Message] = deque(maxlen=capacity)
+        self._waiting: deque[Message] = deque(maxlen=capacity)
         self._wake = asyncio.Event()
         self._problem = ""
 
@@ -42,17 +43,15 @@ class NatsSink:
 
     @property
     def waiting(self) -> int:
-        """Messages that are not sent yet."""
         return len(self._waiting)
 
-    def send(self, payload: bytes, sequence: int, rank: int) -> None:
-        """Have a message sent; never waits."""
+    def send(self, message: Message) -> None:
         self.dropped += len(self._waiting) == self._waiting.maxlen
-        self._waiting.append(_Message(payload, {"sequence": str(sequence), "rank": str(rank)}))
+        self._waiting.append(message)
         self._wake.set()
 
     async def run(self) -> None:
-        """Connect and send, until cancelled. Raises EngineFailure if the server refuses us for good."""
+        """Connect and send, until cancelled. Raises EngineFailure if the server closes the connection for good."""
         try:
             await self._client.connect(
                 self._url,
@@ -74,27 +73,31 @@ class NatsSink:
         finally:
             await self._client.close()
 
-    async def _publish(self, message: _Message) -> None:
+    def close(self) -> None:
+        """`run` closes the connection."""
+
+    async def _publish(self, message: Message) -> None:
         if len(message.payload) > self._client.max_payload:
             self.dropped += 1
             log.warning(
-                "NATS: a message of %d bytes is larger than the server takes, %d",
+                "NATS: dropped a message of %d bytes: the server takes at most %d",
                 len(message.payload),
                 self._client.max_payload,
             )
             return
-        await self._client.publish(self._subject, message.payload, headers=message.headers)
+        headers = {"sequence": str(message.sequence), "rank": str(message.rank)}
+        await self._client.publish(self._subject, message.payload, headers=headers)
         self.sent += 1
 
     async def _failed(self, error: Exception) -> None:
-        """Each attempt to connect fails the same way: said once."""
+        """Log an error once: each attempt to connect fails the same way."""
         problem = f"{type(error).__name__}: {error}"
         if problem != self._problem:
             log.warning("NATS: %s", problem)
         self._problem = problem
 
     async def _disconnected(self) -> None:
-        log.warning("NATS: the connection is lost")
+        log.warning("NATS: the connection was lost")
 
     async def _reconnected(self) -> None:
         self._problem = ""

@@ -1,10 +1,11 @@
-"""The task that takes an engine's KV-cache events and publishes them, one for a replica."""
+"""The task that publishes an engine's KV-cache events, one in a replica."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,86 +15,77 @@ from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
 from engine.replicas.publisher.convert import Converter
 from engine.replicas.publisher.messages import AllBlocksCleared, EventBatch, WireEvent, encode
-from engine.replicas.publisher.nats_sink import NatsSink
-from engine.replicas.publisher.zmq_channel import ZmqChannel, of_rank
+from engine.replicas.publisher.sink import Message, Sink
+from engine.replicas.publisher.zmq_sink import ZmqSink
 
 MAX_EVENTS = 256
-"""Of a message."""
+"""Maximum events of a message."""
 MAX_BYTES = 512 << 10
-"""Of a message with more than one event: half of what a NATS server takes if it is not told otherwise."""
+"""Maximum bytes of a message with more than one event: half of what a NATS server takes by default."""
 
 log = logging.getLogger(__name__)
 
 
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where events go; the fields mean what the settings of these names say."""
+    """Where ZMQ publishes; the fields mean the same as the settings of these names."""
 
     endpoint: str
     replay_endpoint: str = ""
     topic: str = ""
     buffer: int = 10_000
-    nats_url: str = ""
-    nats_subject: str = "trellis.kv_events"
 
 
-class Rank:
-    """A data-parallel rank: its events and messages so far."""
+@dataclass
+class PublishedRank:
+    """A data-parallel rank, and what of it was published."""
 
-    def __init__(self, converter: Converter, channel: ZmqChannel) -> None:
-        self.converter = converter
-        self.channel = channel
-        self.events = 0
-        """Published ones."""
-        self.bytes = 0
-        """Of their messages."""
+    converter: Converter
+    messages: int = 0
+    events: int = 0
+    bytes: int = 0
 
 
 class Publisher:
-    """Publishes the events of a started engine, from `start` until `close`. An error ends it, and `failure` says so."""
+    """Publishes the events of a started engine from `start` to `close`, over ZMQ and `buses`.
 
-    def __init__(self, engine: Engine, config: PublisherConfig) -> None:
-        """Raises EngineFailure if NATS is wanted and cannot be."""
+    An error ends it, and `failure` says why.
+    """
+
+    def __init__(self, engine: Engine, config: PublisherConfig, buses: Sequence[Sink] = ()) -> None:
         self.failure: str | None = None
-        """Why it publishes no more; None as long as it does."""
-        self.ranks: list[Rank] = []
-        self.nats = NatsSink(config.nats_url, config.nats_subject, config.buffer) if config.nats_url else None
+        """Why nothing is published any more; None while it is."""
         self.config = config
+        self.buses = buses
+        self.ranks = [PublishedRank(Converter(engine.info.block_size)) for _ in range(engine.info.data_parallel_size)]
+        self.zmq: ZmqSink
+        """There from `start` on."""
         self._engine = engine
+        self._sinks: list[Sink] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None]
 
     def start(self) -> None:
         """Raises EngineFailure if an address cannot be bound."""
-        config, info = self.config, self._engine.info
-        for rank in range(info.data_parallel_size):
-            endpoint, replay = (
-                of_rank(config.endpoint, rank),
-                of_rank(config.replay_endpoint, rank) if config.replay_endpoint else "",
-            )
-            channel = ZmqChannel(endpoint, replay, config.topic, config.buffer, self._begin_anew)
-            self.ranks.append(Rank(Converter(info.block_size), channel))
-            log.info(
-                "KV-cache events are published on %s%s",
-                channel.endpoint,
-                f", again on {channel.replay_endpoint}" if replay else "",
-            )
+        config = self.config
+        self.zmq = ZmqSink(
+            config.endpoint, config.replay_endpoint, config.topic, config.buffer, len(self.ranks), self._start_over
+        )
+        self._sinks = [self.zmq, *self.buses]
         self._following = self._spawn(self._publish_all(), "kv-events")
-        if self.nats is not None:
-            self._spawn(self.nats.run(), "kv-events-nats")
+        for sink in self._sinks:
+            self._spawn(sink.run(), f"kv-events-{sink.name}")
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for rank in self.ranks:
-            rank.channel.close()
+        for sink in self._sinks:
+            sink.close()
 
-    def _begin_anew(self) -> None:
-        """Have the engine tell of all that it holds, and everybody with it, for one who comes too late to learn it otherwise."""
+    def _start_over(self) -> None:
+        """Have the engine tell of all its blocks again, for a consumer that is too late to learn of them otherwise."""
         if self._following.cancel():
-            for rank in self.ranks:
-                rank.channel.whole_from = rank.channel.sequence
             self._following = self._spawn(self._publish_all(), "kv-events")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
@@ -110,7 +102,7 @@ class Publisher:
             log.error("KV-cache events are no longer published", exc_info=error)
 
     async def _publish_all(self) -> None:
-        """Publish what the engine has whenever it has something, which needs no polling here."""
+        """Publish the engine's events as they come."""
         async with aclosing(self._engine.kv_events()) as batches:
             async for events in batches:
                 for start in range(0, len(events), MAX_EVENTS):
@@ -118,7 +110,7 @@ class Publisher:
                     await asyncio.sleep(0)
 
     def _publish(self, events: list[KvEvent]) -> None:
-        """As one message for each rank."""
+        """Send the events of each rank."""
         batches: dict[int, list[WireEvent]] = {}
         for event in events:
             number = event.attention_dp_rank or 0
@@ -130,7 +122,7 @@ class Publisher:
                 self._send(number, batch)
 
     def _send(self, number: int, events: list[WireEvent]) -> None:
-        """As one message, or several if it would be too large."""
+        """Send events of one rank as one message, or as several if it would be too large."""
         payload = encode(EventBatch(time.time(), events, number))
         if len(payload) > MAX_BYTES and len(events) > 1:
             middle = len(events) // 2
@@ -138,10 +130,10 @@ class Publisher:
             self._send(number, events[middle:])
             return
         rank = self.ranks[number]
-        if any(isinstance(event, AllBlocksCleared) for event in events):
-            rank.channel.whole_from = rank.channel.sequence
+        is_whole = any(isinstance(event, AllBlocksCleared) for event in events)
+        message = Message(payload, number, rank.messages, is_whole)
+        rank.messages += 1
         rank.events += len(events)
         rank.bytes += len(payload)
-        if self.nats is not None:
-            self.nats.send(payload, rank.channel.sequence, number)
-        rank.channel.send(payload)
+        for sink in self._sinks:
+            sink.send(message)

@@ -1,1 +1,1 @@
-"""The router: which replica holds which KV blocks, and which one a request goes to."""
+"""Routing: which replica has which KV blocks, and which one a request goes to."""

@@ -1,6 +1,7 @@
-"""What replicas say of their KV caches on the wire: messages of events as vLLM, Dynamo and our own publisher send them, read strictly.
+"""A strict reader of messages of KV-cache events as vLLM, Dynamo and our own publisher send them.
 
-A payload is msgpack, `[timestamp, [event, …], data-parallel rank | nil]`. An event is a map with a `type`, or an array that begins with it.
+A payload is msgpack, `[timestamp, [event, …], data-parallel rank | nil]`. An event is a map with a `type`, or an array
+that begins with it.
 """
 
 import struct
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 SEQUENCE = struct.Struct(">q")
-"""A message's number; -1 closes a replay."""
+"""The number of a message; -1 ends a replay."""
 END_OF_REPLAY = -1
 _ARRAY_FIELDS = {
     "BlockStored": (
@@ -35,40 +36,40 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Blocks that can be reused from now on, each the child of the one before; the first that of `parent`, or of none."""
+class StoredEvent:
+    """Blocks that can be reused from now on. Each is the child of the one before, the first of `parent`, if any."""
 
     hashes: tuple[int, ...]
     parent: int | None
     tokens: tuple[int, ...]
-    """`block_size` for each block."""
+    """Tokens of all blocks, `block_size` of each."""
     block_size: int
     namespace: tuple[str, str] = ("", "")
-    """Cache salt and LoRA adapter: blocks are shared among requests with the same."""
+    """Cache salt and LoRA adapter: requests with the same may share blocks."""
     media: tuple[Hashable, ...] = ()
     """For each block what it holds of images, None for nothing; empty if no block does."""
     tier: Hashable = None
-    """Where they are, unless on the device, and of which data-parallel rank they are, unless of the first."""
+    """Data-parallel rank and medium; None for the first rank's device memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovedEvent:
     hashes: tuple[int, ...]
     tier: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """All blocks of a data-parallel rank are gone, those of every tier."""
+class ClearedEvent:
+    """All blocks of a data-parallel rank are gone, of every tier."""
 
     rank: int = 0
 
 
-Event = Stored | Removed | Cleared
+CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
-def decode(payload: bytes) -> list[Event]:
-    """The events of a message that say something of whole blocks of full attention on that replica. Raises ValueError for nonsense."""
+def decode(payload: bytes) -> list[CacheEvent]:
+    """Return the events of a message that concern whole blocks of full attention on the replica. Raises ValueError."""
     try:
         message = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -81,16 +82,16 @@ def decode(payload: bytes) -> list[Event]:
     return list(_events(message[1], rank))
 
 
-def _events(items: Iterable[Any], rank: int) -> Iterable[Event]:
+def _events(items: Iterable[Any], rank: int) -> Iterable[CacheEvent]:
     for item in items:
         fields = _fields(item)
         kind = fields.get("type")
         medium = fields.get("medium")
         tier = None if rank == 0 and medium in _DEVICE else (rank, None if medium in _DEVICE else str(medium))
         if kind == "AllBlocksCleared":
-            yield Cleared(rank)
+            yield ClearedEvent(rank)
         elif kind == "BlockRemoved":
-            yield Removed(_integers(fields.get("block_hashes")), tier)
+            yield RemovedEvent(_integers(fields.get("block_hashes")), tier)
         elif kind == "BlockStored" and _is_ours(fields):
             yield _stored(fields, tier)
 
@@ -104,12 +105,12 @@ def _fields(item: Any) -> dict[str, Any]:
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
-    """Whether the blocks are there and of layers that attend to everything: those behind a window come and go in ways of their own."""
+    """Return whether the blocks are local and of layers with full attention: those of windows are freed earlier."""
     local = fields.get("locality", "LOCAL") in ("LOCAL", None)
     return local and fields.get("group_idx") in (0, None) and fields.get("kv_cache_spec_sliding_window") is None
 
 
-def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
+def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
     hashes, tokens, size = (
         _integers(fields.get("block_hashes")),
         _integers(fields.get("token_ids")),
@@ -123,7 +124,7 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> Stored:
         raise ValueError("a token id is out of range")
     infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()
     media = tuple(None if not info else _frozen(info) for info in infos) if isinstance(infos, list) else ()
-    return Stored(
+    return StoredEvent(
         hashes[:whole],
         parent,
         tokens[: whole * size],
@@ -139,7 +140,7 @@ def _frozen(info: Any) -> Hashable:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    """Eagle's pairs of tokens are no token ids either."""
+    """Check a list of numbers. Eagle's pairs of tokens are refused too."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("hashes and token ids must be lists of numbers")
     return tuple(value)

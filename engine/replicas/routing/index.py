@@ -1,53 +1,35 @@
 """Which replica has which prefixes in its KV cache, learnt from its events.
 
-A block is known by a key of ours, made of its tokens and its parent's key, so that a chain of keys names a whole prefix whatever hashes
-the replicas use. For each key there is the set of replicas that have the block, as the bits of a number. Keys are Python's hashes: 64 bits
-that nobody outside can foresee; two prefixes with one key would mislead a choice, and nothing else.
+A block is known by our key for it (`block_keys`), which names a whole prefix whatever hashes the replicas use. For each
+key there is the set of replicas that have the block, as the bits of a number.
 """
 
-from array import array
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Hashable, Sequence
+from itertools import chain, islice, repeat
 
-from engine.replicas.routing.events import Cleared, Event, Removed, Stored
+from engine.replicas.block_keys import block_keys, root_key
+from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 
 MAX_BLOCKS = 1 << 19
-"""Blocks remembered for one replica; beyond, the oldest eighth is forgotten."""
-
-
-def root_key(namespace: tuple[str, str] = ("", "")) -> int:
-    """The parent of a first block."""
-    return hash(("root", namespace))
-
-
-def chain(tokens: Sequence[int], block_size: int, namespace: tuple[str, str] = ("", "")) -> Iterator[int]:
-    """The keys of the whole blocks of a prompt without images, made as they are asked for."""
-    data, key = array("q", tokens), root_key(namespace)
-    for end in range(block_size, len(data) + 1, block_size):
-        key = _child(key, data[end - block_size : end])
-        yield key
-
-
-def _child(parent: int, tokens: "array[int]", media: Hashable = None) -> int:
-    return hash((parent, tokens.tobytes(), media))
+"""Blocks remembered for one replica; beyond that the oldest eighth is forgotten."""
 
 
 class _Blocks:
-    """Those of one replica."""
+    """The blocks of one replica."""
 
     __slots__ = ("keys", "shared", "size")
 
     def __init__(self) -> None:
         self.keys: dict[Hashable, int] = {}
-        """By the replica's own hash, oldest first: on the device of the first rank the number alone, else (tier, number)."""
+        """By the replica's own hash, oldest first: a number in the first rank's device memory, else (tier, number)."""
         self.shared: dict[int, int] = {}
-        """Keys that the replica has under several hashes: how many more than one."""
+        """For each key that the replica has under several hashes, how many more than one."""
         self.size = 0
         """Tokens in a block; 0 before the first."""
 
 
 class PrefixIndex:
-    """The blocks of up to any number of replicas, which are numbers from 0."""
+    """The blocks of any number of replicas, which are numbered from 0."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -55,23 +37,27 @@ class PrefixIndex:
         self._replicas: dict[int, _Blocks] = {}
 
     def blocks(self, replica: int) -> int:
-        """How many blocks of a replica are known."""
+        """Return how many blocks of a replica are known."""
         return len(self._replicas[replica].keys) if replica in self._replicas else 0
+
+    def __len__(self) -> int:
+        """The number of different blocks."""
+        return len(self._holders)
 
     @property
     def block_sizes(self) -> set[int]:
         return {blocks.size for blocks in self._replicas.values() if blocks.size}
 
-    def apply(self, replica: int, event: Event) -> int:
-        """Take note of an event; returns how many blocks could not be attached, as their parent is not known."""
+    def apply(self, replica: int, event: CacheEvent) -> int:
+        """Apply an event; return how many blocks were left out because their parent is not known."""
         blocks = self._replicas.setdefault(replica, _Blocks())
         match event:
-            case Stored():
+            case StoredEvent():
                 return self._store(replica, blocks, event)
-            case Removed(hashes, tier):
+            case RemovedEvent(hashes, tier):
                 for block_hash in hashes:
                     self._drop(replica, blocks, _name(block_hash, tier))
-            case Cleared(rank):
+            case ClearedEvent(rank):
                 for name in [name for name in blocks.keys if _rank(name) == rank]:
                     self._drop(replica, blocks, name)
         return 0
@@ -84,11 +70,11 @@ class PrefixIndex:
             self._drop(replica, blocks, name)
 
     def overlaps(self, tokens: Sequence[int], namespace: tuple[str, str] = ("", "")) -> dict[int, int]:
-        """For each replica that has the start of a prompt, how many of its tokens: whole blocks, from the first one on."""
+        """Return how many tokens of a prompt each replica has: whole blocks, from the first one on."""
         found: dict[int, int] = {}
         for size in self.block_sizes:
             mask = sum(1 << replica for replica, blocks in self._replicas.items() if blocks.size == size)
-            for length, key in enumerate(chain(tokens, size, namespace), 1):
+            for length, key in enumerate(block_keys(tokens, size, root_key(*namespace)), 1):
                 rest = mask & self._holders.get(key, 0)
                 if rest != mask:
                     _note(found, mask & ~rest, (length - 1) * size)
@@ -98,29 +84,21 @@ class PrefixIndex:
             _note(found, mask, len(tokens) // size * size)
         return found
 
-    def _store(self, replica: int, blocks: _Blocks, event: Stored) -> int:
-        if event.parent is None:
-            key = root_key(event.namespace)
-        else:
-            known = self._parent(blocks, event)
-            if known is None:
-                return len(event.hashes)
-            key = known
+    def _store(self, replica: int, blocks: _Blocks, event: StoredEvent) -> int:
+        parent = root_key(*event.namespace) if event.parent is None else self._parent(blocks, event)
+        if parent is None:
+            return len(event.hashes)
         blocks.size = event.block_size
-        data, size = array("q", event.tokens), event.block_size
-        for place, block_hash in enumerate(event.hashes):
-            media = event.media[place] if place < len(event.media) else None
-            key = _child(key, data[place * size : (place + 1) * size], media)
+        keys = block_keys(event.tokens, event.block_size, parent, chain(event.media, repeat(None)))
+        for block_hash, key in zip(event.hashes, keys, strict=True):
             name = _name(block_hash, event.tier)
-            if name in blocks.keys:
-                if blocks.keys[name] == key:
-                    continue
+            if blocks.keys.get(name) != key:
                 self._drop(replica, blocks, name)
-            self._add(replica, blocks, name, key)
+                self._add(replica, blocks, name, key)
         return 0
 
-    def _parent(self, blocks: _Blocks, event: Stored) -> int | None:
-        """The key of the block before; a parent may be on another tier than its child."""
+    def _parent(self, blocks: _Blocks, event: StoredEvent) -> int | None:
+        """The key of the block before, which may be on another tier than its child; None if it is not known."""
         assert event.parent is not None
         same = blocks.keys.get(_name(event.parent, event.tier))
         return same if same is not None or event.tier is None else blocks.keys.get(event.parent)
@@ -154,7 +132,7 @@ class PrefixIndex:
 
 
 def _name(block_hash: int, tier: Hashable) -> Hashable:
-    """Hashes come signed from some replicas and unsigned from others, and may do so from one."""
+    """Hashes come signed from some replicas and unsigned from others; a single replica may mix them."""
     number = block_hash & 0xFFFFFFFFFFFFFFFF
     return number if tier is None else (tier, number)
 

@@ -1,20 +1,20 @@
-"""How busy the replicas are, as far as the router that gave them their work knows."""
+"""How busy the replicas are, as far as the router knows: by the work that it gave them."""
 
 from dataclasses import dataclass
 
 DECODING_SHARE = 1 / 8
-"""What a token that a running request has in the KV cache weighs beside one that is still to be computed: each step reads it."""
+"""Weight of a token in a running request's KV cache, which each step reads, beside a token still to be computed."""
 UNKNOWN_TOKENS = 256
-"""Taken for a prompt that the router has not tokenised."""
+"""Assumed length of a prompt that the router has not tokenised."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Of one replica."""
+    """The work of one replica."""
 
     requests: int = 0
     prefilling: int = 0
-    """Prompt tokens that it was asked to compute, of requests of which nothing has come yet."""
+    """Prompt tokens to be computed, of requests that have not been answered."""
     held: int = 0
     """Prompt tokens of all its requests."""
 
@@ -24,14 +24,16 @@ class Load:
         return self.prefilling + self.held * DECODING_SHARE
 
 
-class Work:
-    """One request at a replica, from `begin` to `end`; `answered` in between, once its first byte has come."""
+class Assignment:
+    """The work of one request at a replica, until `end`; less from `answered` on, when its first byte has come."""
 
     __slots__ = ("_ended", "_load", "_prefilling", "_prompt")
 
     def __init__(self, load: Load, prompt: int, overlap: int) -> None:
-        """`overlap`: how many of the `prompt` tokens need not be computed."""
-        self._load, self._prompt, self._prefilling = load, prompt, prompt - overlap
+        """`overlap` of the `prompt` tokens need not be computed."""
+        self._load = load
+        self._prompt = prompt
+        self._prefilling = prompt - overlap
         self._ended = False
         load.requests += 1
         load.prefilling += self._prefilling

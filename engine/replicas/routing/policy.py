@@ -1,28 +1,33 @@
-"""Which replica a request goes to: what it would have to compute there, weighed against what the replica has to do already."""
+"""The choice of a replica: what it would have to compute, weighed against the work that it has already."""
 
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from engine.replicas.routing.load import Load
 
 PolicyName = Literal["kv", "round_robin", "least_loaded"]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    replica: int
+class Candidate(Protocol):
+    """What a policy looks at in a replica."""
+
+    number: int
     load: Load
     last_asked: int
     """Grows with each choice."""
 
 
-class Policy:
-    """`kv`: cost is weight x tokens to compute + the replica's work in tokens; `least_loaded` leaves the overlap out; `round_robin` both.
+C = TypeVar("C", bound=Candidate)
 
-    Of equals the one that has fewer requests, then one at random. With a `temperature` costs make probabilities: 0 takes the cheapest.
+
+class Policy:
+    """Chooses by cost, or in turn.
+
+    `kv`: cost is weight x tokens to compute + the replica's work in tokens. `least_loaded`: the work alone.
+    `round_robin`: in turn. Of equal costs the replica with fewer requests wins, then one at random. With a
+    `temperature` above 0 costs become probabilities.
     """
 
     def __init__(
@@ -33,10 +38,10 @@ class Policy:
         self._temperature = temperature
         self._random = random.Random(seed)
 
-    def choose(self, candidates: Sequence[Candidate], prompt: int, overlaps: Mapping[int, int]) -> Candidate:
-        """One of at least one. `prompt`: its tokens; `overlaps`: how many of them each replica has, by number."""
+    def choose(self, candidates: Sequence[C], prompt: int, overlaps: Mapping[int, int]) -> C:
+        """Return one of the candidates. `overlaps` says how many of the `prompt` tokens each replica has, by number."""
         if self.name == "round_robin":
-            return min(candidates, key=lambda candidate: (candidate.last_asked, candidate.replica))
+            return min(candidates, key=lambda candidate: (candidate.last_asked, candidate.number))
         costs = [self._cost(candidate, prompt, overlaps) for candidate in candidates]
         if self._temperature:
             return self._sampled(candidates, costs)
@@ -51,9 +56,9 @@ class Policy:
     def _cost(self, candidate: Candidate, prompt: int, overlaps: Mapping[int, int]) -> float:
         if self.name == "least_loaded":
             return candidate.load.tokens
-        return self._weight * (prompt - overlaps.get(candidate.replica, 0)) + candidate.load.tokens
+        return self._weight * (prompt - overlaps.get(candidate.number, 0)) + candidate.load.tokens
 
-    def _sampled(self, candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
+    def _sampled(self, candidates: Sequence[C], costs: Sequence[float]) -> C:
         """Costs are taken relative to their span, so that a temperature means the same for short and long prompts."""
         least = min(costs)
         span = max(costs) - least or 1.0

@@ -1,4 +1,4 @@
-"""Session affinity: requests of one session go to one replica for as long as it is there and the session goes on."""
+"""Session affinity: requests of a session go to one replica while it is ready and the session goes on."""
 
 import time
 from collections import OrderedDict
@@ -9,15 +9,17 @@ class Sessions:
     """The replica of each session; at most `capacity` of them, forgotten `seconds` after their last request."""
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._capacity, self._seconds, self._clock = capacity, seconds, clock
+        self._capacity = capacity
+        self._seconds = seconds
+        self._clock = clock
         self._replicas: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        """URL and expiry by the session's hash: a name from a client may be long."""
+        """URL and expiry by the hash of the session's name, which may be long."""
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     def replica(self, session: str) -> str | None:
-        """URL of its replica, if it has one."""
+        """Return the URL of the session's replica, if it has one."""
         found = self._replicas.get(hash(session))
         return found[0] if found is not None and found[1] > self._clock() else None
 

@@ -1,26 +1,27 @@
-"""Listens to one replica's KV events, and asks again for those that were missed: at the start, after a gap, and when nothing has come for a
-while. Frames are `[topic, number, payload]`; a replay is asked for with `[empty, first number]` and ends with number -1.
+"""Subscriber of a rank's KV-cache events, which asks again for missed ones: at the start, after a gap or a silence.
+
+Frames are `[topic, number, payload]`; a replay is asked for with `[empty, first number]` and ends with number -1.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, Event, decode
+from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, CacheEvent, ClearedEvent, decode
 
 REPLAY_SECONDS = 1.0
 """How long a replay may be silent."""
 NO_REPLAY_SECONDS = 60.0
-"""After a silent one, none is asked for until so much later, or until the replica is back: it may not have any."""
+"""Pause after a replay that nobody answered: the replica may have none. It ends when the replica comes back."""
 QUIET_SECONDS = 3.0
-"""After so much silence, what has been missed is asked for: the last message may have been."""
+"""Silence after which missed messages are asked for: the last one may have been lost."""
 _HIGH_WATER = 100_000
 """Messages that may wait here; a burst beyond them becomes a gap."""
 _BATCH = 64
@@ -29,38 +30,50 @@ _BATCH = 64
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Who learns from the events."""
+@dataclass(slots=True)
+class EventCounts:
+    """How the events of one replica have come."""
 
-    def apply(self, event: Event) -> None: ...
-
-    def restarted(self) -> None:
-        """What was said before holds no more: the replica is another one, or may be."""
-
-    def gap(self, missed: int) -> None:
-        """So many messages did not come in their turn."""
-
-    def replayed(self, messages: int) -> None:
-        """So many came when asked for again."""
-
-    def malformed(self) -> None:
-        """A message made no sense."""
+    gaps: int = 0
+    missed: int = 0
+    """Messages that did not come in order."""
+    replayed: int = 0
+    """Messages that came when asked for again."""
+    malformed: int = 0
+    unattached: int = 0
+    """Blocks that were left out because their parent is not known."""
 
 
 class Subscriber:
-    """Follows the publisher at `endpoint`, however often it goes and comes back. `replay` is where to ask again; empty: nowhere."""
+    """Calls `apply` with the events of `rank`, published at `endpoint`, however often the publisher restarts.
 
-    def __init__(self, endpoint: str, replay: str, topic: str, sink: Sink) -> None:
-        self._endpoint, self._replay, self._topic = endpoint, replay, topic.encode()
-        self._sink = sink
-        self._expected = 0
+    Missed messages are asked for at `replay`, if that is not empty. When the publisher may be another one, a
+    ClearedEvent comes first.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str,
+        topic: str,
+        rank: int,
+        apply: Callable[[CacheEvent], None],
+        counts: EventCounts,
+    ) -> None:
+        self.expected = 0
         """Number of the next message."""
+        self._endpoint = endpoint
+        self._replay = replay
+        self._topic = topic.encode()
+        self._rank = rank
+        self._apply = apply
+        self._counts = counts
         self._replayed = -1
-        """Number of the last one that a replay brought: those up to it may come once more."""
+        """Number of the last message of a replay: those up to it may come once more."""
         self._no_replay_until = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the publisher until cancelled."""
         context = zmq.asyncio.Context.instance()
         with self._socket(context, zmq.SUB) as socket:
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
@@ -99,61 +112,61 @@ class Subscriber:
             except zmq.Again:
                 return
             if len(frames) != 3 or len(frames[1]) != SEQUENCE.size:
-                self._sink.malformed()
+                self._counts.malformed += 1
                 continue
             (number,) = SEQUENCE.unpack(frames[1])
-            if number < self._expected:
+            if number < self.expected:
                 if number <= self._replayed:
                     continue
                 self._restart()
-            if number > self._expected:
-                self._sink.gap(number - self._expected)
-                log.info("KV events of %s: expected message %d, got %d", self._endpoint, self._expected, number)
+            if number > self.expected:
+                self._counts.gaps += 1
+                self._counts.missed += number - self.expected
+                log.info("KV events of %s: expected message %d, got %d", self._endpoint, self.expected, number)
                 await self._recover(context)
             self._take(number, frames[2])
-            await asyncio.sleep(0)  # what is there already is read without a turn for others
+            await asyncio.sleep(0)  # reading what has arrived does not yield by itself
 
     def _restart(self) -> None:
-        self._expected, self._replayed, self._no_replay_until = 0, -1, 0.0
-        self._sink.restarted()
+        self.expected = 0
+        self._replayed = -1
+        self._no_replay_until = 0.0
+        self._apply(ClearedEvent(self._rank))
 
     def _take(self, number: int, payload: bytes) -> None:
-        """Have the sink learn from a message, unless it has."""
-        if number < self._expected:
+        """Apply the events of a message, unless they have been."""
+        if number < self.expected:
             return
-        self._expected = number + 1
+        self.expected = number + 1
         try:
             events = decode(payload)
         except ValueError as error:
-            log.warning("a message of KV events of %s makes no sense: %s", self._endpoint, error)
-            self._sink.malformed()
+            log.warning("KV events of %s: ignored a malformed message: %s", self._endpoint, error)
+            self._counts.malformed += 1
             return
         for event in events:
-            self._sink.apply(event)
+            self._apply(event)
 
     async def _recover(self, context: zmq.asyncio.Context) -> None:
-        """Ask for everything from the expected message on. What nobody keeps any more stays missed."""
+        """Ask for all messages from the expected one on. Those that the publisher no longer keeps stay missed."""
         if not self._replay or time.monotonic() < self._no_replay_until:
             return
-        count = 0
         with self._socket(context, zmq.DEALER) as socket:
             socket.connect(self._replay)
-            await socket.send_multipart([b"", SEQUENCE.pack(self._expected)])
+            await socket.send_multipart([b"", SEQUENCE.pack(self.expected)])
             try:
                 while True:
                     async with asyncio.timeout(REPLAY_SECONDS):
                         number, payload = await _reply(socket)
                     if number == END_OF_REPLAY:
                         break
-                    count += number >= self._expected
+                    self._counts.replayed += number >= self.expected
                     self._take(number, payload)
                     self._replayed = max(self._replayed, number)
                     await asyncio.sleep(0)
             except TimeoutError:
                 self._no_replay_until = time.monotonic() + NO_REPLAY_SECONDS
                 log.info("no replay of KV events at %s", self._replay)
-        if count:
-            self._sink.replayed(count)
 
     @contextmanager
     def _socket(self, context: zmq.asyncio.Context, kind: int) -> Iterator[zmq.asyncio.Socket]:
@@ -169,7 +182,7 @@ class Subscriber:
 
 
 async def _reply(socket: zmq.asyncio.Socket) -> tuple[int, bytes]:
-    """Number and payload of a replay's message: vLLM sends three frames, others put a topic before the last two."""
+    """Number and payload of a replayed message: vLLM sends three frames, others put a topic before the last two."""
     frames: list[bytes] = await socket.recv_multipart()
     if len(frames) not in (3, 4) or len(frames[-2]) != SEQUENCE.size:
         return END_OF_REPLAY, b""

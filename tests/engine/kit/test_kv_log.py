@@ -109,7 +109,7 @@ async def test_nothing_piles_up_while_nobody_listens() -> None:
             *(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40))
         )
     log = engine._blocks.events  # type: ignore[attr-defined]
-    assert not log._waiting
+    assert not log.consumers
     books, converter = Books(), Converter(BLOCK)
     await engine.close()
     async for batch in engine.kv_events():

@@ -179,4 +179,4 @@ async def test_a_feed_keeps_the_newest_for_a_slow_consumer_and_nothing_for_none(
     feed.put(6)
     feed.close()
     assert [batch async for batch in batches] == [[6]]
-    assert not feed._waiting
+    assert not feed.consumers

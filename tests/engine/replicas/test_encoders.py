@@ -16,6 +16,7 @@ from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.encoder import FakeEncoder
 from engine.replicas import ask as client
 from engine.replicas import encoders
+from engine.replicas.encode_answers import encode_info
 from routers.state import Replica
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
 from tests.support.encode import SIZE, encoder_of, expected, image, pages, until
@@ -157,10 +158,9 @@ async def test_replicas_that_encode_otherwise_are_not_asked_and_both_values_are_
     async with replica("encode") as (url, life), encoder_of([url], local=local) as (encoder, peers, seen):
         assert (await encoder.encode(pages(1)))[0].rows == 4 and seen.local == {"no_peer": 1}
         theirs = encoder_in(life).info.fingerprint
-        (peer,) = peers._peers.values()
-        assert encoder._mine is not None
+        (peer,) = peers.replicas
         assert (
-            peers._obstacle(peer, encoder._mine)
+            peers.obstacle(peer, encode_info("fake", "fake", local.info))
             == f"one has fingerprint {theirs}, this replica has {local.info.fingerprint}"
         )
 

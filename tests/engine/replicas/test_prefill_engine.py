@@ -1,4 +1,4 @@
-"""Prefill elsewhere, decode here: a decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
+"""A decode engine before prefill replicas on real sockets, whole and when something breaks on the way."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
 from engine.replicas import ask as client
 from engine.types import Guide
-from protocol.internal import frame
+from protocol.frames import frame
 from tests.support.disaggregated import (
     INFO,
     PROMPT,
@@ -25,6 +25,7 @@ from tests.support.disaggregated import (
     nothing,
     pair,
     prefill_replica,
+    replica_at,
     request,
     stats_with,
     tokens_of,
@@ -116,7 +117,7 @@ async def test_a_prompt_needs_no_room_at_prefill_for_what_decode_generates() -> 
 async def test_a_prompt_that_does_not_fit_one_replica_goes_to_another() -> None:
     async with prefill_replica(max_seq_len=70) as (small, _, _), prefill_replica() as (large, _, _):
         async with decode_engine([small, large]) as (engine, seen):
-            engine.pool._peers[large].last_asked = 1  # so that the other one is asked first
+            replica_at(engine.pool, large).last_asked = 1  # so that the other one is asked first
             assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
             assert seen.outcomes == {"invalid": 1, "ok": 1} and not seen.local and all(seen.peers.values())
         async with decode_engine([small]) as (engine, seen):
@@ -198,7 +199,7 @@ async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(
 ) -> None:
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.3)
     async with bare_peer(after) as bad, prefill_replica() as (good, _, _), decode_engine([bad, good]) as (engine, seen):
-        engine.pool._peers[good].last_asked = 1  # so that the other one is asked first
+        replica_at(engine.pool, good).last_asked = 1  # so that the other one is asked first
         assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
         assert seen.outcomes == {outcome: 1, "ok": 1} and seen.retries == 1
         assert seen.peers == {bad: False, good: True}
@@ -238,7 +239,7 @@ async def test_clients_learn_what_is_wrong_and_the_log_where(caplog: pytest.LogC
                 with pytest.raises(EngineUnavailable) as caught:
                     await all_of(engine, request())
                 assert expected in str(caught.value) and "127.0.0.1" not in str(caught.value)
-        assert other in caplog.text and "All connection attempts failed" in caplog.text
+        assert other in caplog.text and "Connect call failed" in caplog.text
 
 
 async def test_attempts_are_bounded_and_a_full_queue_is_no_illness() -> None:
@@ -267,7 +268,7 @@ async def test_a_draining_replica_finishes_its_hand_overs_and_gets_no_more() -> 
             await all_of(engine, request())
         await asyncio.sleep(0.1)
         assert replica.running == 1 and (await stats_with(peer, lambda stats: True)).num_held_requests == 1
-        await lease.aclose()
+        lease.close()
         await stats_with(peer, nothing, SOON)
         while replica.running:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Cancellation, the end of a lease, and engines that are lost or cannot go on: no token is said twice or lost, and no block stays held."""
+"""Cancellation, ended leases, and lost engines: no token is repeated or lost, and no block stays held."""
 
 import asyncio
 from typing import Any
@@ -61,7 +61,7 @@ async def test_cancelled_while_the_blocks_are_read() -> None:
         stream = await busy(engine.local)
 
         async def reading() -> None:
-            while not engine.local._waiting:  # noqa: ASYNC110
+            while not engine.local.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
         await cancel(engine, reading())
@@ -80,7 +80,7 @@ async def test_cancelled_while_decoding() -> None:
 
 
 async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer ends first, and the blocks go a moment later; the engine that was still waiting to read them computes the prompt."""
+    """The answer ends first, and the blocks go a bit later; an engine that has not read them computes the prompt."""
     monkeypatch.setattr(leased, "GRACE_SECONDS", 0.4)
     async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
         stream = await busy(engine.local)

@@ -1,4 +1,4 @@
-"""Prompts with images, prefilled elsewhere: what goes to which replica, and what becomes of it when the KV blocks are lost."""
+"""Prompts with images, prefilled elsewhere: what goes to which replica, and what happens if the KV blocks are lost."""
 
 import logging
 from typing import Any
@@ -12,11 +12,11 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION, handoff_of
 from engine.handoff import encode as encode_handoff
 from engine.kit.stream import DeltaStream
-from engine.replicas.peers import block_keys
 from engine.replicas.prefill_engine import DisaggregatedEngine
+from engine.replicas.prefill_pool import prompt_keys
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import Delta, GenerateRequest, Held, Image, Media
-from protocol.internal import frame
+from protocol.frames import frame
 from tests.support.disaggregated import (
     PROMPT,
     aggregated,
@@ -192,9 +192,10 @@ async def test_cached_prefixes_are_those_of_equal_images() -> None:
 
 
 def test_what_a_peer_is_known_to_have_depends_on_the_images() -> None:
-    plain = block_keys(PROMPT, 32, "")
-    one, other, moved = (
-        block_keys(PROMPT, 32, "", images) for images in ((image("a", 40),), (image("b", 40),), (image("a", 41, 7),))
-    )
+    def keys_of(*images: Image) -> list[int]:
+        return prompt_keys(replace(request(), images=images), 32)
+
+    plain = keys_of()
+    one, other, moved = keys_of(image("a", 40)), keys_of(image("b", 40)), keys_of(image("a", 41, 7))
     assert plain[0] == one[0] == other[0] == moved[0] and len({plain[1], one[1], other[1], moved[1]}) == 4
-    assert block_keys(PROMPT, 32, "", (image("a", 40),)) == one and VERSION == 1
+    assert keys_of(image("a", 40)) == one and VERSION == 1

@@ -1,4 +1,4 @@
-"""The end of a lease and the first delta of the engine here may come in any order and at once: no token is said twice, none is lost."""
+"""The end of a lease and the local engine's first delta may come in any order: no token is repeated or lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,9 +11,9 @@ from engine.errors import EngineUnavailable, QueueFull
 from engine.fake.engine import FakeEngine
 from engine.handoff import handoff_of
 from engine.kit.stream import DeltaStream
-from engine.replicas.ask import Lease
-from engine.replicas.pool import PeerPool
+from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_engine import DisaggregatedEngine
+from engine.replicas.prefill_pool import PrefillPool
 from engine.types import Delta, FinishReason, GenerateRequest, Held
 from protocol.internal import PrefillInfo
 from tests.support.disaggregated import PROMPT, Seen, all_of, nothing, pair, request, stats_with, tokens_of
@@ -33,7 +33,7 @@ class Scripted(FakeEngine):
         return self.streams[index]
 
 
-class ScriptedLease(Lease):
+class ScriptedLease(RemoteAnswer):
     """Over when the test says so."""
 
     def __init__(self) -> None:
@@ -43,17 +43,16 @@ class ScriptedLease(Lease):
     async def ended(self) -> None:
         await self.over.wait()
 
-    async def aclose(self) -> None:
-        for _ in range(4):  # as a socket's end takes
-            await asyncio.sleep(0)
+    def close(self) -> None:
+        pass
 
 
-class ScriptedPool(PeerPool):
-    def __init__(self, lease: Lease) -> None:
+class ScriptedPool(PrefillPool):
+    def __init__(self, lease: RemoteAnswer) -> None:
         super().__init__([], "", 1, Seen())
         self._lease = lease
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> RemoteAnswer:
         return self._lease
 
 

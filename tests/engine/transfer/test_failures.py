@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from engine.transfer.base import Read, TransferError
-from engine.transfer.nixl import _Agent
+from engine.transfer.nixl import NixlAgent
 from engine.transfer.transfers import Transfers
 from tests.support.transfer import NIXL, ON_HOST, Memory, ended, held, owning
 from tests.support.transfer_owner import content
@@ -120,16 +120,16 @@ def test_nixl_is_torn_down_when_a_peer_hangs(method: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("method", [NIXL])
 def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, go_on, real = Memory(MIB), Event(), _Agent.connect
+    memory, go_on, real = Memory(MIB), Event(), NixlAgent.connect
     transfers = Transfers(memory.regions, method)
     with owning(method, MIB) as dead, owning(method, MIB) as other:
 
-        def connect(agent: _Agent, metadata: bytes) -> None:
+        def connect(agent: NixlAgent, metadata: bytes) -> None:
             if metadata in dead.offers[0].data:
                 assert go_on.wait(20)
             real(agent, metadata)
 
-        monkeypatch.setattr(_Agent, "connect", connect)
+        monkeypatch.setattr(NixlAgent, "connect", connect)
         hanging = [transfers.read(dead.offers, [Read(0, 0, 0, MIB)]) for _ in range(3)]
         ended(transfers.read(other.offers, [Read(0, 0, 0, MIB)]), seconds=5)
         assert not any(transfer.done() for transfer in hanging)

@@ -121,7 +121,7 @@ def mappings() -> int:
 
 def descriptors() -> int:
     gc.collect()
-    return sum("memfd:trellis" in os.readlink(f"/proc/self/fd/{fd}") for fd in shared_bytes._open)
+    return sum("memfd:trellis" in os.readlink(f"/proc/self/fd/{fd}") for fd in shared_bytes.open_descriptors)
 
 
 def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_descriptors_go_with_them_and_are_never_too_many(monkeypatch: pytest.Mon
         patch.setattr(shared_bytes, "make_memory", Mock(side_effect=OSError(errno.EMFILE, "")))
         assert shared_or_copied(CONTENT) == CONTENT
     with monkeypatch.context() as patch:
-        patch.setattr(shared_bytes, "Mapping", Mock(side_effect=OSError(errno.ENOMEM, "")))
+        patch.setattr(shared_bytes, "MemfdMapping", Mock(side_effect=OSError(errno.ENOMEM, "")))
         assert readable(memories[0]) == b"some"
     memories.clear()
     assert descriptors() == before and bytes(views[0]) == b"some"
@@ -240,9 +240,9 @@ async def test_from_the_encoder_to_the_engine(encoder: EmbeddedEncoder, engine: 
     copied = [replace(image, data=bytes(readable(image.data))) for image in encoded]
     answers = [await said(engine, images) for images in (encoded, copied, encoded[::-1])]
     assert answers[0] == answers[1] != answers[2]
-    engine._shares = False  # a host elsewhere
+    engine.shares_memory = False  # a host elsewhere
     assert await said(engine, encoded) == answers[0]
-    engine._shares = True
+    engine.shares_memory = True
     with pytest.raises(InvalidRequest, match="bytes of embeddings"):
         await said(engine, [replace(encoded[0], data=SharedBytes.of(CONTENT))])
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.replicas.routing.fleet import Prompt
+from engine.replicas.routing.fleet import RoutedPrompt
 from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
@@ -22,7 +22,7 @@ PROMPTS = RoutedPrompts(
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello ä"}]
 
 
-async def chat(**fields: Any) -> Prompt:
+async def chat(**fields: Any) -> RoutedPrompt:
     return await PROMPTS.of_chat(ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields}))
 
 
@@ -69,7 +69,7 @@ async def test_images_end_what_is_known() -> None:
     ],
 )
 async def test_what_cannot_be_known_is_left_to_replicas(fields: dict[str, Any]) -> None:
-    assert await chat(**fields) == Prompt()
+    assert await chat(**fields) == RoutedPrompt()
 
 
 @pytest.mark.parametrize(

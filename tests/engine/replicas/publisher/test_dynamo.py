@@ -13,6 +13,7 @@ import engine.embedded.engine as embedded_engine
 from engine.config import EmbeddedConfig, FakeConfig, create_engine
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.blocks import event_hash
+from engine.fake.engine import FakeEngine
 from engine.replicas.publisher.messages import signed
 from engine.replicas.publisher.publisher import Publisher
 from tests.support.publisher import Books, DynamoTree, Follower, followers, generate, image, publishing
@@ -48,7 +49,7 @@ class Consumers:
     async def update(self) -> None:
         """Take what has been published, once the engine has said all of it."""
         before = -1
-        while before != (before := self._publisher.ranks[0].channel.sequence):  # noqa: ASYNC110 - the engine has no event for it
+        while before != (before := self._publisher.ranks[0].messages):  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.005)
         await self._follower.catch_up(self._applied)
         for event in self._follower.events_from(self._applied):
@@ -78,7 +79,10 @@ async def run_all(engine: Any, requests: Sequence[tuple[str, list[int]]], at_onc
 async def check(
     engine: Any, consumers: Consumers, requests: Sequence[tuple[str, list[int]]], books: Callable[[], set[int]]
 ) -> int:
-    """The hashes are those of the engine's books, and the tree foretells how much of each prompt the engine has; in blocks, summed."""
+    """Check that the hashes are the engine's, and that the tree foretells how much of each prompt the engine has.
+
+    Return the sum of that, in blocks.
+    """
     await consumers.update()
     assert consumers.books.hashes == {signed(value) for value in books()}
     found = 0
@@ -89,7 +93,7 @@ async def check(
         await consumers.update()
     async with publishing(engine, buffer=100_000) as publisher, followers(publisher) as (follower,):
         late = Consumers(publisher, follower)
-        while not publisher.ranks[0].channel.sequence:  # noqa: ASYNC110 - it has no event for it
+        while not publisher.ranks[0].messages:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.005)
         await late.update()
         assert late.books.hashes == consumers.books.hashes, "a publisher that begins now tells of all that there is"
@@ -100,14 +104,13 @@ async def check(
 
 
 async def test_10000_random_requests_on_the_fake_engine() -> None:
-    engine = create_engine(FakeConfig(num_blocks=80, block_size=SIZE, context_length=64, max_num_seqs=10))
+    engine = FakeEngine(FakeConfig(num_blocks=80, block_size=SIZE, context_length=64, max_num_seqs=10))
     requests = prompts(random.Random(0), 10_000, 36)
     async with consuming(engine) as consumers:
         await run_all(engine, requests, 40)
-        blocks = engine._blocks  # type: ignore[attr-defined]
         assert len(consumers.books.hashes) == 0
-        assert await check(engine, consumers, requests[-40:], lambda: {*blocks._users, *blocks._idle}) > 20
-        assert consumers.books.hashes == {signed(value) for value in (*blocks._users, *blocks._idle)}
+        assert await check(engine, consumers, requests[-40:], lambda: engine.block_hashes) > 20
+        assert consumers.books.hashes == {signed(value) for value in engine.block_hashes}
         assert 40 < len(consumers.books.hashes) <= 80
 
 
@@ -159,7 +162,7 @@ async def test_dynamos_selection_service_subscribes_catches_up_and_understands()
     async with publishing(engine) as publisher:
         await generate(engine, "before", range(10, 90))
         worker = {"worker_id": 7, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": size}
-        channel = publisher.ranks[0].channel
+        channel = publisher.zmq.channels[0]
         await service.upsert_worker(
             worker | {"kv_events_endpoint": channel.endpoint, "replay_endpoint": channel.replay_endpoint}
         )

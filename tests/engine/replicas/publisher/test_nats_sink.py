@@ -18,11 +18,16 @@ import pytest
 from engine.config import FakeConfig, create_engine
 from engine.errors import EngineFailure
 from engine.replicas.publisher.nats_sink import NatsSink
+from engine.replicas.publisher.sink import Message
 from tests.support.publisher import BLOCK, generate, publishing
 
 nats = pytest.importorskip("nats", reason="nats-py is not installed (constraints-dev.txt)")
 SERVER = shutil.which("nats-server", path=str(Path(sys.executable).parent))
 pytestmark = pytest.mark.skipif(SERVER is None, reason="nats-server is not installed (constraints-dev.txt)")
+
+
+def sink_to(port: int, subject: str = "trellis.kv_events") -> NatsSink:
+    return NatsSink(f"nats://127.0.0.1:{port}", subject, capacity=10_000)
 
 
 def free_port() -> int:
@@ -89,9 +94,9 @@ async def engine() -> AsyncIterator[Any]:
 async def test_messages_are_those_of_zmq(engine: Any) -> None:
     port = free_port()
     async with server(port), subscribed(port, "kv.replica1") as messages:
-        async with publishing(engine, nats_url=f"nats://127.0.0.1:{port}", nats_subject="kv.replica1") as publisher:
+        async with publishing(engine, [sink_to(port, "kv.replica1")]) as publisher:
             await generate(engine, "a", range(10, 19), max_tokens=8)
-            await until(lambda: is_true(messages.qsize() == publisher.ranks[0].channel.sequence))
+            await until(lambda: is_true(messages.qsize() == publisher.ranks[0].messages))
         received = [messages.get_nowait() for _ in range(messages.qsize())]
         assert [message.headers for message in received] == [
             {"sequence": str(i), "rank": "0"} for i in range(len(received))
@@ -103,11 +108,10 @@ async def test_messages_are_those_of_zmq(engine: Any) -> None:
 
 async def test_a_server_that_comes_late_gets_all_and_one_that_comes_back_goes_on(engine: Any) -> None:
     port = free_port()
-    async with publishing(engine, nats_url=f"nats://127.0.0.1:{port}") as publisher:
-        sink = publisher.nats
-        assert sink is not None
+    sink = sink_to(port)
+    async with publishing(engine, [sink]) as publisher:
         await generate(engine, "early", range(10, 19))
-        assert sink.waiting == publisher.ranks[0].channel.sequence > 0
+        assert sink.waiting == publisher.ranks[0].messages > 0
         async with server(port) as process:
             await until(lambda: is_true(not sink.waiting))
             process.kill()
@@ -123,17 +127,17 @@ async def test_a_server_that_comes_late_gets_all_and_one_that_comes_back_goes_on
 async def test_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
     sink = NatsSink("nats://127.0.0.1:1", "kv", capacity=100)
     for number in range(1000):
-        sink.send(b"%d" % number, number, 0)
+        sink.send(Message(b"%d" % number, 0, number, False))
     assert (sink.waiting, sink.dropped, sink.sent) == (100, 900, 0)
 
 
 async def test_a_message_too_large_for_the_server_is_dropped_alone() -> None:
     port = free_port()
     async with server(port), subscribed(port, "kv") as messages:
-        sink = NatsSink(f"nats://127.0.0.1:{port}", "kv", capacity=100)
+        sink = sink_to(port, "kv")
         running = asyncio.create_task(sink.run())
-        sink.send(bytes(2 << 20), 0, 0)
-        sink.send(b"small", 1, 0)
+        sink.send(Message(bytes(2 << 20), 0, 0, False))
+        sink.send(Message(b"small", 0, 1, False))
         assert (await asyncio.wait_for(messages.get(), 10)).data == b"small"
         assert (sink.dropped, sink.sent) == (1, 1)
         running.cancel()
@@ -144,10 +148,8 @@ async def test_a_server_that_throws_us_out_for_good_is_a_failure(engine: Any, tm
     port = free_port()
     config = tmp_path / "nats.conf"
     config.write_text("authorization { users = [{user: us, password: first}] }")
-    url = f"nats://us:first@127.0.0.1:{port}"
-    async with server(port, "-c", str(config)) as process, publishing(engine, nats_url=url) as publisher:
-        sink = publisher.nats
-        assert sink is not None
+    sink = NatsSink(f"nats://us:first@127.0.0.1:{port}", "kv", capacity=100)
+    async with server(port, "-c", str(config)) as process, publishing(engine, [sink]) as publisher:
         await until(lambda: is_true(sink.connected))
         config.write_text("authorization { users = [{user: us, password: second}] }")
         os.kill(process.pid, signal.SIGHUP)  # have it read again

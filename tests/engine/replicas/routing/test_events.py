@@ -1,4 +1,4 @@
-"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages, goes and comes back."""
+"""Events from the wire: every form of a message, and a subscriber whose publisher loses messages and restarts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.replicas.routing import subscriber
-from engine.replicas.routing.events import SEQUENCE, Cleared, Removed, Stored, decode
-from engine.replicas.routing.subscriber import Subscriber
-from tests.support.routing import Seen, Sender, stored
+from engine.replicas.routing.events import SEQUENCE, CacheEvent, ClearedEvent, RemovedEvent, StoredEvent, decode
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
+from tests.support.routing import Sender, stored
 
 
 def payload(*events: Any, rank: int | None = 0) -> bytes:
@@ -23,17 +23,20 @@ def payload(*events: Any, rank: int | None = 0) -> bytes:
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
-        (stored([5, 6], 4, [1, 2, 3, 4]), Stored((5, 6), 4, (1, 2, 3, 4), 2)),
-        (["BlockStored", [5, 6], 4, [1, 2, 3, 4], 2], Stored((5, 6), 4, (1, 2, 3, 4), 2)),
-        (["BlockStored", [5], None, [1, 2], 2, None, "GPU", "adapter"], Stored((5,), None, (1, 2), 2, ("", "adapter"))),
-        ({**stored([5], None, [1, 2]), "cache_salt": "s"}, Stored((5,), None, (1, 2), 2, ("s", ""))),
-        ({**stored([5], None, [1, 2]), "medium": "CPU"}, Stored((5,), None, (1, 2), 2, tier=(0, "CPU"))),
-        (stored([5, 6], None, [1, 2, 3]), Stored((5,), None, (1, 2), 2)),
-        ({**stored([5], None, [1, 2]), "group_idx": 0}, Stored((5,), None, (1, 2), 2)),
-        ({"type": "BlockRemoved", "block_hashes": [-7]}, Removed((-7,))),
-        (["BlockRemoved", [7], "CPU"], Removed((7,), (0, "CPU"))),
-        ({"type": "AllBlocksCleared"}, Cleared()),
-        (["AllBlocksCleared"], Cleared()),
+        (stored([5, 6], 4, [1, 2, 3, 4]), StoredEvent((5, 6), 4, (1, 2, 3, 4), 2)),
+        (["BlockStored", [5, 6], 4, [1, 2, 3, 4], 2], StoredEvent((5, 6), 4, (1, 2, 3, 4), 2)),
+        (
+            ["BlockStored", [5], None, [1, 2], 2, None, "GPU", "adapter"],
+            StoredEvent((5,), None, (1, 2), 2, ("", "adapter")),
+        ),
+        ({**stored([5], None, [1, 2]), "cache_salt": "s"}, StoredEvent((5,), None, (1, 2), 2, ("s", ""))),
+        ({**stored([5], None, [1, 2]), "medium": "CPU"}, StoredEvent((5,), None, (1, 2), 2, tier=(0, "CPU"))),
+        (stored([5, 6], None, [1, 2, 3]), StoredEvent((5,), None, (1, 2), 2)),
+        ({**stored([5], None, [1, 2]), "group_idx": 0}, StoredEvent((5,), None, (1, 2), 2)),
+        ({"type": "BlockRemoved", "block_hashes": [-7]}, RemovedEvent((-7,))),
+        (["BlockRemoved", [7], "CPU"], RemovedEvent((7,), (0, "CPU"))),
+        ({"type": "AllBlocksCleared"}, ClearedEvent()),
+        (["AllBlocksCleared"], ClearedEvent()),
         ({**stored([5], None, [1, 2]), "group_idx": 1}, None),
         ({**stored([5], None, [1, 2]), "locality": "REMOTE"}, None),
         ({**stored([5], None, [1, 2]), "kv_cache_spec_sliding_window": 512}, None),
@@ -47,16 +50,16 @@ def test_messages_are_read(event: Any, expected: Any) -> None:
 
 def test_ranks_have_blocks_of_their_own() -> None:
     assert decode(payload(["AllBlocksCleared"], ["BlockRemoved", [1]], rank=2)) == [
-        Cleared(2),
-        Removed((1,), (2, None)),
+        ClearedEvent(2),
+        RemovedEvent((1,), (2, None)),
     ]
-    assert decode(payload(["AllBlocksCleared"], rank=None)) == [Cleared(0)]
+    assert decode(payload(["AllBlocksCleared"], rank=None)) == [ClearedEvent(0)]
 
 
 def test_images_are_told_apart() -> None:
     infos = [None, {"mm_objects": [{"mm_hash": 7, "offsets": [[0, 1]]}]}]
     (event,) = decode(payload({**stored([5, 6], None, [1, 2, 3, 4]), "block_mm_infos": infos}))
-    assert isinstance(event, Stored)
+    assert isinstance(event, StoredEvent)
     assert event.media[0] is None
     assert event.media[1] is not None
 
@@ -87,13 +90,29 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         events = decode(data)
     except ValueError:
         return
-    assert all(isinstance(event, Stored | Removed | Cleared) for event in events)
+    assert all(isinstance(event, StoredEvent | RemovedEvent | ClearedEvent) for event in events)
+
+
+class Seen:
+    """The events of a publisher since it began."""
+
+    def __init__(self) -> None:
+        self.events: list[CacheEvent] = []
+        self.counts = EventCounts()
+        self.restarts = 0
+
+    def apply(self, event: CacheEvent) -> None:
+        if event == ClearedEvent():
+            self.restarts += 1
+            self.events.clear()
+        self.events.append(event)
 
 
 @asynccontextmanager
 async def following(sender: Sender, replays: bool = True) -> AsyncIterator[Seen]:
     seen = Seen()
-    task = asyncio.create_task(Subscriber(sender.endpoint, sender.replay if replays else "", "", seen).run())
+    subscriber = Subscriber(sender.endpoint, sender.replay if replays else "", "", 0, seen.apply, seen.counts)
+    task = asyncio.create_task(subscriber.run())
     try:
         yield seen
     finally:
@@ -103,7 +122,7 @@ async def following(sender: Sender, replays: bool = True) -> AsyncIterator[Seen]
 
 async def hashes_seen(seen: Seen, expected: list[int]) -> None:
     async with asyncio.timeout(8):
-        while [block for event in seen.events if isinstance(event, Stored) for block in event.hashes] != expected:  # noqa: ASYNC110
+        while [block for event in seen.events if isinstance(event, StoredEvent) for block in event.hashes] != expected:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -122,8 +141,8 @@ async def test_what_was_said_before_is_asked_for(sender: Sender) -> None:
         await sender.subscribed()
         await sender.send(stored([5]))
         await hashes_seen(seen, [0, 1, 2, 3, 4, 5])
-    assert seen.counts["replayed"] == 5
-    assert not seen.counts["gap"]
+    assert seen.counts.replayed == 5
+    assert not seen.counts.gaps
 
 
 async def test_a_gap_is_closed_in_order(sender: Sender) -> None:
@@ -135,7 +154,7 @@ async def test_a_gap_is_closed_in_order(sender: Sender) -> None:
         await sender.send(stored([2]), lost=True)
         await sender.send(stored([3]))
         await hashes_seen(seen, [0, 1, 2, 3])
-    assert seen.counts["gap"] == 2
+    assert seen.counts.missed == 2
 
 
 async def test_a_last_message_that_was_lost_is_noticed(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +178,7 @@ async def test_a_publisher_that_is_back_begins_anew() -> None:
             await second.send(stored([number]))
         await hashes_seen(seen, [10, 11, 12, 13])
         await second.close()
-    assert seen.counts["restarted"] == 2
+    assert seen.restarts == 2
 
 
 async def test_without_a_replay_it_goes_on_after_a_gap() -> None:
@@ -170,7 +189,7 @@ async def test_without_a_replay_it_goes_on_after_a_gap() -> None:
         await sender.send(stored([1]), lost=True)
         await sender.send(stored([2]))
         await hashes_seen(seen, [0, 2])
-        assert seen.counts["gap"] == 1
+        assert seen.counts.missed == 1
     await sender.close()
 
 
@@ -196,4 +215,4 @@ async def test_nonsense_is_counted_and_passed_over(sender: Sender) -> None:
         sender.number = 2
         await sender.send(stored([2]))
         await hashes_seen(seen, [0, 2])
-    assert seen.counts["malformed"] == 3
+    assert seen.counts.malformed == 3

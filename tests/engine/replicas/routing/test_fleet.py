@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
+from engine.replicas import pool as pool_module
+from engine.replicas.client import ConnectionFailed
 from engine.replicas.discovery import Addresses
-from engine.replicas.routing import fleet as fleet_module
-from engine.replicas.routing.fleet import EventSources, Fleet, NoReplica, Prompt
+from engine.replicas.routing.fleet import EventSources, Fleet, RoutedPrompt
 from engine.replicas.routing.policy import Policy
-from engine.replicas.routing.upstream import UpstreamError
 from tests.support.routing import Bare, Seen, Sender, stored, tokens_of
 
 TWO_RANKS = b'HTTP/1.1 200 OK\r\ncontent-length: 38\r\n\r\n{"runtime": {"data_parallel_size": 2}}'
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-PROMPT = Prompt([*tokens_of(1), *tokens_of(2), 5], count=5)
+PROMPT = RoutedPrompt([*tokens_of(1), *tokens_of(2), 5], count=5)
 
 
 class Changing(Addresses):
@@ -52,49 +52,38 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
     async with Bare(OK) as one, Bare(OK) as two, Bare(OK) as three:
         addresses = Changing([one.url, two.url])
-        async with running(addresses) as (fleet, seen):
+        async with running(addresses) as (fleet, _):
             assert {(replica.url, replica.number) for replica in fleet.replicas} == {(one.url, 0), (two.url, 1)}
             addresses.urls = [two.url, three.url]
-            await until(lambda: seen.counts["gone"])
+            await until(lambda: one.url not in {replica.url for replica in fleet.replicas})
             assert {(replica.url, replica.number) for replica in fleet.replicas} == {(two.url, 1), (three.url, 0)}
             await until(lambda: all(replica.available for replica in fleet.replicas))
             addresses.urls = []
             await until(lambda: not fleet.replicas)
             assert not fleet.healthy
-            with pytest.raises(NoReplica):
-                fleet.choose(PROMPT, "", ())
+            assert not list(fleet.assign(PROMPT, ""))
 
 
 async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that drains is in no DNS any more."""
-    monkeypatch.setattr(fleet_module, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
     async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
         addresses = Changing([bare.url])
-        async with running(addresses) as (fleet, seen):
-            replica, work = fleet.choose(PROMPT, "", ())
-            connection = await replica.upstream.request(replica.upstream.head("POST", b"/v1/x", (), 0))
+        async with running(addresses) as (fleet, _):
+            replica, work = next(fleet.assign(PROMPT, ""))
+            connection = await replica.client.request(replica.client.head("POST", b"/v1/x", (), 0))
             addresses.urls = []
-            await until(lambda: seen.counts["gone"])
+            await until(lambda: bare.url not in {replica.url for replica in fleet.replicas})
             assert not fleet.healthy
             await asyncio.sleep(0.2)
             bare.write(b"}")
             assert await connection.chunk() + await connection.chunk() == b"{}"
-            replica.upstream.release(connection)
+            replica.client.release(connection)
             work.end()
             await until(lambda: not connection.alive)
-
-
-async def test_a_name_becomes_its_addresses() -> None:
-    addresses = Addresses(("http://fixed:1/", "dns+http://localhost:8000"))
-    assert addresses.change
-    found = await addresses.find(set())
-    assert found[0] == "http://fixed:1"
-    assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
-    unknown = Addresses(("dns+http://no-such-name.invalid:8000",))
-    assert await unknown.find({"http://10.0.0.1:8000"}) == ["http://10.0.0.1:8000"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
             await sender.send(stored([1, 2]))
             await until(lambda: fleet.index.blocks(0) == 2)
             for _ in range(5):
-                replica, work = fleet.choose(PROMPT, "", ())
+                replica, work = next(fleet.assign(PROMPT, ""))
                 assert replica.url == one.url
                 assert seen.overlaps[-1] == (0, 5, 4)
                 work.end()
@@ -131,7 +120,7 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
             await until(lambda: fleet.index.blocks(0) == 0)
             chosen = set()
             for _ in range(20):
-                replica, work = fleet.choose(PROMPT, "", ())
+                replica, work = next(fleet.assign(PROMPT, ""))
                 chosen.add(replica.number)
                 work.end()
             assert chosen == {0, 1}
@@ -173,11 +162,11 @@ async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
         pauses = []
         for _ in range(2):
             await until(lambda: fleet.healthy)
-            replica, work = fleet.choose(PROMPT, "", ())
+            replica, work = next(fleet.assign(PROMPT, ""))
             began = asyncio.get_running_loop().time()
-            with pytest.raises(UpstreamError):
-                await replica.upstream.request(replica.upstream.head("POST", b"/v1/x", (), 0))
-            replica.failed("the test says so")
+            with pytest.raises(ConnectionFailed):
+                await replica.client.request(replica.client.head("POST", b"/v1/x", (), 0))
+            replica.fail(ConnectionFailed("the test says so"))
             work.end()
             assert not fleet.healthy
             await until(lambda: fleet.healthy)
@@ -190,7 +179,7 @@ async def test_a_replica_that_dies_with_many_requests_has_failed_once() -> None:
     async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
         (replica,) = fleet.replicas
         for _ in range(50):
-            replica.failed("the test says so")
+            replica.fail(ConnectionFailed("the test says so"))
         assert not fleet.healthy
         async with asyncio.timeout(3):
             await until(lambda: fleet.healthy)

@@ -12,12 +12,10 @@ from msgspec.structs import replace
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
-from engine.replicas.routing.events import Cleared, Event, Removed, Stored
+from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 from engine.replicas.routing.index import PrefixIndex
-from engine.replicas.routing.replica import Learner
-from engine.replicas.routing.subscriber import Subscriber
+from engine.replicas.routing.subscriber import EventCounts, Subscriber
 from tests.support.disaggregated import all_of, request
-from tests.support.routing import Seen
 
 SIZE = 2
 Path = tuple[tuple[str, str], tuple[int, ...]]
@@ -30,10 +28,10 @@ class SlowIndex:
     def __init__(self) -> None:
         self.paths: dict[int, dict[Hashable, Path]] = {}
 
-    def apply(self, replica: int, event: Event) -> None:
+    def apply(self, replica: int, event: CacheEvent) -> None:
         blocks = self.paths.setdefault(replica, {})
         match event:
-            case Stored():
+            case StoredEvent():
                 if event.parent is None:
                     path: Path = (event.namespace, ())
                 elif event.parent in blocks:
@@ -43,10 +41,10 @@ class SlowIndex:
                 for place, block_hash in enumerate(event.hashes):
                     path = (path[0], path[1] + event.tokens[place * SIZE : (place + 1) * SIZE])
                     blocks[block_hash] = path
-            case Removed(hashes):
+            case RemovedEvent(hashes):
                 for block_hash in hashes:
                     blocks.pop(block_hash, None)
-            case Cleared():
+            case ClearedEvent():
                 blocks.clear()
 
     def overlaps(self, tokens: list[int], namespace: tuple[str, str]) -> dict[int, int]:
@@ -65,13 +63,13 @@ NAMESPACES = st.sampled_from([("", ""), ("salt", ""), ("", "lora")])
 
 
 @st.composite
-def stored_events(draw: st.DrawFn) -> Stored:
+def stored_events(draw: st.DrawFn) -> StoredEvent:
     hashes = tuple(draw(st.lists(HASHES, min_size=1, max_size=3, unique=True)))
     tokens = tuple(draw(st.lists(TOKENS, min_size=SIZE * len(hashes), max_size=SIZE * len(hashes))))
-    return Stored(hashes, draw(st.none() | HASHES), tokens, SIZE, draw(NAMESPACES))
+    return StoredEvent(hashes, draw(st.none() | HASHES), tokens, SIZE, draw(NAMESPACES))
 
 
-EVENTS = stored_events() | st.builds(Removed, st.lists(HASHES, max_size=4).map(tuple)) | st.just(Cleared())
+EVENTS = stored_events() | st.builds(RemovedEvent, st.lists(HASHES, max_size=4).map(tuple)) | st.just(ClearedEvent())
 
 
 @settings(max_examples=200, deadline=None)
@@ -82,7 +80,7 @@ EVENTS = stored_events() | st.builds(Removed, st.lists(HASHES, max_size=4).map(t
     st.integers(0, 3),
 )
 def test_it_says_what_a_slow_one_says(
-    said: list[tuple[int, Event]], prompt: list[int], namespace: tuple[str, str], forgotten: int
+    said: list[tuple[int, CacheEvent]], prompt: list[int], namespace: tuple[str, str], forgotten: int
 ) -> None:
     index, slow = PrefixIndex(), SlowIndex()
     for replica, event in said:
@@ -98,59 +96,59 @@ def test_it_says_what_a_slow_one_says(
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=30))
-def test_nothing_is_left_of_replicas_that_are_gone(said: list[tuple[int, Event]]) -> None:
+def test_nothing_is_left_of_replicas_that_are_gone(said: list[tuple[int, CacheEvent]]) -> None:
     index = PrefixIndex()
     for replica, event in said:
         index.apply(replica, event)
     for replica in (0, 1):
         index.remove(replica)
-    assert index._holders == {}
+    assert len(index) == 0
     assert index.block_sizes == set()
 
 
 def test_blocks_without_a_known_parent_are_left_out() -> None:
     index = PrefixIndex()
-    assert index.apply(0, Stored((2, 3), 1, (1, 2, 3, 4), SIZE)) == 2
+    assert index.apply(0, StoredEvent((2, 3), 1, (1, 2, 3, 4), SIZE)) == 2
     assert index.overlaps([1, 2, 3, 4]) == {}
-    assert index.apply(0, Stored((4,), 3, (5, 6), SIZE)) == 1
+    assert index.apply(0, StoredEvent((4,), 3, (5, 6), SIZE)) == 1
 
 
 def test_hashes_are_the_same_signed_and_unsigned() -> None:
     index = PrefixIndex()
-    index.apply(0, Stored(((1 << 64) - 5,), None, (1, 2), SIZE))
-    index.apply(0, Stored((7,), -5, (3, 4), SIZE))
+    index.apply(0, StoredEvent(((1 << 64) - 5,), None, (1, 2), SIZE))
+    index.apply(0, StoredEvent((7,), -5, (3, 4), SIZE))
     assert index.overlaps([1, 2, 3, 4, 5]) == {0: 4}
-    index.apply(0, Removed((-5,)))
+    index.apply(0, RemovedEvent((-5,)))
     assert index.overlaps([1, 2, 3, 4, 5]) == {}
-    index.apply(0, Stored((-5,), None, (1, 2), SIZE))
+    index.apply(0, StoredEvent((-5,), None, (1, 2), SIZE))
     assert index.overlaps([1, 2, 3, 4, 5]) == {0: 4}
 
 
 def test_tiers_and_ranks_are_kept_apart() -> None:
     index = PrefixIndex()
-    index.apply(0, Stored((1,), None, (1, 2), SIZE))
-    index.apply(0, Stored((1,), None, (1, 2), SIZE, tier=(0, "CPU")))
-    index.apply(0, Stored((1,), None, (1, 2), SIZE, tier=(1, None)))
-    index.apply(0, Removed((1,)))
+    index.apply(0, StoredEvent((1,), None, (1, 2), SIZE))
+    index.apply(0, StoredEvent((1,), None, (1, 2), SIZE, tier=(0, "CPU")))
+    index.apply(0, StoredEvent((1,), None, (1, 2), SIZE, tier=(1, None)))
+    index.apply(0, RemovedEvent((1,)))
     assert index.overlaps([1, 2]) == {0: 2}
-    index.apply(0, Cleared(0))
+    index.apply(0, ClearedEvent(0))
     assert index.overlaps([1, 2]) == {0: 2}
-    index.apply(0, Cleared(1))
+    index.apply(0, ClearedEvent(1))
     assert index.overlaps([1, 2]) == {}
 
 
 def test_blocks_with_images_are_no_blocks_of_text() -> None:
     index = PrefixIndex()
-    index.apply(0, Stored((1, 2), None, (1, 2, 3, 4), SIZE, media=(None, b"image")))
+    index.apply(0, StoredEvent((1, 2), None, (1, 2, 3, 4), SIZE, media=(None, b"image")))
     assert index.overlaps([1, 2, 3, 4]) == {0: 2}
 
 
 def test_its_memory_is_bounded() -> None:
     index = PrefixIndex(max_blocks=16)
     for block in range(1000):
-        index.apply(0, Stored((block,), None, (block, block), SIZE))
+        index.apply(0, StoredEvent((block,), None, (block, block), SIZE))
     assert index.blocks(0) <= 16
-    assert len(index._holders) <= 16
+    assert len(index) <= 16
     assert index.overlaps([999, 999]) == {0: 2}
     assert index.overlaps([1, 1]) == {}
 
@@ -164,19 +162,25 @@ async def test_it_agrees_with_the_engine_after_many_requests(seed: int) -> None:
     await engine.start()
     publisher = Publisher(engine, PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     publisher.start()
-    channel, index, seen = publisher.ranks[0].channel, PrefixIndex(), Seen()
-    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint or "", "", Learner(3, 0, index, seen))
+    channel = publisher.zmq.channels[0]
+    index = PrefixIndex()
+    unattached: list[int] = []
+
+    def apply(event: CacheEvent) -> None:
+        unattached.append(index.apply(3, event))
+
+    subscriber = Subscriber(channel.endpoint, channel.replay_endpoint, "", 0, apply, EventCounts())
     following = asyncio.create_task(subscriber.run())
     try:
         prompts = await _ask(engine, rng)
-        await asyncio.sleep(0.05)  # for the publisher to take the last events
-        await _settled(publisher, engine, subscriber)
-        for prompt, salt in prompts[-60:]:
-            blocks = engine._blocks.open((*prompt, 3), salt, ())
-            expected = len(blocks.keys) * config.block_size
-            blocks.release()
-            assert index.overlaps(prompt, (salt, "")).get(3, 0) == expected
-        assert not seen.counts["unattached"]
+        for number, (prompt, salt) in enumerate(prompts[-60:]):
+            await _settled(publisher, subscriber)
+            wanted = replace(request(f"again{number}", (*prompt, 3), max_tokens=1), cache_salt=salt)
+            foretold = index.overlaps(prompt, (salt, "")).get(3, 0)
+            report = (await all_of(engine, wanted))[0].prompt
+            assert report is not None
+            assert report.cached_tokens == foretold
+        assert not any(unattached)
     finally:
         following.cancel()
         await asyncio.wait([following])
@@ -197,10 +201,10 @@ async def _ask(engine: FakeEngine, rng: random.Random) -> list[tuple[tuple[int, 
     return prompts
 
 
-async def _settled(publisher: Publisher, engine: FakeEngine, subscriber: Subscriber) -> None:
-    """Everything that the engine has said has come."""
+async def _settled(publisher: Publisher, subscriber: Subscriber) -> None:
+    """Return when no events have come for a moment, and all that were published have arrived."""
+    published = -1
     async with asyncio.timeout(10):
-        while (  # noqa: ASYNC110
-            any(engine._blocks.events._waiting.values()) or subscriber._expected < publisher.ranks[0].channel.sequence
-        ):
-            await asyncio.sleep(0.05)
+        while published != publisher.ranks[0].messages or subscriber.expected < published:
+            published = publisher.ranks[0].messages
+            await asyncio.sleep(0.02)

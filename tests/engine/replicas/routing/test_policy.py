@@ -1,14 +1,21 @@
 """Choices: overlap against load, ties, temperature; loads; sessions."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.replicas.routing.load import Load, Work
-from engine.replicas.routing.policy import Candidate, Policy
+from engine.replicas.routing.load import Assignment, Load
+from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
+
+
+class Candidate(NamedTuple):
+    number: int
+    load: Load
+    last_asked: int
 
 
 def candidates(*loads: Load) -> list[Candidate]:
@@ -26,20 +33,20 @@ def candidates(*loads: Load) -> list[Candidate]:
     ],
 )
 def test_overlap_is_weighed_against_load(loads: list[Load], overlaps: dict[int, int], expected: int) -> None:
-    assert Policy("kv").choose(candidates(*loads), 100, overlaps).replica == expected
+    assert Policy("kv").choose(candidates(*loads), 100, overlaps).number == expected
 
 
 def test_a_weight_moves_the_balance() -> None:
     loads, overlaps = [Load(1, 80, 0), Load()], {0: 64}
-    assert Policy("kv", 0.5).choose(candidates(*loads), 100, overlaps).replica == 1
-    assert Policy("kv", 2.0).choose(candidates(*loads), 100, overlaps).replica == 0
-    assert Policy("least_loaded").choose(candidates(*loads), 100, overlaps).replica == 1
+    assert Policy("kv", 0.5).choose(candidates(*loads), 100, overlaps).number == 1
+    assert Policy("kv", 2.0).choose(candidates(*loads), 100, overlaps).number == 0
+    assert Policy("least_loaded").choose(candidates(*loads), 100, overlaps).number == 1
 
 
 def test_round_robin_takes_turns() -> None:
     policy, last, order = Policy("round_robin"), [0, 0, 0], []
     for turn in range(1, 10):
-        chosen = policy.choose([Candidate(number, Load(), last[number]) for number in range(3)], 100, {2: 100}).replica
+        chosen = policy.choose([Candidate(number, Load(), last[number]) for number in range(3)], 100, {2: 100}).number
         last[chosen] = turn
         order.append(chosen)
     assert order == [0, 1, 2] * 3
@@ -47,7 +54,7 @@ def test_round_robin_takes_turns() -> None:
 
 def test_equals_are_chosen_alike() -> None:
     policy = Policy("kv", seed=1)
-    counts = Counter(policy.choose(candidates(Load(), Load(), Load(5, 5, 5)), 10, {}).replica for _ in range(400))
+    counts = Counter(policy.choose(candidates(Load(), Load(), Load(5, 5, 5)), 10, {}).number for _ in range(400))
     assert counts[2] == 0
     assert 150 < counts[0] < 250
 
@@ -55,7 +62,7 @@ def test_equals_are_chosen_alike() -> None:
 def test_temperature_takes_others_sometimes() -> None:
     def share(temperature: float) -> float:
         policy = Policy("kv", temperature=temperature, seed=1)
-        return Counter(policy.choose(candidates(Load(), Load()), 100, {0: 64}).replica for _ in range(1000))[0] / 1000
+        return Counter(policy.choose(candidates(Load(), Load()), 100, {0: 64}).number for _ in range(1000))[0] / 1000
 
     assert share(0) == 1
     assert 0.9 < share(0.3) < 1
@@ -65,7 +72,7 @@ def test_temperature_takes_others_sometimes() -> None:
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 1000), st.booleans()), max_size=20))
 def test_work_leaves_no_load_behind(works: list[tuple[int, int, bool]]) -> None:
     load = Load()
-    begun = [(Work(load, prompt, min(overlap, prompt)), answered) for prompt, overlap, answered in works]
+    begun = [(Assignment(load, prompt, min(overlap, prompt)), answered) for prompt, overlap, answered in works]
     assert load.requests == len(works)
     assert load.prefilling == sum(prompt - min(overlap, prompt) for prompt, overlap, _ in works)
     for work, answered in begun:

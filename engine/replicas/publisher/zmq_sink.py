@@ -1,10 +1,12 @@
-"""One data-parallel rank's messages over ZMQ: published as they come, and sent again to who has missed some.
+"""Messages over ZMQ, a channel for each data-parallel rank: published, and sent again to consumers that missed some.
 
-A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), payload. Who asks the replay socket for those from a
-number on (`[empty, number]`, from a DEALER) gets `[empty, number, payload]` for each that is still kept, and then END with no payload.
+A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), payload. A DEALER that asks the replay
+socket for the messages from a number on (`[empty, number]`) gets `[empty, number, payload]` for each that is still
+kept, and then END with no payload.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -13,21 +15,27 @@ import zmq
 
 from engine.errors import EngineFailure
 from engine.process.sockets import LoopSocket, context
+from engine.replicas.publisher.sink import Message
 
 END = b"\xff" * 8
-"""In the place of a sequence number: there are no more messages."""
+"""In place of a sequence number: there are no more messages."""
 _HIGH_WATER_MARK = 1000
-"""Messages that wait for a slow subscriber before it misses some; it can have them sent again."""
+"""Messages that may wait for a slow subscriber. It misses those beyond, and can have them sent again."""
 _KEPT_BYTES = 64 << 20
-"""Of the messages that are kept to be sent again, however many they may be."""
+"""Maximum bytes of the messages that are kept to be sent again."""
 _LARGEST_REQUEST = 1024
-"""Bytes of what consumers send: topics that they subscribe to, and sequence numbers."""
+"""Maximum bytes of a message from a consumer: a topic that it subscribes to, or a sequence number."""
 _BURST = 64
-"""Messages sent again before other work gets its turn."""
+"""Messages sent again before other tasks may run."""
+
+log = logging.getLogger(__name__)
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: the next ports, or a path with a suffix. Port 0 takes a free one."""
+    """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix.
+
+    Port 0, a free port, stays 0.
+    """
     if rank == 0 or endpoint.endswith(":0"):
         return endpoint
     if endpoint.startswith("tcp://"):
@@ -36,10 +44,52 @@ def of_rank(endpoint: str, rank: int) -> str:
     return f"{endpoint}_dp{rank}"
 
 
-class ZmqChannel:
-    """Bound sockets of one rank. `replay` is empty for none; at most `capacity` messages are kept for it. `on_late` is called when somebody
-    asks for one that is kept no more, and those that are do not tell of everything without it.
+class ZmqSink:
+    """A `Sink` with sockets bound at `endpoint` for each of `ranks` ranks, and at `replay`, empty for no replays.
+
+    `on_late` is called when a consumer asks for messages that are no longer kept, and that it needs to know all blocks.
+    The next message of each rank must be whole then.
     """
+
+    name = "zmq"
+    dropped = 0
+    waiting = 0
+
+    def __init__(
+        self, endpoint: str, replay: str, topic: str, capacity: int, ranks: int, on_late: Callable[[], object]
+    ) -> None:
+        """Raises EngineFailure if an address cannot be bound."""
+        self.channels: list[ZmqChannel] = []
+        self._on_late = on_late
+        try:
+            for rank in range(ranks):
+                replay_of_rank = of_rank(replay, rank) if replay else ""
+                channel = ZmqChannel(of_rank(endpoint, rank), replay_of_rank, topic, capacity, self._start_over)
+                self.channels.append(channel)
+                again = f", again on {channel.replay_endpoint}" if replay else ""
+                log.info("KV-cache events are published on %s%s", channel.endpoint, again)
+        except EngineFailure:
+            self.close()
+            raise
+
+    def send(self, message: Message) -> None:
+        self.channels[message.rank].send(message.payload, message.is_whole)
+
+    async def run(self) -> None:
+        """Return: ZMQ sends in threads of its own."""
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+    def _start_over(self) -> None:
+        for channel in self.channels:  # at once: one that asks again before the next message changes nothing
+            channel.whole_from = channel.sequence
+        self._on_late()
+
+
+class ZmqChannel:
+    """Bound sockets of one rank. `replay` is empty for none; at most `capacity` messages are kept for it."""
 
     def __init__(
         self, endpoint: str, replay: str, topic: str, capacity: int, on_late: Callable[[], object] = lambda: None
@@ -47,7 +97,7 @@ class ZmqChannel:
         self.sequence = 0
         """Number of the next message."""
         self.whole_from = 0
-        """Number of a message that tells of everything with those after it, whatever was before."""
+        """Number of the last whole message."""
         self.replayed = 0
         """Messages sent again."""
         self._on_late = on_late
@@ -74,8 +124,10 @@ class ZmqChannel:
             self.close()
             raise
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes, is_whole: bool = False) -> None:
         """Publish a message; never waits."""
+        if is_whole:
+            self.whole_from = self.sequence
         number = self.sequence.to_bytes(8, "big")
         self._publisher.send_multipart([self._topic, number, payload], zmq.NOBLOCK)
         self.sequence += 1
@@ -94,7 +146,7 @@ class ZmqChannel:
         self._publisher.close(linger=0)
 
     def _replay(self, frames: list[bytes]) -> None:
-        """Begin to answer a consumer, and no longer answer what it asked before."""
+        """Begin to answer a consumer instead of its request before."""
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         identity, start, oldest = frames[0], int.from_bytes(frames[2], "big"), self.sequence - len(self._kept)
@@ -123,7 +175,7 @@ class ZmqChannel:
         self._answer([identity, b"", END, b""])
 
     def _answer(self, frames: list[bytes]) -> bool:
-        """Whether the consumer takes it: it has not gone, and reads."""
+        """Return whether the consumer takes it: it is connected, and reads."""
         try:
             self._requests.send(frames)
         except zmq.ZMQError as error:
@@ -134,7 +186,7 @@ class ZmqChannel:
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
-    """The address that the socket is bound to then."""
+    """Bind the socket and return its address."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

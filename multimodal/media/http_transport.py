@@ -1,4 +1,4 @@
-"""How replicas and image servers are connected to."""
+"""How image servers are connected to."""
 
 import httpx
 

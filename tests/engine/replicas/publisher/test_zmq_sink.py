@@ -18,7 +18,7 @@ from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
 from engine.kv_events import Created, KvEvent, Removed
 from engine.replicas.publisher.messages import signed
-from engine.replicas.publisher.zmq_channel import ZmqChannel, of_rank
+from engine.replicas.publisher.zmq_sink import ZmqChannel, of_rank
 from tests.support.publisher import ANYWHERE, BLOCK, Books, followers, generate, publishing, replayed, stored
 
 
@@ -57,11 +57,11 @@ async def test_a_message_has_three_frames(engine: Any) -> None:
     async with publishing(engine, topic="kv") as publisher:
         with zmq.asyncio.Context.instance().socket(zmq.SUB) as subscriber:
             subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
-            subscriber.connect(publisher.ranks[0].channel.endpoint)
+            subscriber.connect(publisher.zmq.channels[0].endpoint)
             names = itertools.count()
             while not await subscriber.poll(50):  # until the subscription has arrived
                 await generate(engine, f"{next(names)}", [next(names) + 100] * BLOCK)
-            first = publisher.ranks[0].channel.sequence
+            first = publisher.ranks[0].messages
             await generate(engine, "a", range(10, 19), max_tokens=4)
             number = b""
             while number != first.to_bytes(8, "big"):
@@ -89,13 +89,13 @@ async def test_who_joins_late_or_misses_some_catches_up(engine: Any) -> None:
             while not late.payloads:  # until the subscription has arrived
                 await generate(engine, f"more{next(names)}", [next(names) + 100] * 9)
                 await late.follow(0.05)
-            assert late.payloads.keys() == set(range(publisher.ranks[0].channel.sequence))
-            del late.payloads[5], late.payloads[publisher.ranks[0].channel.sequence - 1]  # as if they had been missed
-            assert await late.catch_up(5) == publisher.ranks[0].channel.sequence - 5
-            assert len(late.payloads) == publisher.ranks[0].channel.sequence
+            assert late.payloads.keys() == set(range(publisher.ranks[0].messages))
+            del late.payloads[5], late.payloads[publisher.ranks[0].messages - 1]  # as if they had been missed
+            assert await late.catch_up(5) == publisher.ranks[0].messages - 5
+            assert len(late.payloads) == publisher.ranks[0].messages
         await early.follow()
         assert early.payloads == late.payloads
-        assert publisher.ranks[0].channel.replayed > 20
+        assert publisher.zmq.channels[0].replayed > 20
 
 
 async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> None:
@@ -121,7 +121,7 @@ async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> Non
 
 async def test_who_comes_when_messages_are_kept_no_more_learns_everything_still(engine: Any) -> None:
     async with publishing(engine, buffer=10) as publisher:
-        channel, books = publisher.ranks[0].channel, Books()
+        channel, books = publisher.zmq.channels[0], Books()
         await generate(engine, "hot", range(10, 50))
         for number in range(30):
             await generate(engine, str(number), [number + 100] * 5)
@@ -139,7 +139,7 @@ async def test_who_comes_when_messages_are_kept_no_more_learns_everything_still(
         for _, payload in await replayed(channel.replay_endpoint, last):
             for event in msgspec.msgpack.decode(payload)[1]:
                 books.apply(event)
-        assert books.hashes == {signed(value) for value in (*engine._blocks._users, *engine._blocks._idle)}
+        assert books.hashes == {signed(value) for value in engine.block_hashes}
         assert len(books.hashes) > 30
         assert publisher.failure is None
 
@@ -181,7 +181,7 @@ async def test_memory_is_bounded_when_nobody_listens_or_reads() -> None:
 
 
 async def test_messages_are_kept_by_their_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.replicas.publisher.zmq_channel._KEPT_BYTES", 100)
+    monkeypatch.setattr("engine.replicas.publisher.zmq_sink._KEPT_BYTES", 100)
     channel = ZmqChannel(ANYWHERE, ANYWHERE, "", capacity=10)
     for size in (40, 40, 40, 1, 1):
         channel.send(bytes(size))
@@ -198,7 +198,7 @@ async def test_each_rank_has_an_endpoint_and_numbers_of_its_own() -> None:
         mixed = [KvEvent(0, Created((8,)), 512, rank) for rank in (0, 1)]
         source.queue.put_nowait([*mixed, stored(1, 1, rank=1), stored(1, 2, rank=0), stored(2, 3, rank=1)])
         source.queue.put_nowait([KvEvent(3, Removed((3,)), 512, 1)])
-        await settled(lambda: [rank.channel.sequence for rank in publisher.ranks] == [1, 2])
+        await settled(lambda: [rank.messages for rank in publisher.ranks] == [1, 2])
         await first.catch_up(0)
         await second.catch_up(0)
         assert [event.get("block_hashes") for event in first.events] == [None, [2]]
@@ -246,7 +246,7 @@ async def test_messages_have_a_size_that_others_take() -> None:
 
 async def test_an_address_that_is_taken_says_so(engine: Any) -> None:
     async with publishing(engine) as publisher:
-        taken = publisher.ranks[0].channel.endpoint
+        taken = publisher.zmq.channels[0].endpoint
         for name, config in (("endpoint", {"endpoint": taken}), ("replay", {"replay_endpoint": taken})):
             with pytest.raises(EngineFailure, match=f"{taken}.*in use"):
                 async with publishing(engine, **config):
@@ -274,7 +274,7 @@ async def test_the_end_of_the_engine_is_no_failure() -> None:
 
 
 async def test_hashes_add_up(engine: Any) -> None:
-    """A consumer that keeps hashes alone is never told of a block twice, nor of the removal of one that it does not have."""
+    """A consumer that keeps hashes is never told of a block twice, nor of the removal of one that it does not have."""
     books, draw = Books(), random.Random(1)
     async with publishing(engine) as publisher, followers(publisher) as (follower,):
         await asyncio.gather(

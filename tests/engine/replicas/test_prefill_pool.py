@@ -1,4 +1,4 @@
-"""Who is asked: circuit breaker, remembered prefixes, choice by cost, discovery; and the frames of an answer."""
+"""Which prefill replica is asked: remembered prefixes and choice by cost; probes, and the frames of an answer."""
 
 import asyncio
 import gzip
@@ -11,55 +11,40 @@ import hypothesis
 import hypothesis.strategies as st
 import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.errors import EngineFailure, EngineUnavailable
 from engine.replicas import ask as client
-from engine.replicas import pool as pool_module
-from engine.replicas.peers import LONGEST_PAUSE, Breaker, Prefixes, block_keys
-from engine.replicas.pool import PeerPool
-from protocol.internal import Frame, FrameReader, PrefillInfo, frame
+from engine.replicas.prefill_pool import PrefillPool, Prefixes, prompt_keys
+from protocol.frames import Frame, FrameReader, frame
+from protocol.internal import PrefillInfo
 from server.metrics.peers import PeerMetrics
 from tests.support.disaggregated import (
     INFO,
     SECRET,
-    Seen,
     all_of,
     answer_of,
     bare_peer,
     decode_engine,
     prefill_replica,
+    replica_at,
     request,
     tokens_of,
 )
 
 
-def test_the_breaker_waits_longer_after_each_failure_and_closes_at_success() -> None:
-    now = 0.0
-    breaker = Breaker(lambda: now)
-    assert breaker.closed and breaker.pause == 0
-    pauses = []
-    for _ in range(12):
-        breaker.fail()
-        breaker.fail()  # of another request, meanwhile
-        assert not breaker.closed
-        pauses.append(breaker.pause)
-        now += breaker.pause
-        assert breaker.pause == 0 and not breaker.closed, "a probe is due, and nothing else"
-    assert pauses[0] < 1 and pauses[3] > 3 * pauses[0] and max(pauses) <= 1.2 * LONGEST_PAUSE
-    breaker.succeed()
-    assert breaker.closed
-    breaker.fail()
-    assert breaker.pause < 1, "from the beginning"
-
-
 def test_block_keys_name_whole_prefixes() -> None:
     prompt = tuple(range(100))
-    keys = block_keys(prompt, 32, "")
-    assert len(keys) == 3 and len(block_keys(prompt[:96], 32, "")) == 2 and block_keys((), 32, "") == []
-    assert block_keys(prompt[:70], 32, "") == keys[:2]
-    assert not set(keys) & set(block_keys(prompt, 32, "salt"))
-    assert not set(keys) & set(block_keys((1, *prompt[1:]), 32, ""))
+
+    def keys_of(prompt: tuple[int, ...], salt: str = "") -> list[int]:
+        return prompt_keys(replace(request(prompt=prompt), cache_salt=salt), 32)
+
+    keys = keys_of(prompt)
+    assert len(keys) == 3 and len(keys_of(prompt[:96])) == 2 and keys_of(()) == []
+    assert keys_of(prompt[:70]) == keys[:2]
+    assert not set(keys) & set(keys_of(prompt, "salt"))
+    assert not set(keys) & set(keys_of((1, *prompt[1:])))
 
 
 def test_prefixes_are_bounded_and_their_ends_are_forgotten_first() -> None:
@@ -82,7 +67,7 @@ def test_frames_arrive_however_they_are_cut(parts: list[tuple[bytes, bool]], dat
 
 
 def test_a_frame_is_bounded() -> None:
-    with pytest.raises(ValueError, match="41 bytes; the most is 40"):
+    with pytest.raises(ValueError, match="41 bytes; the maximum is 40"):
         list(FrameReader(40).feed(frame(bytes(41))[:4]))
 
 
@@ -98,7 +83,7 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_peer_is_busier_than
         assert sorted(seen.by_peer.values()) == [5]
         await all_of(engine, request(prompt=tuple(range(10, 300))))
         assert sorted(seen.by_peer.values()) == [1, 5], "a new prompt goes to the one that was asked longest ago"
-        home = engine.pool._peers[max(seen.by_peer, key=seen.by_peer.__getitem__)]
+        home = replica_at(engine.pool, max(seen.by_peer, key=seen.by_peer.__getitem__))
         home.in_flight = 400
         await all_of(engine, request(prompt=(*shared, 7)))
         assert sorted(seen.by_peer.values()) == [2, 5]
@@ -177,19 +162,19 @@ async def test_a_peer_that_is_gone_leaves_no_series(
     metrics = PeerMetrics(registry, "fake", "prefill")
     metrics.answered("http://staying", "ok", 0.1)
     async with prefill_replica() as (url, _, _):
-        pool = PeerPool([url], SECRET, 1, metrics)
+        pool = PrefillPool([url], SECRET, 1, metrics)
         await pool.start()
         try:
-            mine = pool._peers[url].info
+            mine = replica_at(pool, url).info
             assert mine is not None
-            await (await pool.prefill(request(), mine)).aclose()
+            (await pool.prefill(request(), mine)).close()
             page = generate_latest(registry).decode()
             assert (
                 f'outcome="ok",peer="{url}"}} 1.0' in page
                 and f'available{{model_name="fake",peer="{url}"}} 1.0' in page
             )
-            (late,) = pool._peers.values()
-            pool._keep(set())
+            (late,) = pool.replicas
+            pool.update([])
             await asyncio.sleep(0.05)
             with pytest.raises(EngineFailure):  # as one that was with it when it went
                 await late.prefill([b"nonsense"], "late", [], 1)
@@ -197,34 +182,3 @@ async def test_a_peer_that_is_gone_leaves_no_series(
             await pool.close()
     page = generate_latest(registry).decode()
     assert url not in page and "http://staying" in page
-
-
-async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
-    addresses: list[str] | None = ["127.0.0.1", "::1"]
-
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
-        assert host == "prefill"
-        if addresses is None:
-            raise socket.gaierror("try again")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    pool = PeerPool(["dns+http://prefill:1", "http://10.0.0.1:2"], SECRET, 1, Seen())
-    monkeypatch.setattr(pool_module, "SILENCE_SECONDS", 0.1)
-    await pool.start()
-
-    async def until(urls: set[str]) -> None:
-        async with asyncio.timeout(2):
-            while pool._peers.keys() != urls:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    try:
-        await until({"http://127.0.0.1:1", "http://[::1]:1", "http://10.0.0.1:2"})
-        addresses = ["127.0.0.2"]
-        await until({"http://127.0.0.2:1", "http://10.0.0.1:2"})
-        addresses = None
-        await asyncio.sleep(0.2)
-        assert len(pool._peers) == 2 and not pool.healthy(INFO), "what was known last stays"
-    finally:
-        await pool.close()
