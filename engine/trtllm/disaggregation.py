@@ -1,4 +1,4 @@
-"""`DisaggregatedParams` to and from what our replicas hand to each other. Pure but for the one class that it makes."""
+"""Converts between `DisaggregatedParams` and the handoffs and encodings that our replicas exchange."""
 
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an encoder says of a prompt's media. A handle is the dict of a shared tensor, to be opened exactly once."""
+    """Embeddings of a prompt's media. A handle is the dict of a shared tensor, which may be opened exactly once."""
 
     multimodal_embedding_handles: list[dict[str, Any]]
     multimodal_hashes: list[list[int]] | None = None
@@ -42,12 +42,15 @@ def context_keywords(encoding: Encoding | None) -> dict[str, Any]:
 
 
 def generation_keywords(handoff: Handoff) -> dict[str, Any]:
-    """Keywords of the DisaggregatedParams of a decode. Raises InvalidRequest."""
+    """Return keywords of DisaggregatedParams for a decode. Raises InvalidRequest."""
     return {"request_type": "generation_only"} | _fields(_decoded(handoff, ContextState))
 
 
 def local_keywords(encoding: Encoding) -> dict[str, Any]:
-    """Keywords of the DisaggregatedParams of a request whose images alone come from elsewhere. Raises InvalidRequest."""
+    """Return keywords of DisaggregatedParams for a request of which only the images come from elsewhere.
+
+    Raises InvalidRequest.
+    """
     return context_keywords(encoding) | {"request_type": "context_and_generation"}
 
 
@@ -81,9 +84,7 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
     if not handles:
         raise EngineFailure("the encoder returned no embeddings")
     hashes = values.get("multimodal_hashes")
-    if hashes is not None and len(hashes) != len(
-        handles
-    ):  # images that share a handle: 1.2.1 takes a hash for each handle, or none
+    if hashes is not None and len(hashes) != len(handles):  # a shared handle: 1.2.1 takes one hash each
         values["multimodal_hashes"] = None
     state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
     return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))

@@ -163,7 +163,7 @@ def translate(error: Exception, *, started: bool) -> EngineError:
 
 
 def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
-    """Token ids; or text whose placeholders the engine expands, since with ids it would drop the embeddings of images."""
+    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
     if request.encoding is not None:
@@ -176,7 +176,7 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:
-    """A salt of its own for each prompt with images: 1.2.1's documentation says that they do not go with the reuse of KV blocks."""
+    """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
     images = expands(request) or (request.handoff is not None and request.handoff.prompt_token_ids)
     return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
 
