@@ -1,4 +1,4 @@
-"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, and its language part alone.
+"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, its language part.
 
 The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
 """
@@ -19,7 +19,7 @@ from engine.types import GenerateRequest
 
 
 def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
-    """transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises EngineFailure."""
+    """Return transformers' configuration, and the facts with its defaults filled in. Raises EngineFailure."""
     facts = read_model_facts(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -44,7 +44,7 @@ def drop_tower(module: Any) -> Any:
 
 
 def rope_positions(module: Any, request: GenerateRequest, images: PromptImages) -> tuple[torch.Tensor, int]:
-    """Return a prompt's positions in time, height and width, int64 [3, tokens], and the offset of the positions that follow."""
+    """Return a prompt's positions in time, height and width, int64 [3, tokens], and the offset of later positions."""
     prompt, grids = torch.tensor([request.prompt_token_ids]), torch.tensor([image.grid for image in request.images])
     is_image = torch.zeros(prompt.shape, dtype=torch.int)
     for places in images.places:

@@ -1,4 +1,6 @@
-"""Our requests and TensorRT-LLM's, its cumulative outputs and our deltas, its events and statistics and our types: all of it pure."""
+"""Our requests and TensorRT-LLM's, its cumulative outputs and our deltas, its events and statistics and our types: all
+of it pure.
+"""
 
 import json
 from dataclasses import dataclass, field
