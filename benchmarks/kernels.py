@@ -213,7 +213,7 @@ def prefill_attention(count: int, length: int) -> None:
 
     rows, width = count * length, length // BLOCK
     cache = torch.randn(count * width, 2, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    pages = torch.arange(count * width, dtype=torch.int32, device="cuda")
+    tables = torch.arange(count * width, dtype=torch.int32, device="cuda")
     query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     key = torch.randn(rows, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     begun = torch.arange(0, count + 1, dtype=torch.int32) * length
@@ -229,7 +229,7 @@ def prefill_attention(count: int, length: int) -> None:
         paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         last = torch.full((count,), BLOCK, dtype=torch.int32)
         paged.plan(
-            begun, torch.arange(0, count + 1, dtype=torch.int32) * width, pages, last, HEADS, KV_HEADS, DIM, BLOCK,
+            begun, torch.arange(0, count + 1, dtype=torch.int32) * width, tables, last, HEADS, KV_HEADS, DIM, BLOCK,
             causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
         seconds = timed(lambda: [paged.run(query, (cache[:, 1, 0], cache[:, 1, 1])) for _ in range(COPIES)])

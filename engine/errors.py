@@ -2,7 +2,8 @@
 
     EngineError
     ├── InvalidRequest        the request itself is wrong: the user's mistake, final
-    │   └── ContextOverflow   prompt and output do not fit the context or the KV cache
+    │   ├── ContextOverflow   prompt and output do not fit the context or the KV cache
+    │   └── RequestError …    what is found wrong before the engine sees it (`multimodal/errors.py`, `routers/errors.py`)
     ├── EngineUnavailable     try again later, here or on another replica
     │   ├── EngineNotReady    starting, restarting or closing
     │   ├── EngineDied        the engine was lost while the request ran
@@ -13,21 +14,37 @@
 Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py` renders them, once.
 """
 
+from typing import Self
+
 
 class EngineError(Exception):
     """Base of every error that crosses the engine seam."""
 
 
 class InvalidRequest(EngineError):
-    """The engine refuses this request and always will; `param` names the part of `engine/types` at fault, where one is."""
+    """The request is refused and always will be.
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    `param` names the field at fault: below the engine seam a part of `engine/types`, above it a field as the client spelled it.
+    `code` is for programs.
+    """
+
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        if code is not None:
+            self.code = code
+
+    def at(self, param: str | None) -> Self:
+        """Return the same error for another field."""
+        return type(self)(str(self), param, self.code)
 
 
 class ContextOverflow(InvalidRequest):
     """The prompt, or the prompt and the tokens asked for, exceed the context length or the whole KV cache."""
+
+    code = "context_length_exceeded"
 
 
 class EngineUnavailable(EngineError):

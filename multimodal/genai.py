@@ -1,14 +1,14 @@
-"""What a trace says of a generation, in OpenTelemetry's words for generative AI and, where these are new, in the older ones too."""
+"""Attributes of a generation's span: OpenTelemetry's for generative AI, and the older ones where those are new."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from engine import trace
 from engine.types import SamplingParams
+from multimodal.answers.choices import TokenCounts
 
 
 def describe_request(operation: str, model: str, answer_id: str, params: Sequence[SamplingParams]) -> None:
-    """Tell the request's span what was asked for. `params`: of each choice."""
+    """Note on the request's span what was asked for; `params` are those of each choice."""
     if (span := trace.current.get()) is None:
         return
     first, plain = params[0], SamplingParams(max_tokens=0)
@@ -29,16 +29,15 @@ def describe_request(operation: str, model: str, answer_id: str, params: Sequenc
     span.set(attributes)
 
 
-def describe_answer(span: trace.Span, usage: Mapping[str, Any], reasons: Sequence[str]) -> None:
-    """Tell the request's span what came of it. `usage`: as the answer has it; `reasons`: of the choices that have finished."""
-    prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
+def describe_answer(span: trace.Span, counts: TokenCounts, reasons: Sequence[str]) -> None:
+    """Note on the request's span what came of it; `reasons` are those of the choices that have finished."""
     span.set(
         {
-            "gen_ai.usage.input_tokens": prompt,
-            "gen_ai.usage.prompt_tokens": prompt,
-            "gen_ai.usage.output_tokens": completion,
-            "gen_ai.usage.completion_tokens": completion,
-            "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "gen_ai.usage.input_tokens": counts.prompt,
+            "gen_ai.usage.prompt_tokens": counts.prompt,
+            "gen_ai.usage.output_tokens": counts.completion,
+            "gen_ai.usage.completion_tokens": counts.completion,
+            "gen_ai.usage.cache_read.input_tokens": counts.cached,
             "gen_ai.response.finish_reasons": reasons,
         }
     )

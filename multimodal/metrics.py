@@ -1,4 +1,4 @@
-"""What the server measures of generations, under TensorRT-LLM's names where it has one."""
+"""Metrics of generations, under TensorRT-LLM's names where it has one."""
 
 import time
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class GenerationMetrics:
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
 
     def requested(self, request: GenerateRequest) -> None:
-        """A request has come, all of whose choices are like `request`."""
+        """Count a request, all of whose choices are like `request`."""
         if request.images or request.media is not None or request.encoding is not None:
             self.image_requests.inc()
         if request.sampling.guide is not None:
@@ -64,26 +64,27 @@ class GenerationMetrics:
 
 
 class ChoiceTimer:
-    """The clock of one choice, until `finish`, `fail`, or `stop` without either: then its client went away."""
+    """The clock of one choice, until `finish`, `fail`, or `stop` without either: its client went away."""
 
     __slots__ = ("_count", "_ended", "_first", "_last", "_metrics", "_start")
 
     def __init__(self, metrics: GenerationMetrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()
-        self._first = self._last = 0.0
+        self._first = 0.0
+        self._last = 0.0
         self._count = 0
         self._ended = False
 
     def prompt(self, tokens: int, cached: int, queue_seconds: float) -> None:
-        """The engine has reported on the prompt, with the first token."""
+        """Note the engine's report on the prompt, which comes with the first token."""
         self._metrics.queue.observe(queue_seconds)
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.prompt_length.observe(tokens)
         self._metrics.cached_tokens.inc(cached)
 
     def tokens(self, count: int) -> None:
-        """`count` tokens have come."""
+        """Note that `count` tokens have arrived."""
         now = time.perf_counter()
         if not self._last:
             self._metrics.first_token.observe(now - self._start)
@@ -95,7 +96,7 @@ class ChoiceTimer:
         self._metrics.generation_tokens.inc(count)
 
     def finish(self, reason: str) -> None:
-        """The choice has ended well."""
+        """Note that the choice has finished."""
         self._metrics.end_to_end.observe(time.perf_counter() - self._start)
         if self._count > 1:
             self._metrics.per_token.observe((self._last - self._first) / (self._count - 1))
@@ -104,11 +105,11 @@ class ChoiceTimer:
         self._ended = True
 
     def fail(self) -> None:
-        """The choice has ended with an error."""
+        """Note that the choice has failed."""
         self._metrics.errors.inc()
         self._ended = True
 
     def stop(self) -> None:
-        """Nothing more comes."""
+        """Stop the clock; a choice that has neither finished nor failed was aborted."""
         if not self._ended:
             self._metrics.aborted.inc()

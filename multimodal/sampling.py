@@ -1,24 +1,21 @@
-"""Request fields to the engine's sampling parameters, with every limit on the way. Errors name the field."""
+"""Fields of a request to the engine's sampling parameters, with every limit on the way. Errors name the field."""
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from engine.types import EngineInfo, SamplingParams
-from multimodal.errors import ContextLengthExceeded, RequestError
-from multimodal.guides import guide_of
+from engine.errors import ContextOverflow
+from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
+from multimodal.errors import RequestError
+from multimodal.request import Ask
 from multimodal.text.tokenizer import Tokenizer
-from protocol.chat import ChatCompletionRequest
-from protocol.common import GenerationFields
-from protocol.completions import CompletionRequest
 
 Number = TypeVar("Number", int, float)
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions."""
 _MAX_STRING = 1024
 """Characters of a stop string or bad word."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -37,7 +34,6 @@ class Limits:
     max_schema_kb: int = 64
     max_schema_depth: int = 32
     chat_template_kwargs: tuple[str, ...] = ()
-    strict_fields: bool = False
     request_timeout_seconds: float = 600.0
 
 
@@ -51,85 +47,79 @@ class Sampling:
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
 
-    def params(self, body: GenerationFields, prompt_tokens: Sequence[int], n: int) -> list[SamplingParams]:
-        """Parameters of every choice of a request: `n` for each of its prompts, which have so many tokens."""
-        max_tokens = [self._max_tokens(body, length) for length in prompt_tokens]
-        common = self._common(body, min(max_tokens))
+    def params(self, ask: Ask, lengths: Sequence[int]) -> list[SamplingParams]:
+        """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
+        max_tokens = [self._max_tokens(ask, length) for length in lengths]
+        common = self._common(ask, min(max_tokens))
         return [
-            replace(common, max_tokens=most, seed=None if body.seed is None else (body.seed + choice) % (1 << 63))
+            replace(common, max_tokens=most, seed=None if ask.seed is None else (ask.seed + choice) % (1 << 63))
             for most in max_tokens
-            for choice in range(n)
+            for choice in range(ask.n)
         ]
 
-    def _common(self, body: GenerationFields, max_tokens: int) -> SamplingParams:
+    def _common(self, ask: Ask, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=_within("min_tokens", body.min_tokens, 0, 0, max_tokens),
-            temperature=_within("temperature", body.temperature, 1.0, 0.0, 2.0),
-            top_p=_top_p(body.top_p),
-            top_k=max(0, _within("top_k", body.top_k, 0, -1, 1 << 30)),
-            min_p=_within("min_p", body.min_p, 0.0, 0.0, 1.0),
-            repetition_penalty=_within("repetition_penalty", body.repetition_penalty, 1.0, 0.01, 100.0),
-            presence_penalty=_within("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
-            frequency_penalty=_within("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
-            logit_bias=self._logit_bias(body.logit_bias or {}),
-            allowed_token_ids=self._ids("allowed_token_ids", body.allowed_token_ids, self.info.vocab_size),
-            bad_words=self._bad_words(body.bad_words or []),
-            ignore_eos=bool(body.ignore_eos),
-            stop_token_ids=self._ids("stop_token_ids", body.stop_token_ids, self.limits.max_logit_bias),
-            logprobs=self._logprobs(body),
-            prompt_logprobs=self._prompt_logprobs(body),
-            guide=guide_of(body, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
+            min_tokens=_within("min_tokens", ask.min_tokens, 0, max_tokens),
+            temperature=_within("temperature", ask.temperature, 0.0, 2.0),
+            top_p=_top_p(ask.top_p),
+            top_k=max(0, _within("top_k", ask.top_k, -1, 1 << 30)),
+            min_p=_within("min_p", ask.min_p, 0.0, 1.0),
+            repetition_penalty=_within("repetition_penalty", ask.repetition_penalty, 0.01, 100.0),
+            presence_penalty=_within("presence_penalty", ask.presence_penalty, -2.0, 2.0),
+            frequency_penalty=_within("frequency_penalty", ask.frequency_penalty, -2.0, 2.0),
+            logit_bias=self._logit_bias(ask.logit_bias),
+            allowed_token_ids=self._ids("allowed_token_ids", ask.allowed_token_ids, self.info.vocab_size),
+            bad_words=self._bad_words(ask.bad_words),
+            ignore_eos=ask.ignore_eos,
+            stop_token_ids=self._ids("stop_token_ids", ask.stop_token_ids, self.limits.max_logit_bias),
+            logprobs=self._logprobs(ask.spelled("logprobs") or "", ask.logprobs),
+            prompt_logprobs=self._prompt_logprobs(ask),
+            guide=guide_of(ask, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
             processors=self.processors,
         )
 
-    def stop_strings(self, body: GenerationFields) -> tuple[str, ...]:
-        """The request's stop strings, checked."""
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        _at_most("stop", stops, self.limits.max_stop)
-        if not all(stops):
+    def stop_strings(self, ask: Ask) -> tuple[str, ...]:
+        """Return the request's stop strings, checked."""
+        _at_most("stop", ask.stop, self.limits.max_stop)
+        if not all(ask.stop):
             raise RequestError("'stop' must not contain an empty string.", "stop")
-        _short("stop", stops)
-        return tuple(stops)
+        _short("stop", ask.stop)
+        return tuple(ask.stop)
 
-    def _max_tokens(self, body: GenerationFields, prompt: int) -> int:
-        chat = isinstance(body, ChatCompletionRequest)
-        name, asked = tokens_asked_for(body)
-        room = self.info.context_length - prompt
-        reports_prompt = isinstance(body, CompletionRequest) and bool(body.echo)
+    def _max_tokens(self, ask: Ask, prompt: int) -> int:
+        context = self.info.context_length
+        asked = ask.max_tokens
         if asked is not None:
-            _within(name, asked, 0, 0 if reports_prompt else 1, 1 << 31)
-        if room < (asked if asked is not None else 1):
-            raise ContextLengthExceeded(prompt, asked or 1, self.info.context_length, "messages" if chat else "prompt")
+            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, 1 << 31)
+        room = context - prompt
+        least = 1 if asked is None else asked
+        if room < least:
+            raise ContextOverflow(
+                f"This model's context is {context} tokens; the request has {prompt} prompt tokens and asks for "
+                f"{asked or 1} more, {prompt + (asked or 1)} in all.",
+                ask.spelled("prompt"),
+            )
         if asked is not None:
             return asked
-        return room if chat else min(room, COMPLETION_MAX_TOKENS)
+        return room if ask.default_max_tokens is None else min(room, ask.default_max_tokens)
 
-    def _logprobs(self, body: GenerationFields) -> int | None:
+    def _logprobs(self, name: str, count: int | None) -> int | None:
         most = min(self.limits.max_top_logprobs, self.info.max_logprobs)
-        if isinstance(body, ChatCompletionRequest):
-            top = None if body.top_logprobs is None else _within("top_logprobs", body.top_logprobs, 0, 0, most)
-            if top and not body.logprobs:
-                raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-            return (top or 0) if body.logprobs else None
-        assert isinstance(body, CompletionRequest)
-        return None if body.logprobs is None else _within("logprobs", body.logprobs, 0, 0, most)
+        return None if count is None else _within(name, count, 0, most)
 
-    def _prompt_logprobs(self, body: GenerationFields) -> int | None:
-        most = min(self.limits.max_top_logprobs, self.info.max_logprobs)
-        if body.prompt_logprobs is not None:
-            return _within("prompt_logprobs", body.prompt_logprobs, 0, 0, most)
-        if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-            return body.logprobs
-        return None
+    def _prompt_logprobs(self, ask: Ask) -> int | None:
+        if ask.prompt_logprobs is not None:
+            return self._logprobs("prompt_logprobs", ask.prompt_logprobs)
+        return ask.logprobs if ask.echo else None
 
-    def _logit_bias(self, bias: dict[str, float]) -> dict[int, float]:
+    def _logit_bias(self, bias: Mapping[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
         if not all(_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size for key in bias):
             raise RequestError(
                 f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias"
             )
-        return {int(key): _within("logit_bias", value, 0.0, -100.0, 100.0) for key, value in bias.items()}
+        return {int(key): _within("logit_bias", value, -100.0, 100.0) for key, value in bias.items()}
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word at the start of a line and after a space."""
@@ -138,36 +128,77 @@ class Sampling:
         spelled = {tuple(self.tokenizer.encode(form)) for word in words for form in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 
-    def _ids(self, name: str, ids: Iterable[int] | None, most: int) -> tuple[int, ...]:
-        found = tuple(ids or ())
+    def _ids(self, name: str, ids: Iterable[int], most: int) -> tuple[int, ...]:
+        found = tuple(ids)
         _at_most(name, found, most)
         if any(token >= self.info.vocab_size for token in found):
             raise RequestError(f"{name!r} must be token ids from 0 to {self.info.vocab_size - 1}.", name)
         return found
 
 
-def tokens_asked_for(body: GenerationFields) -> tuple[str, int | None]:
-    """How many tokens the request asks for, and the field that says so."""
-    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
-        return "max_completion_tokens", body.max_completion_tokens
-    return "max_tokens", body.max_tokens
+def guide_of(ask: Ask, kinds: tuple[GuideKind, ...], max_bytes: int, max_depth: int) -> Guide | None:
+    """Return the one guide that the request asks for, checked for size; None if it asks for none."""
+    if not ask.guides:
+        return None
+    name, kind, value = ask.guides[0]
+    if len(ask.guides) > 1:
+        names = " and ".join(repr(guide.field) for guide in ask.guides)
+        raise RequestError(
+            f"A request may constrain its output in one way only; this one has {names}.", ask.guides[1].field
+        )
+    if ask.allowed_token_ids:
+        raise RequestError(f"'allowed_token_ids' and {name!r} exclude each other.", "allowed_token_ids")
+    if kind not in kinds:
+        raise RequestError(f"The engine cannot constrain output by {kind}.", name, "unsupported_parameter")
+    if kind == "choice" and (not value or not all(value)):
+        raise RequestError(f"{name!r} needs at least one choice, and none may be empty.", name)
+    spec = _spec(name, kind, value, max_depth)
+    try:
+        size = len(spec.encode())
+    except UnicodeEncodeError as error:  # JSON text inside the JSON can spell half a surrogate pair
+        raise RequestError(f"{name!r} is not valid Unicode.", name) from error
+    if size > max_bytes:
+        raise RequestError(f"{name!r} may have {max_bytes // 1024} KiB at most.", name)
+    return Guide(kind, spec)
 
 
-def _within(name: str, value: Number | None, default: Number, low: Number, high: Number) -> Number:
-    if value is None:
-        return default
+def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
+    if kind in ("regex", "grammar"):
+        return str(value)
+    if kind == "json_object":
+        return ""
+    if kind == "json_schema" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{name!r} is not valid JSON.", name) from error
+    if _depth(value, max_depth) > max_depth:
+        raise RequestError(f"{name!r} is nested more than {max_depth} levels deep.", name)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _depth(value: Any, limit: int) -> int:
+    """Count levels of nesting, no further than just past the limit."""
+    if limit < 0:
+        return 0
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    nested = (child for child in children if isinstance(child, (dict, list)))
+    return 1 + max((_depth(child, limit - 1) for child in nested), default=0)
+
+
+def _within(name: str, value: Number, low: Number, high: Number) -> Number:
     if not low <= value <= high:
         raise RequestError(f"{name!r} must be from {low:g} to {high:g}.", name)
     return value
 
 
-def _top_p(value: float | None) -> float:
-    if value is not None and value <= 0:
+def _top_p(value: float) -> float:
+    if value <= 0:
         raise RequestError("'top_p' must be above 0 and at most 1.", "top_p")
-    return _within("top_p", value, 1.0, 0.0, 1.0)
+    return _within("top_p", value, 0.0, 1.0)
 
 
-def _at_most(name: str, items: Sequence[object] | dict[str, float], most: int) -> None:
+def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int) -> None:
     if len(items) > most:
         raise RequestError(f"{name!r} may have {most} entries at most.", name)
 

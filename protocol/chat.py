@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Wire
-from protocol.cut import LongUrl
+from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Wire
 from protocol.usage import Usage
 
 
@@ -24,7 +23,7 @@ class ContentPart(Wire):
     refusal: str | None = None
     image_url: ImageUrl | LongUrl | None = None
 
-    # Refused by name (`multimodal/text/messages.py`).
+    # Refused by name (`routers/chat.py`).
     video_url: Any = None
     input_audio: Any = None
     audio_url: Any = None
@@ -62,7 +61,7 @@ class ChatCompletionRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
-    # Refused by name when they are set (`multimodal/fields.py`).
+    # Refused by name when they are set (`routers/fields.py`).
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None

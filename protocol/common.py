@@ -1,23 +1,32 @@
-"""What chat and completion requests have in common: OpenAI's sampling fields, our extensions, and the fields we ignore or refuse."""
+"""What chat and completion requests share: OpenAI's sampling fields, our extensions, and fields ignored or refused."""
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
-# Bounds far above what any use needs, checked before the values: a long list costs one error, not one for each of its values.
+# Bounds far above any use, checked before the values: a long list costs one error, not one for each of its values.
 MAX_MESSAGES = 1 << 14
 MAX_PROMPTS = 1 << 11
 TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 Strings = Annotated[list[str], Field(max_length=1 << 16, fail_fast=True)]
 
 
+def _restored(url: str, info: ValidationInfo) -> str:
+    restored: str = info.context(url) if callable(info.context) else url
+    return restored
+
+
+LongUrl = Annotated[str, AfterValidator(_restored)]
+"""A URL that may have been cut out of the body: the validation's context, if callable, returns the original."""
+
+
 class Wire(BaseModel):
-    """JSON from a client: types are not coerced, unknown fields are kept for the processor to report."""
+    """JSON from a client: types are not coerced, unknown fields are kept, to be reported."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -36,7 +45,10 @@ class JsonSchemaFormat(Wire):
 
 
 class ResponseFormat(Wire):
-    """`type` is text, json_object (beyond OpenAI with a `schema`), json_schema, and beyond OpenAI regex, grammar (or ebnf) and choice."""
+    """`type` is text, json_object or json_schema and, beyond OpenAI, regex, grammar (or ebnf) or choice.
+
+    Beyond OpenAI, json_object may have a `schema`.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -55,7 +67,7 @@ class StructuredOutputs(Wire):
     grammar: str | None = None
     json_object: bool | None = None
 
-    # Refused by name when it is set (`multimodal/fields.py`).
+    # Refused by name when it is set (`routers/fields.py`).
     structural_tag: Any = None
 
 
@@ -119,7 +131,7 @@ class GenerationFields(Wire):
     length_penalty: Any = None
     early_stopping: Any = None
 
-    # Refused by name when they are set (`multimodal/fields.py`).
+    # Refused by name when they are set (`routers/fields.py`).
     best_of: Any = None
     structural_tag: Any = None
     use_beam_search: Any = None

@@ -13,7 +13,10 @@ class ErrorBody(BaseModel):
 
 
 class MissingPart(BaseModel):
-    """`name` is for programs: engine, prefill_peers, encode_peers, kv_events, canary, event_loop or draining; `reason` for people."""
+    """What a replica lacks. `name` is for programs, `reason` for people.
+
+    Names: engine, prefill_peers, replicas, kv_events, canary, event_loop, draining.
+    """
 
     name: str
     reason: str

@@ -6,14 +6,14 @@ from pydantic import BaseModel
 
 
 class Peers(BaseModel):
-    """Replicas that this one asks: those that it knows, and those of them that answer."""
+    """Replicas that this one asks: how many it knows, and how many of them answer."""
 
     known: int
     available: int
 
 
 class Runtime(BaseModel):
-    """How a replica runs. What only an engine knows is null where there is none, and before it has started."""
+    """How a replica runs. Facts of the engine are null where there is none, and before it has started."""
 
     role: str
     backend: str | None
@@ -28,7 +28,7 @@ class Runtime(BaseModel):
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
-    """Of one data-parallel rank, as are the two that follow."""
+    """For each data-parallel rank, as are the two that follow."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int | None = None
@@ -36,10 +36,10 @@ class Runtime(BaseModel):
     guides: list[str] = []
     """Kinds of guided decoding."""
     parsers: list[str] = []
-    """Of tool calls and reasoning."""
+    """Of tool calls and reasoning; there are none yet."""
     peers: dict[str, Peers]
     kv_events_port: int | None
-    """Where the first data-parallel rank's KV-cache events are published; the other ranks' ports follow. Null if they are not."""
+    """Port of the first data-parallel rank's KV-cache events; the other ranks' ports follow. Null if not published."""
     kv_events_replay_port: int | None
     versions: dict[str, str]
 

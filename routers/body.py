@@ -1,4 +1,4 @@
-"""Reading a body, mostly a JSON one: its type, size and time are limited."""
+"""Reading bodies, with limits on type, size and time."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,17 @@ from routers.state import HttpOptions, state_of
 
 M = TypeVar("M", bound=BaseModel)
 
-_HEAR_OUT_SECONDS, _HEAR_OUT_BYTES = 0.5, 64 << 20
+_DRAIN_SECONDS = 0.5
+_DRAIN_BYTES = 64 << 20
 _LARGE = 1 << 20
-"""Bytes from which on a body is put together in a thread, without the interpreter's lock."""
+"""Bytes from which a body is joined in a thread, which releases the GIL."""
 
 
 def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that parses the body as a `model`. Raises RequestValidationError, or HTTPException 408, 413 or 415."""
+    """Return a dependency that parses the body as a `model`.
+
+    It raises RequestValidationError, or HTTPException 408, 413 or 415.
+    """
 
     async def parse(request: Request) -> M:
         _check_headers(request)
@@ -30,7 +34,7 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """What `openapi_extra` says of a body that `json_body` reads; `server/http/openapi.py` adds the schema."""
+    """Return the `openapi_extra` of a route with `json_body`; `server/http/openapi.py` adds the schema."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -46,7 +50,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def read_body(request: Request, options: HttpOptions) -> bytes:
-    """The bytes of a body. Raises HTTPException 408 or 413."""
+    """Read a body. Raises HTTPException 408 or 413."""
     limit = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
@@ -67,20 +71,22 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
     return b"".join(chunks) if size < _LARGE else await asyncio.to_thread(b"".join, chunks)
 
 
-async def _hear_out(request: Request) -> None:
-    """Drop what a client or proxy is still sending, for a moment: the end of a connection with unread bytes would overtake the answer.
-    One that waits to be asked for its body is not asked."""
+async def _drain_body(request: Request) -> None:
+    """Read on briefly, so that the 413 arrives before unread bytes reset the connection.
+
+    A client that waits for "100 Continue" sends nothing.
+    """
     if "expect" in request.headers:
         return
     size = 0
     with contextlib.suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(_HEAR_OUT_SECONDS):
+        async with asyncio.timeout(_DRAIN_SECONDS):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > _HEAR_OUT_BYTES:
+                if size > _DRAIN_BYTES:
                     return
 
 
 async def _too_large(request: Request, limit: int) -> HTTPException:
-    await _hear_out(request)
+    await _drain_body(request)
     return HTTPException(413, f"The body exceeds {limit} bytes.", {"connection": "close"})

@@ -1,28 +1,132 @@
 """POST /v1/chat/completions."""
 
-from typing import Annotated
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from multimodal.answers.shapes import ChatShape
+from multimodal.errors import RequestError
+from multimodal.request import Ask
+from multimodal.text.messages import Attachment, Conversation
+from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
+from protocol.tokenize import TokenizeRequest
+from routers.endpoint import Endpoint
+from routers.fields import to_ask
 
-from protocol.chat import ChatCompletion, ChatCompletionRequest
-from routers.body import json_body, request_body
-from routers.generate import answer
-from routers.state import ProcessorDep, RequestId
-
-router = APIRouter(tags=["generation"])
+_REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
+def convert(body: ChatCompletionRequest) -> Ask:
+    """Return the request of a body. Raises RequestError."""
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    variables = {name: value for name, value in given.items() if value is not None}
+    fields = {"prompt": "messages", "logprobs": "top_logprobs"}
+    own: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    if body.max_completion_tokens is not None:
+        own["max_tokens"] = body.max_completion_tokens
+        fields["max_tokens"] = "max_completion_tokens"
+    return to_ask(body, conversation(body, body.messages, variables), fields, **own)
+
+
+def conversation(
+    body: ChatCompletionRequest | TokenizeRequest, messages: Sequence[ChatMessage], variables: dict[str, Any]
+) -> Conversation:
+    """Return the conversation of a body. Raises RequestError."""
+    return Conversation(
+        messages=[to_template(message) for message in messages],
+        attachments=list(_attachments(messages)),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+        variables=variables,
+    )
+
+
+def to_template(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates expect it (`Conversation`). Raises RequestError."""
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise RequestError(
+                f"This server does not support {name!r} in a message.", "messages", "unsupported_content"
+            )
+    shown: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls is not None:
+        shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        shown |= {"reasoning_content": reasoning, "thinking": reasoning}
+    return shown
+
+
+def _attachments(messages: Sequence[ChatMessage]) -> Iterator[Attachment]:
+    for place, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type == "image_url" and part.image_url is not None:
+                image = part.image_url
+                param = f"messages.{place}.content.{index}.image_url"
+                url, detail = (image, None) if isinstance(image, str) else (image.url, image.detail)
+                yield Attachment(url, detail or "auto", param)
+
+
+def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role != "assistant":
+            raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
+        return message.refusal or ""
+    if not any(part.type == "image_url" for part in message.content):
+        return "\n".join(map(_text, message.content))
+    return [
+        _image(part) if part.type == "image_url" else {"type": "text", "text": _text(part)} for part in message.content
+    ]
+
+
+def _text(part: ContentPart) -> str:
+    if part.type in _REFUSED_PARTS:
+        raise RequestError(
+            f"This server does not support content parts of type {part.type!r}.", "messages", "unsupported_content"
+        )
+    if part.type not in ("text", "input_text", "refusal"):
+        raise RequestError("A message has a content part of an unknown type.", "messages", "unsupported_content")
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise RequestError("A text part of a message has no text.", "messages")
+    return text
+
+
+def _image(part: ContentPart) -> dict[str, Any]:
+    image = part.image_url
+    if not (image if isinstance(image, str | None) else image.url):
+        raise RequestError("An image part of a message has no URL.", "messages")
+    return {"type": "image"}
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call as templates expect it: with its arguments as an object, which OpenAI writes as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+    except (ValueError, RecursionError):
+        raise RequestError("The arguments of a tool call are not valid JSON.", "messages") from None
+
+
+ENDPOINT = Endpoint(
+    path="/v1/chat/completions",
+    name="chat_completions",
     summary="Create a chat completion",
-    openapi_extra=request_body(ChatCompletionRequest),
+    description=(
+        "Answer a chat. With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."
+    ),
+    body=ChatCompletionRequest,
+    answer=ChatCompletion,
+    convert=convert,
+    shape=ChatShape,
 )
-async def chat_completions(
-    request: Request,
-    processor: ProcessorDep,
-    request_id: RequestId,
-    body: Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))],
-) -> Response:
-    """Answer a chat. With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."""
-    return await answer(request, processor.chat(body, request_id), body.stream)

@@ -1,28 +1,50 @@
 """POST /v1/completions."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Request, Response
-
+from multimodal.answers.shapes import CompletionShape
+from multimodal.errors import RequestError
+from multimodal.request import Ask
 from protocol.completions import Completion, CompletionRequest
-from routers.body import json_body, request_body
-from routers.generate import answer
-from routers.state import ProcessorDep, RequestId
+from routers.endpoint import Endpoint
+from routers.fields import to_ask
 
-router = APIRouter(tags=["generation"])
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default."""
 
 
-@router.post(
-    "/v1/completions",
-    response_model=Completion,
+def convert(body: CompletionRequest) -> Ask:
+    """Return the request of a body. Raises RequestError."""
+    return to_ask(
+        body,
+        _prompts(body.prompt),
+        {},
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        add_special_tokens=body.add_special_tokens is not False,
+        echo=bool(body.echo),
+        logprobs=body.logprobs,
+    )
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return one prompt or several as several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("'prompt' is empty.", "prompt")
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [part for part in prompt if isinstance(part, (str, list))]
+
+
+ENDPOINT = Endpoint(
+    path="/v1/completions",
+    name="completions",
     summary="Create a completion",
-    openapi_extra=request_body(CompletionRequest),
+    description=(
+        "Continue one prompt or several. "
+        "With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."
+    ),
+    body=CompletionRequest,
+    answer=Completion,
+    convert=convert,
+    shape=CompletionShape,
 )
-async def completions(
-    request: Request,
-    processor: ProcessorDep,
-    request_id: RequestId,
-    body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))],
-) -> Response:
-    """Continue one prompt or several. With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."""
-    return await answer(request, processor.completion(body, request_id), body.stream)

@@ -1,9 +1,12 @@
-"""/encode, for replicas whose prompts have images: one frame with embeddings, or with where they are; the answer is then their lease."""
+"""/encode, for replicas whose prompts have images: one frame with their embeddings, or with where those are in memory.
+
+In the second case the open answer is the lease of the memory.
+"""
 
 import asyncio
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from engine import trace
 from engine.encoder import ImageInput
@@ -13,8 +16,9 @@ from engine.replicas.encode_service import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
 from protocol.internal import MEDIA_TYPE, MOST_IMAGE_BYTES, MOST_IMAGES, EncodeRequest, head_of, parts_of
+from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
-from routers.state import HttpOptions, Replica, ReplicaDep, RequestId, StateDep
+from routers.state import EncodingDep, HttpOptions, PrefillService, ReplicaDep, RequestId, StateDep
 
 router = APIRouter(include_in_schema=False)
 _ENVELOPE_BYTES = 1 << 20
@@ -24,37 +28,38 @@ _images = msgspec.msgpack.Decoder(list[ImageInput])
 
 
 @router.get("/encode")
-async def describe(replica: ReplicaDep) -> Response:
+async def describe(replica: ReplicaDep, encoding: EncodingDep) -> Response:
     """What this replica encodes with; 503 while it would take no images."""
-    service = _service(replica)
+    service = _service(encoding)
     if not (replica.ready and service.healthy):
         raise EngineNotReady("The encoder is not ready, or closing.")
     return Response(msgspec.msgpack.encode(service.info), media_type=MEDIA_TYPE)
 
 
 @router.post("/encode")
-async def encode(request: Request, state: StateDep, request_id: RequestId) -> Response:
-    """Encode images, and hold the embeddings that are not in the answer for as long as it is open, within the lease."""
-    replica, options = state["replica"], state["http"]
-    service = _service(replica)
-    limit = (
-        max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes) + _ENVELOPE_BYTES
-    )  # a prompt's images come together
-    wanted, images = await asyncio.to_thread(_read, await read_message(request, options, limit), replica, options)
-    return LeasedAnswer(_Encode(service, wanted, images, f"the embeddings of {request_id}"), state)
+async def encode(request: Request, state: StateDep, encoding: EncodingDep, request_id: RequestId) -> Response:
+    """Encode images, and hold the embeddings that are not in the answer while it is open, within the lease."""
+    options = state["http"]
+    model = state["replica"].model_name
+    service = _service(encoding)
+    most = max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes)  # a prompt's images come together
+    body = await read_message(request, options, most + _ENVELOPE_BYTES)
+    wanted, images = await asyncio.to_thread(_read, body, model, options)
+    return LeasedAnswer(_EncodeWork(service, wanted, images, f"the embeddings of {request_id}"), state)
 
 
-def _service(replica: Replica) -> EncodeService:
-    if replica.encoding is None:
-        raise HTTPException(404, "This replica encodes no images: its model has no vision tower.")
-    return replica.encoding
+def _service(service: PrefillService | EncodeService) -> EncodeService:
+    encoding = service.encoding if isinstance(service, PrefillService) else service
+    if encoding is None:
+        raise WrongReplica("This replica encodes no images: its model has no vision tower.")
+    return encoding
 
 
-def _read(raw: bytes, replica: Replica, options: HttpOptions) -> tuple[EncodeRequest, list[ImageInput]]:
-    """Raises RequestError for what is no request or too much, HTTPException 409 for one of another version or model."""
+def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, list[ImageInput]]:
+    """Decode a request. Raises RequestError, ReplicasDiffer for one of another version or model."""
     try:
         envelope, rest = head_of(raw, _envelopes)
-        check_fits(envelope.version, envelope.model, replica)
+        check_fits(envelope.version, envelope.model, model)
         images = attach_images(_images.decode(envelope.images), parts_of(rest, envelope.sizes))
     except ValueError as error:
         raise RequestError(f"The body is no encode request: {error}", code="malformed_request") from None
@@ -66,12 +71,14 @@ def _read(raw: bytes, replica: Replica, options: HttpOptions) -> tuple[EncodeReq
     return envelope, images
 
 
-class _Encode:
-    """The images of one request. Closing it frees the embeddings."""
+class _EncodeWork:
+    """The images of one request. Closing it frees their embeddings."""
 
     def __init__(self, service: EncodeService, request: EncodeRequest, images: list[ImageInput], name: str) -> None:
         self.held = name
-        self._service, self._request, self._images = service, request, images
+        self._service = service
+        self._request = request
+        self._images = images
         self._place: Place | None = None
 
     @property
@@ -85,7 +92,7 @@ class _Encode:
         return payload, self._place is not None
 
     async def lost(self) -> str:
-        """Never: the memory is this process' own."""
+        """Never return: the memory is this process's own."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 

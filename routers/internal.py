@@ -1,84 +1,82 @@
-"""/prefill, for decode replicas alone: one frame with what was handed over, after which the open answer is the lease of the KV blocks.
+"""/prefill, for decode replicas: one frame with the handoff, after which the open answer is the lease of the KV blocks.
 
-Nothing here is in the OpenAPI document, and the middleware lets nobody in but who has the internal secret.
+Nothing here is in the OpenAPI document, and the middleware admits only clients with the internal secret.
 """
 
 import asyncio
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from engine import handoff, trace
+from engine.admission import AdmissionEngine
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.kit.stream import DeltaStream
 from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest, head_of, parts_of
+from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
-from routers.state import Replica, ReplicaDep, State, StateDep
+from routers.state import PrefillServiceDep, ReplicaDep, StateDep
 
 router = APIRouter(include_in_schema=False)
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)
 _LARGE = 1 << 20
-"""Bytes from which on a body is read in a thread."""
+"""Bytes from which a body is decoded in a thread."""
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 
 @router.get("/prefill")
-async def describe(replica: ReplicaDep) -> Response:
+async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
     """What this replica prefills with; 503 while it would take no request."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
-    assert replica.engine is not None, "the gate lets no request in before the engine is there"
-    info = handoff.prefill_info(replica.model_name, replica.engine.info)
+    info = handoff.prefill_info(replica.model_name, service.engine.info)
     return Response(msgspec.msgpack.encode(info), media_type=MEDIA_TYPE)
 
 
 @router.post("/prefill")
-async def prefill(request: Request, state: StateDep) -> Response:
-    """Compute a prompt and its first token, and hold the KV blocks for as long as the answer is open, within the lease."""
+async def prefill(request: Request, state: StateDep, service: PrefillServiceDep) -> Response:
+    """Compute a prompt and its first token, and hold the KV blocks while the answer is open, within the lease."""
     options = state["http"]
     images = options.max_images * max(MOST_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
-    wanted = (
-        await asyncio.to_thread(_read, body, state["replica"]) if len(body) > _LARGE else _read(body, state["replica"])
-    )
-    return LeasedAnswer(_Prefill(wanted, state), state)
+    model = state["replica"].model_name
+    wanted = await asyncio.to_thread(_read, body, model) if len(body) > _LARGE else _read(body, model)
+    return LeasedAnswer(_PrefillWork(wanted, service.engine), state)
 
 
 def no_public_routes(what: str) -> APIRouter:
-    """Answers /v1 on `what` only other replicas ask."""
+    """Return a router that refuses /v1 on `what` serves other replicas only."""
     refusing = APIRouter(include_in_schema=False)
 
     @refusing.api_route("/v1/{path:path}", methods=_METHODS)
     async def refuse(path: str) -> Response:
-        raise HTTPException(
-            404, f"This is {what}, which serves other replicas only: send requests to a decode or an aggregated one."
+        raise WrongReplica(
+            f"This is {what}, which serves other replicas only: send requests to a decode or an aggregated one."
         )
 
     return refusing
 
 
-def _read(raw: bytes, replica: Replica) -> GenerateRequest:
-    """Raises RequestError for what is no request, HTTPException 409 for one of another version or model."""
+def _read(raw: bytes, model: str) -> GenerateRequest:
+    """Decode a request. Raises RequestError, ReplicasDiffer for one of another version or model."""
     try:
         envelope, rest = head_of(raw, _envelopes)
-        check_fits(envelope.version, envelope.model, replica)
+        check_fits(envelope.version, envelope.model, model)
         request = attach(_requests.decode(envelope.request), parts_of(rest, envelope.sizes))
     except ValueError as error:
         raise RequestError(f"The body is no prefill request: {error}", code="malformed_request") from None
     return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())
 
 
-class _Prefill:
+class _PrefillWork:
     """A prompt in the engine. Closing its stream frees the KV blocks."""
 
-    def __init__(self, request: GenerateRequest, state: State) -> None:
-        engine = state["replica"].engine
-        assert engine is not None, "the gate lets no request in before the engine is there"
+    def __init__(self, request: GenerateRequest, engine: AdmissionEngine) -> None:
         self._engine = engine
         self._request = request
         self._stream: DeltaStream | None = None
@@ -100,7 +98,7 @@ class _Prefill:
             stages.begun(delta.prompt, delta.prompt.prompt_tokens or len(self._request.prompt_token_ids))
         payload = handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))
         if len(payload) > handoff.MAX_BYTES:
-            raise EngineFailure(f"what is to be handed over has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
+            raise EngineFailure(f"the handoff has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
         return payload, delta.held is not None
 
     async def lost(self) -> str:

@@ -1,5 +1,5 @@
-"""Answers between replicas: signs of life while something is computed, one frame with what came of it, and then, open and silent, the lease
-of what is held for the reader.
+"""Answers between replicas: signs of life while something is computed, one frame with the result, and then, open and
+silent, the lease of what is held for the reader.
 """
 
 import asyncio
@@ -15,64 +15,69 @@ from engine.errors import EngineNotReady
 from protocol.frames import frame
 from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION
 from routers.body import read_body
-from routers.generate import disconnect
-from routers.state import HttpOptions, Replica, State
+from routers.disconnect import disconnect
+from routers.errors import ReplicasDiffer
+from routers.state import HttpOptions, State
 
 GRACE_SECONDS = 2.0
-"""From the end of an answer whose lease is over until what it held goes: who sees the end trusts nothing that it has not read by then."""
+"""From the end of an answer whose lease is over until what it held is freed.
+
+The reader discards what it has not read by the end of the answer.
+"""
 
 log = logging.getLogger(__name__)
 
 
-class Work(Protocol):
-    """What one answer is about."""
+class LeasedWork(Protocol):
+    """The work behind one answer."""
 
     @property
     def held(self) -> str:
-        """What is held, for the log: the KV blocks of a request, say."""
+        """Name of what is held, for the log: the KV blocks of a request, say."""
 
     @property
     def healthy(self) -> bool:
-        """Whether something will come of it."""
+        """Whether a result can still be expected."""
 
     async def compute(self) -> tuple[bytes, bool]:
-        """The payload, and whether anything is held for its reader."""
+        """Return the payload, and whether anything is held for its reader."""
 
     async def lost(self) -> str:
-        """Return, with the reason, when what is held is no more; mostly never."""
+        """Return the reason when what is held is lost; mostly never."""
 
     async def close(self) -> None:
-        """Give everything back. Nothing else runs any more."""
+        """Give everything back. Called once nothing else runs."""
 
 
 async def read_message(request: Request, options: HttpOptions, max_bytes: int) -> bytes:
-    """The body. Raises HTTPException."""
+    """Read a body. Raises HTTPException."""
     if request.headers.get("content-type") != MEDIA_TYPE:
         raise HTTPException(415, f"The body must be {MEDIA_TYPE}.", {"accept": MEDIA_TYPE})
     return await read_body(request, replace(options, max_body_bytes=max_bytes))
 
 
-def check_fits(version: int, model: str, replica: Replica) -> None:
-    """Raises HTTPException 409 for a message of another version or model."""
+def check_fits(version: int, model: str, served: str) -> None:
+    """Raise ReplicasDiffer for a message of another version, or for another model than the one that is `served`."""
     if version != VERSION:
-        raise HTTPException(409, f"The request has version {version}; this replica reads version {VERSION}.")
-    if model != replica.model_name:
-        raise HTTPException(409, f"The request is for the model {model!r}; this replica has {replica.model_name!r}.")
+        raise ReplicasDiffer(f"The request has version {version}; this replica reads version {VERSION}.")
+    if model != served:
+        raise ReplicasDiffer(f"The request is for the model {model!r}; this replica has {served!r}.")
 
 
 class LeasedAnswer(Response):
-    """The frames of one answer. Closed by the client at any time, it closes the work at once.
+    """The frames of one answer. When the client closes it, the work is closed at once.
 
-    What goes wrong before the first frame is raised from here with nothing sent; later it is a frame of its own.
+    An error before the first frame is raised from here with nothing sent; a later one is a frame of its own.
     """
 
-    def __init__(self, work: Work, state: State) -> None:
+    def __init__(self, work: LeasedWork, state: State) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         del self.headers["content-length"]
         self._work = work
         self._lease_seconds = state["http"].lease_seconds
         self._render_error = state["render_error"]
-        self._started = self._lease_is_over = False
+        self._started = False
+        self._lease_is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         computing = asyncio.create_task(self._work.compute())
@@ -98,33 +103,29 @@ class LeasedAnswer(Response):
     async def _answer(self, send: Send, computing: "asyncio.Task[tuple[bytes, bool]]") -> None:
         try:
             while not (await asyncio.wait({computing}, timeout=ALIVE_SECONDS))[0]:
-                if not self._work.healthy:  # what is stuck would have its client wait for as long as this replica lives
+                if not self._work.healthy:  # else the client of a stuck engine would wait as long as this replica lives
                     raise EngineNotReady("The engine gives no sign of life.")
                 await self._send(send, frame())
             payload, held = computing.result()
-        except (
-            Exception
-        ) as error:  # whatever it was: it is rendered, here or, before anything is sent, where all errors are
+        except Exception as error:  # whatever it was: it is rendered, here or in the application's handlers
             if not self._started:
                 raise
             await self._send(send, frame(self._render_error(error), failed=True), last=True)
             return
-        async with asyncio.timeout(self._lease_seconds):  # a client that does not read holds nothing for longer either
+        async with asyncio.timeout(self._lease_seconds):  # also for a client that does not read
             await self._send(send, frame(payload), last=not held)
         if held:
             await self._hold(send)
 
     async def _hold(self, send: Send) -> None:
-        """Until the lease is over, or what is held is lost. A client that needs it no more has this cancelled."""
+        """Wait until the lease is over, or what is held is lost. Cancelled when the client needs it no more."""
         lost = asyncio.create_task(self._work.lost())
         try:
             await asyncio.wait({lost}, timeout=self._lease_seconds)
             if lost.done():
                 log.warning("%s are lost: %s", self._work.held, lost.result())
             else:
-                log.warning(
-                    "the lease of %s is over: they were not fetched in %g s", self._work.held, self._lease_seconds
-                )
+                log.warning("the lease of %s is over: not fetched in %g s", self._work.held, self._lease_seconds)
                 self._lease_is_over = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await asyncio.wait({lost})

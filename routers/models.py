@@ -4,25 +4,25 @@ from fastapi import APIRouter
 
 from multimodal.errors import ModelNotFound
 from protocol.models import Model, ModelList
-from routers.state import State, StateDep
+from routers.state import ChatService, ChatServiceDep, State, StateDep
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
 @router.get("", summary="List the models")
-async def list_models(state: StateDep) -> ModelList:
-    return ModelList(data=[_model(state)])
+async def list_models(state: StateDep, service: ChatServiceDep) -> ModelList:
+    return ModelList(data=[_model(state, service)])
 
 
 @router.get("/{model_id:path}", summary="One model")
-async def get_model(model_id: str, state: StateDep) -> Model:
+async def get_model(model_id: str, state: StateDep, service: ChatServiceDep) -> Model:
     if model_id != state["replica"].model_name:
         raise ModelNotFound(state["replica"].model_name)
-    return _model(state)
+    return _model(state, service)
 
 
-def _model(state: State) -> Model:
-    replica = state["replica"]
-    assert replica.engine is not None, "the gate lets no request in before the engine is there"
-    name, length = replica.model_name, replica.engine.info.context_length
-    return Model(id=name, created=replica.created, root=name, max_model_len=length, runtime=state["runtime"]())
+def _model(state: State, service: ChatService) -> Model:
+    name = state["replica"].model_name
+    length = service.engine.info.context_length
+    created = state["replica"].created
+    return Model(id=name, created=created, root=name, max_model_len=length, runtime=state["runtime"]())

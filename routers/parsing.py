@@ -1,32 +1,58 @@
-"""JSON to a model, from the raw bytes, and never long at a time: images within it are cut out first (`protocol/cut.py`)."""
+"""JSON to a model from the raw bytes, never long at a time: images are cut out first, since parsing copies them."""
 
 import asyncio
 import contextlib
 import re
+import secrets
 from typing import TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from protocol.cut import CutUrls
-
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_VALUES = 5 << 18
 """Room for a prompt of a million token ids. Parsing more would hold up every other request for seconds."""
 _LONG = 1 << 16
-"""Bytes from which on a data URL is cut out."""
+"""Bytes from which a data URL is cut out."""
 _MAX_LOOKS = 1 << 10
-"""So many strings that may be data URLs are looked at; the others are parsed with the rest."""
+"""Strings that are checked for a data URL; further ones are parsed with the rest."""
 _KEY_BYTES = 64
 _IMAGE = re.compile(rb'"(?:image_url|url)"\s*:\s*\Z')
 _MAX_ERRORS = 1000
-"""Beyond so many, errors are counted and not listed."""
+"""Above this number errors are counted and not listed."""
+
+
+class CutUrls:
+    """The data URLs that were cut out of one body; its validation puts them back."""
+
+    def __init__(self) -> None:
+        self._mark = f"data:cut-{secrets.token_hex(16)}-"
+        self._urls: dict[str, str] = {}
+        self._restored: set[str] = set()
+
+    def cut(self, url: str) -> str:
+        """Return what stands in the place of `url`; it needs no escapes in JSON."""
+        mark = f"{self._mark}{len(self._urls)}"
+        self._urls[mark] = url
+        return mark
+
+    def restore(self, text: str) -> str:
+        """Return the URL that `text` stands for, or `text`."""
+        if text not in self._urls:
+            return text
+        self._restored.add(text)
+        return self._urls[text]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all URLs have been put back."""
+        return len(self._restored) == len(self._urls)
 
 
 async def parsed(model: type[M], raw: bytes) -> M:
-    """A body as a `model`. Raises RequestValidationError."""
+    """Parse a body as a `model`. Raises RequestValidationError."""
     short, urls = await _without_images(raw)
     found = _validated(model, short, urls)
     return found if urls.whole else _validated(model, raw, CutUrls())
@@ -36,13 +62,16 @@ def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
     _refuse_many_values(raw)
     _refuse_non_finite(raw)
     try:
-        return model.model_validate_json(raw, context=urls)
+        return model.model_validate_json(raw, context=urls.restore)
     except ValidationError as error:
         raise _invalid(error, raw) from None
 
 
 async def _without_images(raw: bytes) -> tuple[bytes, CutUrls]:
-    """A body without the long data URLs of its images, and these: each takes a millisecond, and the event loop a turn after it."""
+    """Return a body without the long data URLs of its images, and these.
+
+    Each takes a millisecond, and the event loop runs after it.
+    """
     urls = CutUrls()
     kept: list[bytes] = []
     done = start = 0
@@ -64,13 +93,13 @@ async def _without_images(raw: bytes) -> tuple[bytes, CutUrls]:
 
 
 def _refuse_many_values(raw: bytes) -> None:
-    """By punctuation, which is quick to count: a text that has so much of it is longer than any context, too."""
+    """Refuse by punctuation, which is quick to count: a text with so much of it exceeds any context, too."""
     if len(raw) > _MAX_VALUES and sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         raise _one_error("too_many", f"The body has more than {_MAX_VALUES} values")
 
 
 def _refuse_non_finite(raw: bytes) -> None:
-    """Pydantic takes the JavaScript numbers, which are no JSON, where a field may be anything."""
+    """Refuse NaN and Infinity, which are not JSON: Pydantic accepts them in a field of any type."""
     if b"NaN" in raw or b"Infinity" in raw:
         try:
             from_json(raw, allow_inf_nan=False)

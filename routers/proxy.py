@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
@@ -19,13 +20,16 @@ from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedReplica
-from protocol.chat import ChatCompletionRequest
-from protocol.completions import CompletionRequest
+from multimodal.errors import RequestError
 from routers.body import read_body
-from routers.generate import while_connected
+from routers.disconnect import while_connected
+from routers.endpoint import Endpoint
+from routers.endpoints import ENDPOINTS
 from routers.parsing import parsed
 from routers.relay import MAX_ANSWER, REPLICA_HEADER, Relay, WholeAnswer, end_to_end, is_stream
-from routers.state import RequestRouter, state_of
+from routers.sse import OPENAI
+from routers.state import RouterService, RouterServiceDep, state_of
+from routers.tokenize import PATHS
 
 router = APIRouter(tags=["router"])
 
@@ -38,29 +42,28 @@ _REFUSALS = frozenset({429, 503})
 log = logging.getLogger(__name__)
 
 
-@router.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-@router.api_route("/tokenize", methods=["POST"], include_in_schema=False)
-@router.api_route("/detokenize", methods=["POST"], include_in_schema=False)
-@router.api_route(
-    "/v1/completions", methods=["POST"], include_in_schema=False
-)  # added first, so that metrics and traces name it
-@router.api_route("/v1/chat/completions", methods=["POST"], include_in_schema=False)
-async def forward(request: Request) -> Response:
+async def forward(request: Request, service: RouterServiceDep) -> Response:
     """Answer as a replica does."""
-    state = state_of(request)
-    assert state["replica"].router is not None, "the gate lets no request in before the router is there"
-    body = await read_body(request, state["http"]) if request.method == "POST" else b""
-    return await while_connected(request, _Exchange(request, state["replica"].router, body).answer())
+    body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
+    return await while_connected(request, _Exchange(request, service, body).answer())
+
+
+for _path in (*(endpoint.path for endpoint in ENDPOINTS), *PATHS):  # added first, so that metrics and traces name them
+    router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
+router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST"], include_in_schema=False)
 
 
 class _Exchange:
     """One request, sent to one replica after the other until one answers."""
 
-    def __init__(self, request: Request, router: RequestRouter, body: bytes) -> None:
+    def __init__(self, request: Request, router: RouterService, body: bytes) -> None:
         self._request = request
         self._router = router
         self._fleet = router.fleet
         self._body = body
+        self._endpoint: Endpoint[Any] | None = next(
+            (endpoint for endpoint in ENDPOINTS if request.scope["path"].endswith(endpoint.path)), None
+        )
         self._session = request.headers.get(router.session_header, "")[:_MAX_SESSION] if router.session_header else ""
 
     async def answer(self) -> Response:
@@ -86,17 +89,17 @@ class _Exchange:
 
     async def _prompt(self) -> RoutedPrompt:
         """Return the prompt of a request that generates; an empty one for other requests."""
+        if self._endpoint is None:
+            return RoutedPrompt(count=1)
         started = time.perf_counter()
-        path = self._request.scope["path"]
         try:
-            if path.endswith("/v1/chat/completions"):
-                prompt = await self._router.prompts.of_chat(await parsed(ChatCompletionRequest, self._body))
-            elif path.endswith("/v1/completions"):
-                prompt = await self._router.prompts.of_completion(await parsed(CompletionRequest, self._body))
-            else:
-                return RoutedPrompt(count=1)
+            prompt = await self._router.prompts.of(
+                self._endpoint.convert(await parsed(self._endpoint.body, self._body))
+            )
         except RequestValidationError:  # a replica will refuse it
             return RoutedPrompt(count=1)
+        except RequestError:  # the same
+            prompt = RoutedPrompt()
         self._fleet.observer.tokenised(time.perf_counter() - started)
         return prompt
 
@@ -114,7 +117,8 @@ class _Exchange:
                     work.answered()
                     ends = partial(self._end, replica, work, connection)
                     outcome = ""
-                    return Relay(connection, first, headers, ends, state_of(self._request)["render_error"])
+                    framing = self._endpoint.framing if self._endpoint is not None else OPENAI
+                    return Relay(connection, first, headers, ends, framing, state_of(self._request)["render_error"])
                 content = await connection.body(MAX_ANSWER)
             outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:

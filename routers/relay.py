@@ -8,7 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineDied
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
-from routers.generate import disconnect
+from routers.disconnect import disconnect
+from routers.sse import Framing
 
 REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
@@ -53,6 +54,7 @@ class Relay(Response):
         first: bytes,
         headers: list[Header],
         ends: Callable[[str], None],
+        framing: Framing,
         render_error: Callable[[Exception], bytes],
     ) -> None:
         super().__init__(None, connection.status)
@@ -60,6 +62,7 @@ class Relay(Response):
         self._connection = connection
         self._first = first
         self._ends = ends
+        self._framing = framing
         self._render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +100,8 @@ class Relay(Response):
             if gone.done():
                 return "cancelled"
             error = self._render_error(EngineDied("The replica was lost while it answered."))
-            await send({"type": "http.response.body", "body": b"\n\ndata: " + error + b"\n\n", "more_body": False})
+            last = b"\n\n" + self._framing.event(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
             return "lost"
         await send({"type": "http.response.body", "body": rest, "more_body": False})
         return "ok"

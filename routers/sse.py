@@ -1,79 +1,101 @@
-"""Streams of server-sent events, framed as OpenAI does, on sse-starlette's EventSourceResponse.
+"""Streams of server-sent events.
 
-Compared with it: the status waits for the first event, so that errors found before it get one of their own; events come framed and are
-sent without a lock, a timer or a log line for each; keep-alive comments are sent in silence only; and a shutdown lets streams run
-(`server/process/serving.py` waits for them).
+sse-starlette's response has the headers; sending is our own. The status waits for the first event, so that errors found
+before it get a status of their own. Events are sent without a lock, a timer or a log line for each. Keep-alive comments
+are sent in silence only. A shutdown lets streams run (`server/process/serving.py` waits for them).
 """
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
-import anyio
 from sse_starlette import EventSourceResponse
-from sse_starlette.sse import AppStatus
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-AppStatus.enable_automatic_graceful_drain = False
+from routers.disconnect import disconnect
 
-_DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class EventStream(EventSourceResponse):
-    """A stream of JSON `payloads`, ended by `[DONE]`, or by one error event if they fail midway.
+class Framing:
+    """How an API frames its stream: events of data alone, then `[DONE]`, as OpenAI's chat and completions do.
 
-    What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the client has gone.
+    An API that names its events, or ends in another way, has a subclass.
+    """
+
+    end = b"data: [DONE]\n\n"
+    """What follows the last event, unless that is an error."""
+
+    def event(self, payload: bytes) -> bytes:
+        """Frame a JSON document, which may be an error envelope."""
+        return b"data: " + payload + b"\n\n"
+
+
+OPENAI = Framing()
+
+
+class EventStream(EventSourceResponse):
+    """A stream of JSON `payloads`, or of one error event if they fail midway.
+
+    What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the
+    client has gone.
     """
 
     def __init__(
-        self, payloads: AsyncGenerator[bytes, None], ping_interval: float, render_error: Callable[[Exception], bytes]
+        self,
+        payloads: AsyncGenerator[bytes, None],
+        framing: Framing,
+        ping_interval: float,
+        render_error: Callable[[Exception], bytes],
     ) -> None:
-        super().__init__(payloads, headers={"Cache-Control": "no-cache"}, ping=ping_interval, sep="\n")
+        super().__init__(payloads, headers={"Cache-Control": "no-cache"}, ping=ping_interval)
         self._payloads = payloads
+        self._framing = framing
         self._render_error = render_error
         self._last_sent = math.inf
         """By the loop's clock; infinite until the headers are sent."""
 
-    async def _stream_response(self, send: Send) -> None:
-        """In a task of its own, since anyio cancels again and again, and would not let `payloads` finish closing."""
-        task = asyncio.create_task(self._send_events(send))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_events(send))
+        gone = asyncio.create_task(disconnect(receive))
+        tasks: list[asyncio.Task[Any]] = [sending, gone]
+        if self.ping_interval:
+            tasks.append(asyncio.create_task(self._keep_alive(send)))
         try:
-            await asyncio.wait([task])
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            task.cancel()
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([task])
-        async with self._send_lock:
-            self.active = False
-            await send({"type": "http.response.body", "body": task.result(), "more_body": False})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not sending.cancelled():
+            await send({"type": "http.response.body", "body": sending.result(), "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
-        """Send all but the last event, which is returned."""
+        """Send all but the end of the stream, which is returned."""
         clock = asyncio.get_running_loop().time
+        frame = self._framing.event
         async with aclosing(self._payloads) as payloads:
             payload = await anext(payloads)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": frame(payload), "more_body": True})
                 self._last_sent = clock()
                 async for payload in payloads:
-                    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+                    await send({"type": "http.response.body", "body": frame(payload), "more_body": True})
                     self._last_sent = clock()
             except Exception as error:  # whatever it was: the client must not take the stream for complete
-                return b"data: " + self._render_error(error) + b"\n\n"
-        return _DONE
+                return frame(self._render_error(error))
+        return self._framing.end
 
-    async def _ping(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         silence = 0.0
-        while self.active:
-            await anyio.sleep(self.ping_interval - silence)
+        while True:
+            await asyncio.sleep(self.ping_interval - silence)
             silence = max(clock() - self._last_sent, 0.0)
             if silence >= self.ping_interval:
-                async with self._send_lock:
-                    if self.active:
-                        await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 silence = 0.0
                 self._last_sent = clock()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, TypedDict, cast
+from typing import Annotated, TypedDict, cast
 
 from fastapi import Depends, Request
 
@@ -16,28 +16,56 @@ from multimodal.processor import Processor
 from multimodal.text.prompt import ImagePrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
+from routers.errors import Missing
+from routers.fields import FieldCheck
 
 
-class Missing(NamedTuple):
-    """Something that a replica lacks to be ready."""
+@dataclass(frozen=True, kw_only=True)
+class ChatService:
+    """Answers the public API, by an engine here."""
 
-    name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
-    reason: str
-    """For people."""
+    engine: AdmissionEngine
+    processor: Processor
+    fields: FieldCheck
+    images: ImagePrompts | None = None
+    """Puts images into chats, if the model takes any."""
+    encoder: Encoder | PromptEncoder | None = None
+    """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.healthy
+
+    async def close(self) -> None:
+        """End what runs."""
+        if self.images is not None:
+            await self.images.aclose()
+        await self.engine.close()
+        if self.encoder is not None:
+            await self.encoder.close()
 
 
-class NotReady(EngineNotReady):
-    """A replica takes no requests for now; it says all that it lacks."""
+@dataclass(frozen=True, kw_only=True)
+class PrefillService:
+    """Computes prompts for decode replicas, and encodes images for other replicas if the model takes any."""
 
-    def __init__(self, missing: list[Missing]) -> None:
-        super().__init__(" ".join(dict.fromkeys(reason for _, reason in missing)))
-        self.missing = missing
+    engine: AdmissionEngine
+    encoding: EncodeService | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.healthy
+
+    async def close(self) -> None:
+        """End what runs."""
+        await self.engine.close()
+        if self.encoding is not None:
+            await self.encoding.close()
 
 
-@dataclass(frozen=True)
-class RequestRouter:
-    """What a router has in the place of an engine."""
+@dataclass(frozen=True, kw_only=True)
+class RouterService:
+    """Forwards the public API to replicas that it chooses."""
 
     fleet: Fleet
     prompts: RoutedPrompts
@@ -49,48 +77,40 @@ class RequestRouter:
         return self.fleet.healthy
 
     async def close(self) -> None:
+        """End what runs."""
         await self.fleet.close()
 
 
+ReplicaService = ChatService | PrefillService | EncodeService | RouterService
+"""What a replica does, by its role."""
+
+
 @dataclass(eq=False)
-class Replica:
-    """The one model behind the routes, from the moment the port is open until it closes."""
+class ReplicaState:
+    """The replica behind the routes, from the moment the port is open until it closes."""
 
     model_name: str
     entrance: str = "/v1"
-    """Where its requests come in."""
-    has_engine: bool = True
-    """False for an encode replica and for a router."""
+    """The path under which its requests come in."""
     created: int = field(default_factory=lambda: int(time.time()))
-    engine: AdmissionEngine | None = None
-    """Set once it has started, together with the processor."""
-    processor: Processor | None = None
-    images: ImagePrompts | None = None
-    """What puts images into chats; set, if the model takes any, with the processor."""
-    encoder: Encoder | None = None
-    """What makes embeddings of the images in chats, here or elsewhere; set, if there is one, before the engine is."""
-    prompt_encoder: PromptEncoder | None = None
-    """The same for a backend that encodes by itself (TensorRT-LLM) and has encode replicas."""
-    encoding: EncodeService | None = None
-    """What encodes images for other replicas. Set before the engine is, if there is to be one."""
-    router: RequestRouter | None = None
-    """What chooses replicas, if this is a router."""
+    service: ReplicaService | None = None
+    """Set once, when all that it needs has started."""
     loading: str = "The model is loading."
-    """Why it is not there yet."""
+    """Why there is no service yet."""
     failure: str | None = None
     """Why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
-    """Parts that readiness depends on besides the engine, by their names in `Missing`: a call says why one is not there, empty if it is."""
+    """What readiness depends on besides the service, by name: a call returns why it is not ready, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
-    """Replicas that this one asks, by what for: a call says how many it knows, and how many of them answer."""
+    """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
     draining: bool = False
     running: int = 0
     """Requests that a shutdown waits for."""
 
     @property
-    def core(self) -> AdmissionEngine | EncodeService | RequestRouter | None:
-        """What its requests need: the engine, or what an encode replica or a router has instead; None before it has started."""
-        return self.engine if self.engine is not None or self.has_engine else self.encoding or self.router
+    def engine(self) -> AdmissionEngine | None:
+        """The engine, once it serves; None for encode replicas and routers."""
+        return self.service.engine if isinstance(self.service, ChatService | PrefillService) else None
 
     @property
     def ready(self) -> bool:
@@ -99,25 +119,28 @@ class Replica:
     @property
     def missing(self) -> list[Missing]:
         """What it lacks to be ready; empty if a request made now would be taken."""
-        if self.core is None:
+        if self.service is None:
             lacks = [Missing("engine", self.loading)]
         else:
             lacks = [Missing(name, reason) for name, check in self.checks.items() if (reason := check())]
-            if not self.core.healthy and not any(name in ("engine", "prefill_peers", "replicas") for name, _ in lacks):
+            explained = any(name in ("engine", "prefill_peers", "replicas") for name, _ in lacks)
+            if not self.service.healthy and not explained:
                 lacks.insert(0, Missing("engine", "The engine is restarting, or closing."))
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
-    def enter(self) -> None:
-        """Begin a request, which may use engine and processor; `leave` ends it. Raises EngineNotReady while starting and draining, and when
-        routers can no longer know what is here.
+    def enter(self) -> ReplicaService:
+        """Begin a request, which `leave` ends, and return what serves it.
+
+        Raises EngineNotReady while starting and draining, and when routers can no longer know what is cached here.
         """
         if self.draining:
             raise EngineNotReady("The server is shutting down.")
-        if self.core is None:
+        if self.service is None:
             raise EngineNotReady(self.loading)
         if (publishing := self.checks.get("kv_events")) is not None and (reason := publishing()):
             raise EngineNotReady(reason)
         self.running += 1
+        return self.service
 
     def leave(self) -> None:
         self.running -= 1
@@ -139,14 +162,16 @@ class HttpOptions:
 
 
 class State(TypedDict):
+    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy."""
+
     version: str
-    replica: Replica
+    replica: ReplicaState
     http: HttpOptions
     render_error: Callable[[Exception], bytes]
-    """The error envelope for an exception (`server/http/errors.py`)."""
+    """Return the error envelope of an exception (`server/http/errors.py`)."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
-    """How the replica runs, as far as is known now."""
+    """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
     """Without secrets."""
 
@@ -162,14 +187,13 @@ async def _state(request: Request) -> State:
     return state_of(request)
 
 
-async def _replica(request: Request) -> Replica:
+async def _replica(request: Request) -> ReplicaState:
     return state_of(request)["replica"]
 
 
-async def _processor(request: Request) -> Processor:
-    processor = state_of(request)["replica"].processor
-    assert processor is not None, "the gate lets no request in before the processor is there"
-    return processor
+async def _service(request: Request) -> ReplicaService:
+    """Return the service that the gate has found. A role mounts only routes that its kind of service answers."""
+    return cast(ReplicaService, request.scope["state"]["service"])
 
 
 async def _request_id(request: Request) -> str:
@@ -177,6 +201,9 @@ async def _request_id(request: Request) -> str:
 
 
 StateDep = Annotated[State, Depends(_state)]
-ReplicaDep = Annotated[Replica, Depends(_replica)]
-ProcessorDep = Annotated[Processor, Depends(_processor)]
+ReplicaDep = Annotated[ReplicaState, Depends(_replica)]
+ChatServiceDep = Annotated[ChatService, Depends(_service)]
+PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
+EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
+RouterServiceDep = Annotated[RouterService, Depends(_service)]
 RequestId = Annotated[str, Depends(_request_id)]

@@ -4,27 +4,46 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
+from multimodal.errors import RequestError
+from multimodal.request import Ask
 from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from routers.body import json_body, request_body
-from routers.generate import while_connected
-from routers.state import ProcessorDep
+from routers.chat import conversation
+from routers.disconnect import while_connected
+from routers.state import ChatServiceDep
 
 router = APIRouter(tags=["tokens"])
+PATHS = ("/tokenize", "/detokenize")
+BODIES = (TokenizeRequest, DetokenizeRequest)
 
 
 @router.post("/tokenize", summary="Text or chat to token ids", openapi_extra=request_body(TokenizeRequest))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(
-    request: Request, processor: ProcessorDep, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
+    request: Request, service: ChatServiceDep, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> TokenizeResponse:
     """The token ids of a prompt, or of messages rendered by the chat template, which may have images."""
-    return await while_connected(request, processor.tokenize(body))
+    service.fields.check_model(body.model)
+    ids = await while_connected(request, service.processor.tokenize(convert(body)))
+    strings = await service.processor.strings(ids) if body.return_token_strs else None
+    length = service.engine.info.context_length
+    return TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
 
 
 @router.post("/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(
-    processor: ProcessorDep, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
+    service: ChatServiceDep, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> DetokenizeResponse:
     """The text of token ids."""
-    return await processor.detokenize(body)
+    service.fields.check_model(body.model)
+    return DetokenizeResponse(prompt=await service.processor.detokenize(body.tokens))
+
+
+def convert(body: TokenizeRequest) -> Ask:
+    """Return the request whose prompt is to be tokenised. Raises RequestError."""
+    if body.messages is not None and body.prompt is None:
+        return Ask(prompt=conversation(body, body.messages, {}), add_special_tokens=body.add_special_tokens is True)
+    if body.messages is None and body.prompt is not None:
+        return Ask(prompt=[body.prompt], add_special_tokens=body.add_special_tokens is not False)
+    raise RequestError("Give either 'prompt' or 'messages'.", "prompt")

@@ -1,4 +1,4 @@
-"""The application: what it has, in order."""
+"""The application, as a list of what it has."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
-from routers import chat, completions, encode, health, internal, metrics, models, proxy, server_info, tokenize, version
+from routers import encode, internal, models, operations, proxy, tokenize
+from routers.endpoints import ENDPOINTS
 from server import __version__
 from server.compose.engine import served_name
 from server.http import errors, openapi
@@ -20,8 +21,7 @@ from server.settings import Settings
 if TYPE_CHECKING:
     from server.http.tracing import Tracing
 
-OPERATIONS = (health.router, metrics.router, server_info.router, version.router)
-PUBLIC = (chat.router, completions.router, models.router, tokenize.router)
+PUBLIC = (*(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router)
 ROUTERS = {
     "aggregated": PUBLIC,
     "decode": PUBLIC,
@@ -29,11 +29,11 @@ ROUTERS = {
     "encode": (encode.router, internal.no_public_routes("an encode replica")),
     "router": (proxy.router,),
 }
-"""What a role serves besides the operations."""
+"""Routers by role, besides the operations."""
 
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
-    """The application of one API process; several share their metrics in `metrics_folder`."""
+    """Return the application of one API process; several share their metrics in `metrics_folder`."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder)
     tracing = _tracing(settings, server_metrics)
     app = FastAPI(
@@ -45,7 +45,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (*ROUTERS[settings.disaggregation_mode], *OPERATIONS):
+    for router in (*ROUTERS[settings.disaggregation_mode], operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
         openapi.install(app)
@@ -65,7 +65,7 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
 
 
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
-    """Innermost first."""
+    """Add the middleware, innermost first."""
     app.add_middleware(GateMiddleware)
     http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None

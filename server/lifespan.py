@@ -6,23 +6,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.config import create_engine
+from engine.encoder import Encoder, PromptEncoder
 from engine.errors import EngineFailure
 from engine.kit.tasks import all_of
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
+from engine.replicas.encode_service import EncodeService
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
-from routers.state import HttpOptions, Replica, State
+from routers.fields import FieldCheck
+from routers.state import ChatService, HttpOptions, PrefillService, ReplicaState, State
 from server import __version__
 from server.compose import encoders
 from server.compose import engine as compose
@@ -50,7 +53,7 @@ def make_lifespan(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
-        replica = Replica(compose.served_name(settings), compose.entrance(settings), compose.has_engine(settings))
+        replica = ReplicaState(compose.served_name(settings), compose.entrance(settings))
         options = HttpOptions(
             max_body_bytes=int(settings.max_body_mb * (1 << 20)),
             body_timeout=settings.body_timeout_seconds,
@@ -81,17 +84,25 @@ def make_lifespan(
     return lifespan
 
 
-async def live(settings: Settings, metrics: ServerMetrics, replica: Replica, health: Health) -> None:
+class _Encoders(NamedTuple):
+    """What encodes images, as far as there is anything: for chats here, and, as a service, for other replicas."""
+
+    encoder: Encoder | None
+    prompt_encoder: PromptEncoder | None
+    service: EncodeService | None
+
+
+async def live(settings: Settings, metrics: ServerMetrics, replica: ReplicaState, health: Health) -> None:
     """The replica's life, from loading the model until cancelled. If that ends early, `replica.failure` says why."""
     try:
         async with AsyncExitStack() as stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if settings.engine_address else await in_thread(partial(compose.model_folder, settings))
             failed: Callable[[], Awaitable[str]] = _never
-            if replica.has_engine:
+            if compose.has_engine(settings):
                 failed = await _serve(settings, metrics, replica, health, folder, stack)
             elif compose.has_model(settings):
-                await _add_encoders(settings, metrics, replica, health, folder, stack)
+                replica.service = (await _add_encoders(settings, metrics, replica, health, folder, stack)).service
             else:
                 await add_router(settings, metrics, replica, folder, stack)
             raise EngineFailure(await failed())
@@ -103,7 +114,7 @@ async def live(settings: Settings, metrics: ServerMetrics, replica: Replica, hea
 async def _serve(
     settings: Settings,
     metrics: ServerMetrics,
-    replica: Replica,
+    replica: ReplicaState,
     health: Health,
     folder: Path | None,
     stack: AsyncExitStack,
@@ -121,23 +132,45 @@ async def _serve(
         [_text(settings, folder), _add_encoders(settings, metrics, replica, health, folder, stack), *starting]
     )
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
+    encoding: _Encoders = found[1]
     await stack.enter_async_context(background(metrics.watch_engine(engine), "engine-statistics"))
     await health.add_engine(local, inner, stack)
+    service: ChatService | PrefillService = PrefillService(engine=engine, encoding=encoding.service)
     if text is not None:
-        images = replica.images = image_prompts(settings, folder, replica, text[0], metrics)
-        if images is not None:
-            stack.push_async_callback(images.aclose)
-        replica.processor = Processor(
-            engine,
-            Prompts(*text, images),
-            compose.limits(settings),
-            replica.model_name,
-            GenerationMetrics(metrics.registry, replica.model_name),
-            compose.default_processors(settings),
-        )
+        service = _chat_service(settings, metrics, replica.model_name, engine, text, encoding, folder, stack)
     publish_events(settings, metrics, replica, engine, stack)
-    replica.engine = engine
+    replica.service = service
     return failed
+
+
+def _chat_service(
+    settings: Settings,
+    metrics: ServerMetrics,
+    name: str,
+    engine: AdmissionEngine,
+    text: tuple[Tokenizer, ChatTemplate | None],
+    encoding: _Encoders,
+    folder: Path | None,
+    stack: AsyncExitStack,
+) -> ChatService:
+    images = image_prompts(settings, folder, encoding.encoder, encoding.prompt_encoder, text[0], metrics)
+    if images is not None:
+        stack.push_async_callback(images.aclose)
+    processor = Processor(
+        engine,
+        Prompts(*text, images),
+        compose.limits(settings),
+        name,
+        GenerationMetrics(metrics.registry, name),
+        compose.default_processors(settings),
+    )
+    return ChatService(
+        engine=engine,
+        processor=processor,
+        fields=FieldCheck(name, strict=settings.strict_fields),
+        images=images,
+        encoder=encoding.encoder or encoding.prompt_encoder,
+    )
 
 
 async def _text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None] | None:
@@ -148,12 +181,12 @@ async def _text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, Cha
 async def _add_encoders(
     settings: Settings,
     metrics: ServerMetrics,
-    replica: Replica,
+    replica: ReplicaState,
     health: Health,
     folder: Path | None,
     stack: AsyncExitStack,
-) -> None:
-    """Start what encodes images, if the model takes any, and give it to the replica: for chats here, or for other replicas."""
+) -> _Encoders:
+    """Start what encodes images, if the model takes any, for chats here or for other replicas."""
     encoder = encoders.encoder(settings, folder, metrics.registry)
     prompt_encoder = encoders.prompt_encoder(settings, folder, metrics.registry)
     for one in (encoder, prompt_encoder):
@@ -165,10 +198,8 @@ async def _add_encoders(
     service = encoders.service(settings, encoder, prompt_encoder, metrics.registry)
     if service is not None:
         stack.push_async_callback(service.close)
-        replica.encoding = service
-    else:
-        replica.encoder, replica.prompt_encoder = encoder, prompt_encoder
-    await health.add_encoders(encoder, prompt_encoder, folder, stack)
+    await health.add_encoders(encoder, prompt_encoder, service, folder, stack)
+    return _Encoders(encoder, prompt_encoder, service)
 
 
 async def _open_engine(

@@ -22,7 +22,7 @@ HOMES = {
     "starlette": ("server", "routers"),
     "sse_starlette": ("server", "routers"),
     "uvicorn": ("server", "routers"),
-    "prometheus_client": ("server", "routers/metrics.py", "multimodal/metrics.py"),
+    "prometheus_client": ("server", "routers/operations.py", "multimodal/metrics.py"),
     "prometheus_fastapi_instrumentator": ("server",),
     "pydantic_settings": ("server/settings", "server/cli.py"),
     "zmq": ("engine",),

@@ -1,4 +1,4 @@
-"""The embedded engine as an `Engine`: one thread runs the core's turns, the event loop talks to it through a queue."""
+"""The embedded engine as an `Engine`: one thread runs the core's steps, the event loop talks to it through a queue."""
 
 import asyncio
 import contextlib
@@ -204,25 +204,27 @@ class EmbeddedEngine:
         started = time.monotonic()
         torch.set_num_threads(compute_threads(self._config.threads))
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
-        model, config = core.model, self._config
-        self._capacity, self._layout, self._takes_images = core.blocks.capacity, core.layout, model.takes_images
+        runner, config = core.runner, self._config
+        self._capacity = core.blocks.capacity
+        self._layout = core.layout
+        self._takes_images = runner.takes_images
         info = EngineInfo(
             backend="embedded",
             model=config.model,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            compute_path=model.compute_path,
-            instruction_set=model.instruction_set,
-            context_length=model.context_length,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
+            dtype=str(runner.dtype).removeprefix("torch."),
+            device=str(runner.device),
+            compute_path=runner.compute_path,
+            instruction_set=runner.instruction_set,
+            context_length=runner.context_length,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=runner.eos_token_ids,
             block_size=core.blocks.block_size,
             num_blocks=core.blocks.pools[0].num_blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
             guides=GUIDE_KINDS,
-            capacity=self._capacity if self._capacity < model.context_length else 0,
+            capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
         )
         self._call(_settle, loaded, info)

@@ -1,47 +1,48 @@
-"""What the engine says of prompts, of ends and of its steps."""
+"""What the engine reports of prompts, of failed steps and of the steps themselves."""
 
-from collections.abc import Sequence as Sequence_
+import torch
 
-from engine.embedded.scheduler import Chunk
+from engine.embedded.sampling.sampler import prompt_logprobs
 from engine.embedded.sequence import Sequence
+from engine.embedded.step import Chunk, PromptRows
 from engine.errors import EngineFailure
 from engine.stats import InflightBatchingStats
-from engine.types import FinishReason, PromptReport
+from engine.types import PromptReport
+
+
+def report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:
+    """Append the log-probabilities of prompt tokens to their sequences, except those known from before a preemption.
+
+    The first rows of `logits` are those of `reported`; returns how many they are.
+    """
+    first = 0
+    for (sequence, start, *_), _, count in reported:
+        assert sequence.prompt_logprobs is not None
+        known = max(0, len(sequence.prompt_logprobs) - 1 - start)
+        targets = sequence.tokens[start + known + 1 : start + count + 1]
+        asked = sequence.request.sampling.prompt_logprobs or 0
+        sequence.prompt_logprobs += prompt_logprobs(logits[first + known : first + count], targets, asked)
+        first += count
+    return first
 
 
 def prompt_report(sequence: Sequence) -> PromptReport:
-    """On the first delta of a sequence."""
+    """Return the report that goes out with the first delta of a sequence."""
     assert sequence.first_scheduled is not None
     logprobs = None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
     waited = sequence.first_scheduled - sequence.arrival
     return PromptReport(cached_tokens=sequence.cached_tokens, queue_seconds=waited, logprobs=logprobs)
 
 
-def ending(
-    sequence: Sequence, token: int, eos_token_ids: tuple[int, ...], context_length: int
-) -> tuple[FinishReason | None, int | None]:
-    """Finish and stop reason of a sequence after `token`, its newest."""
-    sampling, count = sequence.request.sampling, sequence.num_output
-    if count > sampling.min_tokens:
-        if token in sampling.stop_token_ids:
-            return "stop", token
-        # A grammar lets the end of sequence through only when the output is complete: nothing could follow it.
-        if token in eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
-            return "stop", None
-    if count >= sampling.max_tokens or len(sequence.tokens) >= context_length:
-        return "length", None
-    return None, None
-
-
 def failure_of(error: Exception) -> EngineFailure:
-    """What a request is told of a step that failed."""
+    """Return the error that a request gets when its step failed."""
     failure = EngineFailure(f"the engine failed on this request: {type(error).__name__}")
     failure.__cause__ = error
     return failure
 
 
-def batching(chunks: Sequence_[Chunk], preempted: int) -> InflightBatchingStats:
-    """Of a step that preempted so many sequences."""
+def batching(chunks: list[Chunk], preempted: int) -> InflightBatchingStats:
+    """Return the figures of a step, in which `preempted` sequences were preempted."""
     prefills = [chunk for chunk in chunks if chunk.start + 1 < chunk.sequence.num_prompt]
     decodes = len(chunks) - len(prefills)
     return InflightBatchingStats(

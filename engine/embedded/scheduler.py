@@ -1,59 +1,52 @@
 """Which sequences run in the next step, and with how many tokens each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all within one budget
-of tokens and in order of rank. A sequence is admitted when blocks for all its present tokens are there, or for its first chunk and the
+of tokens and in order of rank. A sequence is admitted when there are blocks for all its present tokens, or for its first chunk and the
 window in layers of a sliding window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is
 preempted: it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
 
-Of disaggregation it knows that a sequence can be fetching, which is to have a slot and blocks while another replica's are read into them,
-and held, which is to keep the blocks of a computed prompt for another replica. Neither is ever preempted.
+A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to these. One whose
+prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them. Neither is ever preempted.
 """
 
 import bisect
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 from engine.embedded.kv.groups import MISSING, BlockGroups, Table
-from engine.embedded.sequence import Sequence
+from engine.embedded.kv.source import Source
+from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.step import Chunk
 
 PROMPT_LOGPROB_TOKENS = 256
 """Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
 
 
-class Chunk(NamedTuple):
-    """`tokens[start : start + length]` of a sequence, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
-    """Whether the step reaches the last token, so that the next one is sampled."""
-    starts: int
-    """The sequence's, when the chunk was made."""
-
-    @classmethod
-    def next_of(cls, sequence: Sequence, length: int) -> "Chunk":
-        start = sequence.computed
-        return cls(sequence, start, length, start + length == sequence.length, sequence.starts)
-
-    @property
-    def current(self) -> bool:
-        """Whether the sequence still has what the chunk computed."""
-        return self.sequence.starts == self.starts and self.sequence.slot >= 0
-
-
 class Fetch(NamedTuple):
-    """A sequence that has been given blocks for its prompt; `missing` has, for each group, the indices in its table of those to read."""
+    """A sequence that has been given blocks for what a source offers it."""
 
     sequence: Sequence
+    source: Source
+    position: int
+    """End of the offer: the first token that is computed here."""
     missing: list[list[int]]
+    """For each group of layers the indices in its table of the blocks to read."""
 
 
 class Scheduler:
-    """Owns the lists of sequences; the groups own the blocks."""
+    """Owns the lists of sequences, and the status of each; the groups own the blocks."""
 
-    def __init__(self, blocks: BlockGroups, *, max_num_seqs: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+    def __init__(
+        self,
+        blocks: BlockGroups,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        chunked_prefill: bool,
+        sources: abc.Sequence[Source] = (),
+    ) -> None:
+        """`sources` are asked in this order for prompts that are not in the pools."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """In order of rank."""
@@ -62,52 +55,64 @@ class Scheduler:
         self.fetching: list[Sequence] = []
         self.held: list[Sequence] = []
         self.held_blocks = 0
-        """Of all groups; one that two sequences share counts twice."""
+        """Blocks of held sequences in all groups; one that two sequences share counts twice."""
         self.orphans: list[list[Table]] = []
-        """Blocks that nobody has any more and that a transfer may still write to."""
+        """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
+        self._sources = sources
+        self._admissions = 0
         self._fetches: list[Fetch] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
         self._chunked = chunked_prefill
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence by its rank."""
+        """Queue a waiting sequence by its rank."""
+        assert sequence.status is SequenceStatus.WAITING and not sequence.tables and sequence.slot < 0
         bisect.insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a finished or aborted sequence and free its blocks."""
-        self._take_out(sequence)
+        """Take out a finished or aborted sequence and free its blocks. One that is FETCHING has to be abandoned instead."""
+        assert sequence.status is not SequenceStatus.FETCHING, "a source may still write to its blocks"
+        self._take_out(sequence, SequenceStatus.FINISHED)
         self.blocks.release(sequence.tables)
         sequence.tables = []
 
     def hold(self, sequence: Sequence) -> None:
         """Keep the blocks of a running sequence, and nothing else of it, until it is removed."""
-        self._take_out(sequence)
+        assert sequence.status is SequenceStatus.RUNNING
+        self._take_out(sequence, SequenceStatus.HELD)
         self.held.append(sequence)
         self.held_blocks += self.blocks.count(sequence.tables)
 
     def take_fetches(self) -> list[Fetch]:
-        """What is to be read for sequences that have begun to fetch since the last time. The step before must have ended by then: it may
-        still write to blocks that have been given back."""
+        """Return what is to be read for sequences that have become FETCHING since the last call.
+
+        The step before must have ended by then: it may still write to blocks that have been given back.
+        """
         fetches, self._fetches = self._fetches, []
         return fetches
 
-    def fetched(self, sequence: Sequence) -> None:
-        """A fetching sequence's blocks have been read: they become reusable, and it runs."""
+    def fetched(self, fetch: Fetch) -> None:
+        """Run a sequence whose blocks have been read; they become reusable."""
+        sequence, size = fetch.sequence, self.blocks.block_size
+        assert sequence.status is SequenceStatus.FETCHING
         self.fetching.remove(sequence)
-        sequence.remote = None
-        bisect.insort(self.running, sequence, key=_rank)
-        sequence.computed = sequence.num_prompt
-        keys = sequence.extend_keys(self.blocks.block_size)[: sequence.num_prompt // self.blocks.block_size]
+        self._release_sources(sequence)
+        self._run(sequence, fetch.position)
+        keys = sequence.extend_keys(size)[: fetch.position // size]
         self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
         sequence.stored = len(keys)
 
-    def abandon(self, sequence: Sequence) -> list[Table]:
-        """Take out a fetching sequence and leave its blocks to `orphans`, until `release_orphan`."""
-        self._take_out(sequence)
-        tables, sequence.tables, sequence.remote, sequence.stored = sequence.tables, [], None, 0
+    def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
+        """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is queued again."""
+        assert sequence.status is SequenceStatus.FETCHING
+        self._fetches = [fetch for fetch in self._fetches if fetch.sequence is not sequence]
+        self._take_out(sequence, SequenceStatus.WAITING if again else SequenceStatus.FINISHED)
+        tables, sequence.tables, sequence.stored = sequence.tables, [], 0
         self.orphans.append(tables)
+        if again:
+            self.add(sequence)
         return tables
 
     def release_orphan(self, tables: list[Table]) -> None:
@@ -116,24 +121,30 @@ class Scheduler:
         self.blocks.release(tables)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, taken as computed from now on; empty when all that runs waits for its last pending token."""
+        """Return the chunks of the next step, those of one token first. They count as computed from now on.
+
+        There are none when everything that runs waits for its last pending token.
+        """
         preempted = self.preemptions
         prompts: list[Sequence] = []
         chunks: list[Chunk] = []
+        size = self.blocks.block_size
         for sequence in list(self.running):  # decodes first
-            if sequence.remaining > 1:
+            start = sequence.computed
+            if len(sequence.tokens) + sequence.pending - start > 1:
                 prompts.append(sequence)
             elif (
-                not sequence.spent
-                and sequence.slot >= 0
+                sequence.status is SequenceStatus.RUNNING
+                and not sequence.spent
                 and len(chunks) < self._max_num_tokens
-                and self._grow(sequence, 1)
+                and (start < len(sequence.tables[-1]) * size or self._grow(sequence, 1))
             ):
-                chunks.append(Chunk.next_of(sequence, 1))
-        budget = self._max_num_tokens - len(chunks)
+                chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
+        decodes = len(chunks)
+        budget = self._max_num_tokens - decodes
         for sequence in prompts:
             if (
-                sequence.slot >= 0
+                sequence.status is SequenceStatus.RUNNING
                 and (length := self._length(sequence, budget, chunks))
                 and self._grow(sequence, length)
             ):
@@ -143,44 +154,60 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.current]
         elif self.waiting:
             self._admit(budget, chunks)
-        for chunk in chunks:
-            chunk.sequence.computed = chunk.start + chunk.length
+        for sequence, start, length, _, _ in chunks:
+            sequence.computed = start + length
+        if prompts or len(chunks) > decodes:
+            chunks.sort(key=_is_long)
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
-        """A step has written the keys and values of a chunk: its full blocks become reusable, and those behind a window are given back."""
-        sequence, end = chunk.sequence, chunk.start + chunk.length
-        full = end // self.blocks.block_size
-        if (full <= sequence.stored and not self.blocks.sliding) or not chunk.current:
-            return
-        if full > sequence.stored:
-            keys = sequence.extend_keys(self.blocks.block_size)[:full]
-            self.blocks.store(
-                sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, sequence.request.cache_salt
-            )
-            sequence.stored = full
-        self.blocks.leave_behind(sequence.tables, end)
+    def computed(self, chunks: list[Chunk]) -> None:
+        """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those behind a window are freed."""
+        size, sliding = self.blocks.block_size, self.blocks.sliding
+        for chunk in chunks:
+            sequence, start, length, _, _ = chunk
+            end = start + length
+            full = end // size
+            if (full <= sequence.stored and not sliding) or not chunk.current:
+                continue
+            if full > sequence.stored:
+                keys = sequence.extend_keys(size)[:full]
+                salt = sequence.request.cache_salt
+                self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, salt)
+                sequence.stored = full
+            self.blocks.leave_behind(sequence.tables, end)
 
     def audit(self) -> None:
         """Assert that every block is accounted for."""
         sequences = (*self.running, *self.waiting, *self.fetching, *self.held)
         self.blocks.audit([*(sequence.tables for sequence in sequences), *self.orphans])
 
-    def _take_out(self, sequence: Sequence) -> None:
-        """Out of its list, and out of its slot if it has one."""
-        if sequence.slot < 0:
-            if sequence.tables:
+    def _take_out(self, sequence: Sequence, then: SequenceStatus) -> None:
+        """Take a sequence out of its list, and out of its slot if it has one, and give it another status."""
+        match sequence.status:
+            case SequenceStatus.WAITING:
+                assert not sequence.tables and sequence.slot < 0
+                self.waiting.remove(sequence)
+            case SequenceStatus.FETCHING:
+                self.fetching.remove(sequence)
+            case SequenceStatus.RUNNING:
+                self.running.remove(sequence)
+            case SequenceStatus.HELD:
                 self.held.remove(sequence)
                 self.held_blocks -= self.blocks.count(sequence.tables)
-            else:
-                self.waiting.remove(sequence)
-            return
-        (self.running if sequence.remote is None else self.fetching).remove(sequence)
-        self._slots.append(sequence.slot)
-        sequence.slot = -1
+            case SequenceStatus.FINISHED:
+                raise AssertionError("the sequence has been taken out before")
+        if sequence.slot >= 0:
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        sequence.status = then
+        self._release_sources(sequence)
+
+    def _release_sources(self, sequence: Sequence) -> None:
+        for source in self._sources:
+            source.release(sequence)
 
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """The largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
+        """Return the largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
         remaining = min(sequence.remaining, self.blocks.max_chunk)
         if self._chunked:
             return min(remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
@@ -199,7 +226,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.remove(sequence)
+        assert sequence.status is SequenceStatus.RUNNING
+        self._take_out(sequence, SequenceStatus.WAITING)
+        self.blocks.release(sequence.tables)
+        sequence.tables = []
         sequence.computed = sequence.stored = 0
         self.preemptions += 1
         self.add(sequence)
@@ -208,8 +238,8 @@ class Scheduler:
         for sequence in self._candidates():
             if not self._slots:
                 return
-            if sequence.remote is not None and (missing := self._missing(sequence)):
-                if not self._fetch(sequence, missing):
+            if offered := self._offered(sequence):
+                if not self._fetch(sequence, *offered):
                     return
                 continue
             if budget <= 0:
@@ -231,48 +261,67 @@ class Scheduler:
         return alone or self.blocks.fits(tables, length, end, spare)
 
     def _start(self, sequence: Sequence, matched: list[Table], length: int) -> None:
-        sequence.stored, sequence.remote = len(matched[0]), None
+        sequence.stored = len(matched[0])
+        self._release_sources(sequence)
         self._seat(sequence, matched, sequence.computed + length)
+        self._run(sequence, sequence.computed)
+
+    def _run(self, sequence: Sequence, computed: int) -> None:
+        """Have a sequence run that has a slot and blocks, of which `computed` tokens are filled."""
+        sequence.status = SequenceStatus.RUNNING
+        sequence.computed = computed
         if not sequence.num_output:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = computed
         bisect.insort(self.running, sequence, key=_rank)
 
     def _seat(self, sequence: Sequence, tables: list[Table], end: int) -> list[list[int]]:
-        """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; the indices of those that were MISSING, by group."""
+        """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; return the indices of those that were MISSING, by group."""
+        assert sequence.status is SequenceStatus.WAITING
         self.blocks.hold(tables, sequence.length)
         missing = self.blocks.fill(tables)
         grown = self.blocks.grow(tables, sequence.length, end)
         assert grown, "alone, every sequence fits"
         self.waiting.remove(sequence)
-        sequence.tables, sequence.slot = tables, self._slots.pop()
-        sequence.starts += 1
+        self._admissions += 1
+        sequence.tables = tables
+        sequence.slot = self._slots.pop()
+        sequence.admission = self._admissions
         return missing
 
-    def _missing(self, sequence: Sequence) -> list[Table]:
-        """Tables for a prompt that another replica has computed; empty if all of it is here."""
+    def _offered(self, sequence: Sequence) -> tuple[Source, int, list[Table]] | None:
+        """Return the first source that offers blocks which are not here, the end of its offer, and tables up to there."""
+        if not self._sources or sequence.wants_prompt_logprobs:
+            return None
         size = self.blocks.block_size
-        tables = self.blocks.plan(sequence.extend_keys(size)[: sequence.num_prompt // size], sequence.num_prompt)
-        return tables if any(MISSING in table for table in tables) else []
+        for source in self._sources:
+            position = source.offer(sequence)
+            assert position < len(sequence.tokens), "one token has to be computed"
+            if position:
+                tables = self.blocks.plan(sequence.extend_keys(size)[: position // size], position)
+                if any(MISSING in table for table in tables):
+                    return source, position, tables
+        return None
 
-    def _fetch(self, sequence: Sequence, tables: list[Table]) -> bool:
-        """Have its missing blocks read, if there is room for all of its prompt."""
-        if not self._fits(tables, sequence.length, sequence.num_prompt):
+    def _fetch(self, sequence: Sequence, source: Source, position: int, tables: list[Table]) -> bool:
+        """Have the MISSING blocks of a sequence read, if there is room for all of the offer."""
+        if not self._fits(tables, sequence.length, position):
             return False
-        known = min((table.index(MISSING) for table in tables if MISSING in table), default=0)
-        self._fetches.append(Fetch(sequence, self._seat(sequence, tables, sequence.num_prompt)))
+        known = min(table.index(MISSING) for table in tables if MISSING in table)
+        self._fetches.append(Fetch(sequence, source, position, self._seat(sequence, tables, position)))
+        sequence.status = SequenceStatus.FETCHING
         sequence.stored = known
         bisect.insort(self.fetching, sequence, key=_rank)
         return True
 
     def _match(self, sequence: Sequence) -> list[Table]:
-        """Reusable blocks of its prefix. At least one token is always computed, for its logits; all of them, if all are reported."""
+        """Return reusable blocks of its prefix. One token at least is computed, for its logits; all of them, if all are reported."""
         size = self.blocks.block_size
         usable = 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // size
         return self.blocks.match(sequence.extend_keys(size)[:usable])
 
     def _candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences in order, without those whose next block a running prompt is computing, or a fetching one is reading, just now:
-        they wait to share it."""
+        """Yield waiting sequences in order, but not those whose next block a running prompt is computing, or a fetching one is reading: they
+        wait to share it."""
         size = self.blocks.block_size
         prompts = (
             [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []
@@ -287,13 +336,9 @@ class Scheduler:
                 coming.update(keys[sequence.stored :])
 
 
-def note_pending(chunks: Sequence_[Chunk], change: int) -> None:
-    """That the last tokens of chunks that sample are under way (1), or have arrived (-1)."""
-    for chunk in chunks:
-        if chunk.samples:
-            chunk.sequence.pending += change
-            chunk.sequence.sampler.pending = chunk.sequence.pending
-
-
 def _rank(sequence: Sequence) -> float:
     return sequence.rank
+
+
+def _is_long(chunk: Chunk) -> bool:
+    return chunk.length > 1

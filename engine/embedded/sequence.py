@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from engine.embedded.kv.blocks import BlockKey, block_key, root_key
 from engine.kit.spans import MmKeys, mm_keys_of, overlaps_of
-from engine.types import GenerateRequest, TokenLogprobs
+from engine.types import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.embedded.handoff.leases import Lease
     from engine.embedded.handoff.state import HeldState
+    from engine.embedded.handoff.words import LeaseWord
     from engine.embedded.models.embeddings import PromptImages
     from engine.embedded.sampling.sampler import SamplerState
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is; the scheduler alone changes it.
+
+    WAITING -> RUNNING -> FINISHED is the usual way. A waiting sequence whose prompt can be read from elsewhere is FETCHING before it runs;
+    a running one is WAITING again when it is preempted; one whose prompt was computed for another replica is HELD until that has read it.
+    """
+
+    WAITING = "waiting"
+    """Queued: it has neither a slot nor blocks."""
+    FETCHING = "fetching"
+    """It has a slot and blocks, into which a source writes keys and values of its prompt."""
+    RUNNING = "running"
+    """It has a slot and blocks, and takes part in steps."""
+    HELD = "held"
+    """It has blocks, which another replica may read, and no slot."""
+    FINISHED = "finished"
+    """Ended or aborted: it has nothing."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Its tokens, and how many of them have keys and values in its blocks.
 
-    `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, one more
+    `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, the next
     token is sampled, and is *pending* until the host has it. Preemption drops `tables` and sets `computed` back; the tokens and the
     sampler's state stay, so the output does not change.
     """
@@ -32,20 +52,21 @@ class Sequence:
     arrival: float
     """`time.monotonic()` at submission."""
     tokens: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
     pending: int = 0
-    """Tokens that were sampled and that the host has not seen yet: 0, or 1 while the next step is prepared ahead."""
+    """Tokens that were sampled and that the host has not seen yet: none, unless the next step is prepared ahead."""
     computed: int = 0
     """How many tokens have keys and values, the step under way included."""
     tables: list[list[int]] = field(default_factory=list)
-    """Its blocks in each group of layers, by their index (`engine/embedded/kv/groups.py`); none while it waits."""
+    """Its blocks in each group of layers, by their index (`engine/embedded/kv/groups.py`); empty while it waits."""
     slot: int = -1
-    """Its number among the running sequences, for what a model keeps of each; -1 while it waits."""
-    starts: int = 0
-    """How often it was admitted: what was launched before a preemption does not count afterwards."""
+    """Its number among the running sequences, for what a model runner keeps of each; -1 without one."""
+    admission: int = 0
+    """Number of its last admission, unique in the engine: what was launched before a preemption does not count afterwards."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
     mm_keys: dict[BlockKey, MmKeys] = field(default_factory=dict)
-    """Of those among `keys` whose blocks have images, what KV events say of these."""
+    """For those of `keys` whose blocks contain images: what KV events say of these."""
     images: PromptImages | None = None
     """The prompt's images; None without any."""
     stored: int = 0
@@ -53,12 +74,12 @@ class Sequence:
     cached_tokens: int = 0
     first_scheduled: float | None = None
     remote: HeldState | None = None
-    """Where another replica keeps the keys and values of its prompt, until they have been read or could not be."""
-    lease: Lease | None = None
-    """By which its blocks are held for another replica."""
+    """Blocks of its prompt on another replica, until they have been read or could not be."""
+    lease: LeaseWord | None = None
+    """Tells another replica that the blocks of this held sequence are still valid."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reported: bool = False
-    """Whether the prompt report has been given out."""
+    """Whether the prompt report has been sent."""
 
     num_prompt: int = field(init=False)
 
@@ -66,37 +87,63 @@ class Sequence:
         self.num_prompt = len(self.request.prompt_token_ids)
 
     @property
-    def blocks(self) -> list[int]:
-        """Its blocks in the first group: all of them where attention is full in every layer."""
-        return self.tables[0]
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
     def length(self) -> int:
-        """Tokens, a pending one included."""
+        """Number of tokens, pending ones included."""
         return len(self.tokens) + self.pending
 
     @property
     def remaining(self) -> int:
         """Tokens still to compute before the next one can be sampled; 1 while decoding."""
-        return self.length - self.computed
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def spent(self) -> bool:
         """Whether the pending token is the last one that is computed here."""
+        if not self.pending:
+            return False
         last = 1 if self.request.prefill_only else self.request.sampling.max_tokens
-        return self.pending > 0 and self.num_output + self.pending >= last
+        return len(self.tokens) - self.num_prompt + self.pending >= last
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions still have to be reported."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
+    def take(
+        self, sampled: tuple[int, ...], eos_token_ids: tuple[int, ...], context_length: int
+    ) -> tuple[int, FinishReason | None, int | None]:
+        """Append sampled tokens to the output, up to the one that ends it or has the sampler fail (`SamplerState.error`).
+
+        Returns how many were taken, and the finish and stop reason if the last of them ended the output.
+        """
+        sampling, sampler = self.request.sampling, self.sampler
+        if sampling.max_tokens == 0:
+            return 0, "length", None
+        taken = 0
+        for token in sampled:
+            if taken and sampler.error:
+                break
+            self.tokens.append(token)
+            sampler.accept(token)
+            taken += 1
+            length = len(self.tokens)
+            count = length - self.num_prompt
+            if count > sampling.min_tokens:
+                if token in sampling.stop_token_ids:
+                    return taken, "stop", token
+                # A grammar allows the end of sequence only when the output is complete: nothing could follow it.
+                if token in eos_token_ids and (sampling.guide is not None or not sampling.ignore_eos):
+                    return taken, "stop", None
+            if count >= sampling.max_tokens or length >= context_length:
+                return taken, "length", None
+        return taken, None, None
+
     def extend_keys(self, block_size: int) -> list[BlockKey]:
-        """Keys of all full blocks of `tokens`."""
+        """Return the keys of all full blocks of `tokens`."""
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
             overlaps = overlaps_of(self.request.images, start, block_size)

@@ -33,7 +33,8 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
 }
 """By the code of the error envelope. Other codes are failures of one request, except for these:"""
 _OF_THE_REPLICA = frozenset(
-    {"invalid_api_key", "forbidden", "unknown_url", "method_not_allowed", "unsupported_media_type", "replicas_differ"}
+    {"invalid_api_key", "forbidden", "unknown_url", "wrong_replica", "method_not_allowed"}
+    | {"unsupported_media_type", "replicas_differ"}
 )
 
 

@@ -29,7 +29,7 @@ from engine.transfer.base import (
     split_reads,
 )
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process import Mappings, ProcessId, check_survived, this_process
+from engine.transfer.process_id import Mappings, ProcessId, check_survived, this_process
 
 PIECE = 1 << 30
 """Bytes copied between two checks for cancellation: some milliseconds over NVLink."""

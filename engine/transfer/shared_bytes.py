@@ -17,7 +17,7 @@ from weakref import finalize
 import msgspec
 
 from engine.transfer.base import NotFromHere
-from engine.transfer.process import ProcessId, check_reachable, this_process
+from engine.transfer.process_id import ProcessId, check_reachable, this_process
 from engine.transfer.shared_memory import MemfdMapping, make_memory, open_memory
 
 SHARED_FROM = 1 << 20

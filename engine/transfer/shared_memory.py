@@ -29,7 +29,7 @@ from engine.transfer.base import (
     decode_offer,
     split_reads,
 )
-from engine.transfer.process import Mappings, ProcessId, check_survived, lives, this_process
+from engine.transfer.process_id import Mappings, ProcessId, check_survived, lives, this_process
 
 PIECE = 16 << 20
 """Bytes copied between two checks for cancellation: about two milliseconds."""

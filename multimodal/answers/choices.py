@@ -1,12 +1,19 @@
-"""One choice of an answer: deltas of token ids in, pieces of text out. Stop strings, finish reasons and hidden end tokens live here."""
+"""One choice of an answer: deltas of token ids in, pieces with parts out.
+
+Stop strings, finish reasons and hidden end tokens are handled here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from engine.types import Delta, FinishReason, GenerateRequest, PromptReport, TokenLogprobs
+from multimodal.answers.parsers.base import Parser, PlainText
+from multimodal.answers.parts import Part, Reasoning, ToolCall
 from multimodal.answers.stops import StopMatcher
-from multimodal.text.detokenizer import Detokenizer
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +25,15 @@ class TextOptions:
     skip_special_tokens: bool = True
 
 
-@dataclass(slots=True)
-class Piece:
-    """What one delta means for a client. The token that ended the sequence is the last of `token_ids`, but hidden from `text` and
-    `logprobs`, unless the request wants it."""
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What one delta means for a client.
+
+    The token that ended the sequence is the last of `token_ids`, but hidden from `parts` and `logprobs`, unless the
+    request wants it.
+    """
 
     index: int
-    text: str
+    parts: list[Part]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish_reason: FinishReason | None
@@ -36,7 +45,13 @@ class Choice:
     """The state of one choice while it is generated."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, prompt_index: int, tokenizer: Tokenizer, options: TextOptions
+        self,
+        index: int,
+        request: GenerateRequest,
+        prompt_index: int,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        parser: Parser | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -46,12 +61,16 @@ class Choice:
         self.image_tokens = sum(image.rows for image in request.images)
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
+        self.calls_tools = False
         self._include = options.include_stop
         self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
+        self._parser = parser or PlainText(tokenizer)
+        self._plain = type(self._parser) is PlainText
 
     def feed(self, delta: Delta) -> Piece:
-        """The piece for a delta. It has a finish reason if the engine or a stop string has ended the choice."""
+        """Return the piece of a delta. It has a finish reason if the engine or a stop string has ended the choice."""
         if delta.prompt is not None:
             self.cached_tokens = delta.prompt.cached_tokens
             self.prompt_tokens = delta.prompt.prompt_tokens or self.prompt_tokens
@@ -67,7 +86,7 @@ class Choice:
         return self._piece(delta, visible, text, delta.finish_reason, delta.stop_reason)
 
     def _feed_until_stop(self, delta: Delta, visible: int, stops: StopMatcher) -> Piece:
-        """Token by token, so that those behind a stop string are not counted."""
+        """Go token by token, so that those behind a stop string are not counted."""
         text = ""
         for count, token in enumerate(delta.token_ids[:visible], 1):
             ready, matched = stops.feed(self._detokenizer.feed((token,)))
@@ -93,4 +112,38 @@ class Choice:
         stop: int | str | None,
         count: int | None = None,
     ) -> Piece:
-        return Piece(self.index, text, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)
+        parts = self._parser.feed(delta.token_ids[:visible], text)
+        if finish is not None:
+            parts += self._parser.finish()
+        if not self._plain:
+            self._note(parts)
+        return Piece(self.index, parts, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)
+
+    def _note(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self.reasoning_tokens += part.tokens
+            elif isinstance(part, ToolCall):
+                self.calls_tools = True
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of one answer."""
+
+    prompt: int
+    cached: int
+    images: int
+    completion: int
+    reasoning: int
+
+
+def counts(choices: Sequence[Choice]) -> TokenCounts:
+    """Count tokens up to now. A prompt counts once, with the cached tokens of its first choice."""
+    firsts = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    return TokenCounts(
+        prompt=sum(choice.prompt_tokens for choice in firsts),
+        cached=sum(choice.cached_tokens for choice in firsts),
+        images=sum(choice.image_tokens for choice in firsts),
+        completion=sum(choice.completion_tokens for choice in choices),
+        reasoning=sum(choice.reasoning_tokens for choice in choices),
+    )

@@ -1,85 +1,82 @@
-"""A request on its way through the engine: starts its choices, follows them, and closes every one of them whatever happens."""
+"""A request in the engine: starts its choices, follows them, and closes every one of them whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from engine import trace
 from engine.base import Engine
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.stream import DeltaStream
-from multimodal.answers.choices import Choice, Piece
-from multimodal.answers.chunks import ChunkBuilder
+from multimodal.answers.choices import Choice, Piece, counts
+from multimodal.answers.chunks import Shape
 from multimodal.errors import DeadlineExceeded
 from multimodal.genai import describe_answer
 from multimodal.metrics import GenerationMetrics
+from multimodal.request import Ask
 
 
 class Generation:
     """A prepared request. Nothing has reached the engine yet; use `stream` or `complete`, once.
 
-    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. `fields` names what the
-    engine calls `prompt` and `guide` as the request does, for its errors.
+    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. Errors
+    name fields as the request does.
     """
 
     def __init__(
         self,
         engine: Engine,
+        ask: Ask,
         choices: Sequence[Choice],
-        builder: ChunkBuilder,
+        shape: Shape,
         metrics: GenerationMetrics,
         timeout: float,
-        fields: Mapping[str, str | None],
     ) -> None:
+        self.choices = choices
         self._engine = engine
-        self._choices = choices
-        self._builder = builder
+        self._ask = ask
+        self._shape = shape
         self._metrics = metrics
         self._timeout = timeout
-        self._fields = fields
         self._span = trace.current.get()
         self._reasons: list[str] = []
         self._expired = False
         self._closing: list[asyncio.Future[None]] = []
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The chunks of the answer, each a JSON document, the first not before the engine's first delta."""
+        """Yield the chunks of the answer, each a JSON document, the first not before the engine's first delta."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                for chunk in self._builder.stream(piece):
+                for chunk in self._shape.stream(piece):
                     yield chunk
-        if (usage := self._builder.usage_chunk()) is not None:
-            yield usage
+        for chunk in self._shape.end():
+            yield chunk
 
     async def complete(self) -> bytes:
-        """The whole answer as a JSON document."""
+        """Return the whole answer as a JSON document."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                self._builder.add(piece)
-        return self._builder.whole()
+                self._shape.add(piece)
+        return self._shape.whole()
 
     async def _pieces(self) -> AsyncGenerator[Piece]:
-        self._metrics.requested(self._choices[0].request)
-        streams = [self._engine.generate(choice.request) for choice in self._choices]
+        self._metrics.requested(self.choices[0].request)
+        streams = [self._engine.generate(choice.request) for choice in self.choices]
         timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, streams)
+        source = self._follow(self.choices[0], streams[0]) if len(streams) == 1 else self._merge(streams)
         try:
-            if len(streams) == 1:
-                async with aclosing(self._follow(self._choices[0], streams[0])) as pieces:
-                    async for piece in pieces:
-                        yield piece
-            else:
-                async with aclosing(self._merge(streams)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+            async with aclosing(source) as pieces:
+                async for piece in pieces:
+                    yield piece
         finally:
             timer.cancel()
             for stream in streams:
                 await stream.aclose()
             if self._span is not None:
-                describe_answer(self._span, self._builder.usage(), self._reasons)
+                describe_answer(self._span, counts(self.choices), self._reasons)
 
     async def _follow(self, choice: Choice, stream: DeltaStream) -> AsyncGenerator[Piece]:
-        """One choice to its end, with its measurements."""
+        """Follow one choice to its end, and measure it."""
         timer, stages = self._metrics.track(), trace.Stages(choice.index)
         try:
             async for delta in stream:
@@ -102,15 +99,15 @@ class Generation:
         except Exception as error:
             timer.fail()
             stages.end(choice.completion_tokens, error)
-            if isinstance(error, InvalidRequest) and error.param is not None:
-                error.param = self._fields.get(error.param, error.param)
+            if isinstance(error, InvalidRequest):
+                raise error.at(self._ask.spelled(error.param)) from error
             raise
         finally:
             timer.stop()
             stages.stop(choice.completion_tokens)
 
     async def _merge(self, streams: Sequence[DeltaStream]) -> AsyncGenerator[Piece]:
-        """Several choices, their pieces in order of arrival; the first error ends them all."""
+        """Follow several choices, their pieces in order of arrival; the first error ends them all."""
         queue: asyncio.Queue[Piece | None] = asyncio.Queue(maxsize=len(streams))
 
         async def pump(choice: Choice, stream: DeltaStream) -> None:
@@ -121,7 +118,7 @@ class Generation:
         async def pump_all() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for choice, stream in zip(self._choices, streams, strict=True):
+                    for choice, stream in zip(self.choices, streams, strict=True):
                         group.create_task(pump(choice, stream))
             except* Exception as errors:
                 raise errors.exceptions[0] from None

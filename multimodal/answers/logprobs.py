@@ -8,7 +8,7 @@ from multimodal.text.tokenizer import Tokenizer
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat. The `bytes` of all tokens, joined, are the text's UTF-8."""
+    """Return `choices[].logprobs` of a chat. The `bytes` of all tokens, joined, are the text's UTF-8."""
 
     def show(entry: Logprob) -> dict[str, Any]:
         raw = tokenizer.bytes_of(entry.token_id)
@@ -19,7 +19,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dic
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
-    """The `prompt_logprobs` extension, in vLLM's shape: for each prompt token a map from token id; null for the first."""
+    """Return the `prompt_logprobs` extension as vLLM has it: for each prompt token a map by id, null for the first."""
 
     def show(entry: Logprob) -> dict[str, Any]:
         return {
@@ -31,15 +31,18 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenize
     return [None if entry is None else {str(item.token_id): show(item) for item in entry} for entry in entries]
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of one completion, piece by piece: offsets count characters from the start of the choice's text."""
+class CompletionOffsets:
+    """Spells `choices[].logprobs` of one completion, piece by piece.
+
+    Offsets count characters from the start of its text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
 
     def show(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """The next tokens; an entry is None where nothing predicts the token, at the start of an echoed prompt."""
+        """Return the next tokens' log-probabilities; an entry is None for the first token of an echoed prompt."""
         offsets = []
         for token in token_ids:
             offsets.append(self._offset)
@@ -54,7 +57,7 @@ class CompletionLogprobs:
         }
 
     def _text(self, token_id: int) -> str:
-        """OpenAI spells a token that is no UTF-8 by itself as its bytes."""
+        """Return a token's text or, if it is not UTF-8 by itself, its bytes as OpenAI spells them."""
         raw = self._tokenizer.bytes_of(token_id)
         try:
             return raw.decode()

@@ -1,143 +1,121 @@
-"""The two schemas of an answer. Chat and completions differ here, and nowhere else above the prompt."""
+"""The answers of OpenAI's chat and completions. The two differ here, and nowhere else below their conversions."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from engine.types import PromptReport, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece
-from multimodal.answers.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.answers.chunks import AnswerContext, ChoicesShape
+from multimodal.answers.logprobs import CompletionOffsets, chat_logprobs
+from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 
 
-class Shape(Protocol):
-    """How one API spells choices. Every method returns JSON objects."""
-
-    object: str
-    chunk_object: str
-
-    def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
-        """The first chunk's choice, before any text."""
-        ...
-
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """A chunk's choice with new text."""
-        ...
-
-    def closing(self, piece: Piece) -> dict[str, Any]:
-        """The last chunk's choice: the finish reason and no text."""
-        ...
-
-    def whole(self, piece: Piece, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice of an answer that is not streamed; `piece` is its last."""
-        ...
-
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Log-probabilities of the next tokens of a choice."""
-        ...
-
-    def prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is said of the prompt when asked for: fields of the answer, and fields of the choice."""
-        ...
-
-
-class ChatShape:
+class ChatShape(ChoicesShape):
     """chat.completion and its chunks."""
 
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer, *, return_token_ids: bool, prompt_logprobs: bool) -> None:
-        self._tokenizer = tokenizer
-        self._return_token_ids = return_token_ids
-        self._prompt_logprobs = prompt_logprobs
+    operation = "chat"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any]:
-        return _choice(choice.index, {"delta": {"role": "assistant", "content": ""}}, None)
+        return self.choice(choice.index, {"delta": {"role": "assistant", "content": ""}})
 
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _choice(index, {"delta": {"content": text}}, logprobs)
+    def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        for part in parts:
+            match part:
+                case Text():
+                    delta["content"] = delta.get("content", "") + part.text
+                case Reasoning():
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + part.text
+                case ToolCall():
+                    delta.setdefault("tool_calls", []).append(_piece_of_call(part))
+        return {"delta": delta or {"content": ""}}
 
-    def closing(self, piece: Piece) -> dict[str, Any]:
-        return _choice(piece.index, {"delta": {}}, None, piece)
+    def closing(self) -> dict[str, Any]:
+        return {"delta": {}}
 
-    def whole(self, piece: Piece, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _choice(
-            piece.index, {"message": {"role": "assistant", "content": text, "refusal": None}}, logprobs, piece
-        )
+    def message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = _whole_calls(part for part in parts if isinstance(part, ToolCall))
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        calls = self._choices[piece.index].calls_tools
+        return "tool_calls" if calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(entries, self._tokenizer)
 
-    def prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _prompt_fields(
-            self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs
-        ), {}
 
+class CompletionShape(ChoicesShape):
+    """text_completion, whose chunks have the same shape."""
 
-class CompletionShape:
-    """text_completion, whose chunks have the same shape. `echo` holds the prompts' texts when they are to be repeated."""
+    operation = "text_completion"
+    object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl"
 
-    object = chunk_object = "text_completion"
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        self._echo = context.ask.echo
+        self._scores_echo = context.ask.echo and context.ask.logprobs is not None
+        self._offsets: dict[int, CompletionOffsets] = {}
+        self._echoes: dict[int, str] = {}
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        return_token_ids: bool,
-        prompt_logprobs: bool,
-        logprobs: bool = False,
-        echo: Sequence[str] | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._return_token_ids = return_token_ids
-        self._prompt_logprobs = prompt_logprobs
-        self._logprobs = logprobs
-        self._echo = echo
-        self._offsets: dict[int, CompletionLogprobs] = {}
+    def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
+        if not self._echo:
+            return [], None
+        ids = choice.request.prompt_token_ids
+        if (text := self._echoes.get(choice.prompt_index)) is None:
+            text = self._echoes[choice.prompt_index] = self._tokenizer.decode(ids)
+        if not self._scores_echo or report.logprobs is None:
+            return [Text(text)], None
+        return [Text(text)], self._of(choice.index).show(ids, report.logprobs)
 
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
-        if self._echo is None:
-            return None
-        logprobs = None
-        if self._logprobs and report.logprobs is not None:
-            logprobs = self._shown(choice.index).show(choice.request.prompt_token_ids, report.logprobs)
-        return self.delta(choice.index, self._echo[choice.prompt_index], logprobs)
+        parts, logprobs = self.prefix(choice, report)
+        return self.choice(choice.index, self.delta(parts), logprobs) if parts else None
 
-    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _choice(index, {"text": text}, logprobs)
+    def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return self.message(parts)
 
-    def closing(self, piece: Piece) -> dict[str, Any]:
-        return _choice(piece.index, {"text": ""}, None, piece)
+    def closing(self) -> dict[str, Any]:
+        return self.message([])
 
-    def whole(self, piece: Piece, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _choice(piece.index, {"text": text}, logprobs, piece)
+    def message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return {"text": "".join(part.text for part in parts if isinstance(part, Text))}
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return self._shown(index).show(token_ids, entries)
+        return self._of(index).show(token_ids, entries)
 
-    def prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {}, _prompt_fields(
-            self._tokenizer, choice, report, ids=self._return_token_ids, logprobs=self._prompt_logprobs
-        )
+    def place(self, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, fields
 
-    def _shown(self, index: int) -> CompletionLogprobs:
-        return self._offsets.setdefault(index, CompletionLogprobs(self._tokenizer))
+    def _of(self, index: int) -> CompletionOffsets:
+        return self._offsets.setdefault(index, CompletionOffsets(self._tokenizer))
 
 
-def _choice(
-    index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, last: Piece | None = None
-) -> dict[str, Any]:
-    choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": last.finish_reason if last else None}
-    if last is not None:
-        choice["stop_reason"] = last.stop_reason
-    return choice
+def _piece_of_call(part: ToolCall) -> dict[str, Any]:
+    function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
+    if part.id is None:
+        return {"index": part.index, "function": function}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
-def _prompt_fields(
-    tokenizer: Tokenizer, choice: Choice, report: PromptReport, *, ids: bool, logprobs: bool
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if ids:
-        fields["prompt_token_ids"] = choice.request.prompt_token_ids
-    if logprobs and report.logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(report.logprobs, tokenizer)
-    return fields
+def _whole_calls(parts: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Join the pieces of each call."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        call = calls.setdefault(part.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call["id"] = part.id or call["id"]
+        call["function"]["name"] = part.name or call["function"]["name"]
+        call["function"]["arguments"] += part.arguments
+    return [calls[index] for index in sorted(calls)]

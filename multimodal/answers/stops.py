@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, and holds back what may still become one.
+    """Passes text on up to the first stop string, and holds back what may still become one.
 
     Of several matches the one that ends first wins, the longest if they end together.
     """
@@ -15,7 +15,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text to send now, and the stop string if one is complete: then everything after it is dropped."""
+        """Return text to send now, and the stop string if one is complete: everything after it is dropped."""
         buffer = self._held + text
         found = [
             (start + len(stop), index, stop)
@@ -31,12 +31,12 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """What is held back, when nothing more comes."""
+        """Return what is held back. Nothing more comes."""
         held, self._held = self._held, ""
         return held
 
     def _partial(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
+        """Return the length of the longest suffix of `buffer` that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(buffer)), 0, -1):
             if any(stop.startswith(buffer[-length:]) for stop in self._stops):

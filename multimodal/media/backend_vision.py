@@ -24,10 +24,7 @@ class BackendVision:
         self._encoder = encoder
 
     async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
-        check_count(attachments, self._max_images)
-        ids = await tokenise(text)
-        if not choices:
-            return Prompt(ids)
+        ids = await self.tokens(text, attachments, tokenise)
         images = await all_of(self._load(attachment) for attachment in attachments)
         if self._encoder is None or choices > 1:  # what was encoded elsewhere can be read once
             return Prompt(
@@ -43,6 +40,10 @@ class BackendVision:
                 return Prompt(ids, encoding=await self._encoder.encode(text, images))
         except InvalidRequest as error:
             raise RequestError(str(error), "messages", "invalid_image") from error
+
+    async def tokens(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> list[int]:
+        check_count(attachments, self._max_images)
+        return await tokenise(text)
 
     async def aclose(self) -> None:
         await self._loader.aclose()

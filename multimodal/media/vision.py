@@ -56,6 +56,9 @@ class Vision:
         ids = await tokenise(self._expanded(text, images))
         return Prompt(ids, self._placed(ids, images))
 
+    async def tokens(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> list[int]:
+        return (await self.prompt(text, attachments, tokenise, 1)).ids
+
     async def aclose(self) -> None:
         await self._loader.aclose()
 

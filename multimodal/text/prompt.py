@@ -1,4 +1,4 @@
-"""What prompts come to, and the seam for images in them."""
+"""What prompts become, and the seam for images in them."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.types import Encoding, Image, Media
 from multimodal.text.messages import Attachment
 
 Tokenise = Callable[[str], Awaitable[list[int]]]
-"""Token ids of a prompt's text, within the limits of its request."""
+"""Return the token ids of a prompt's text, within the limits of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Prompt:
 
 
 class ImagePrompts(Protocol):
-    """What a model that takes images does with a rendered chat that has some."""
+    """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -30,9 +30,11 @@ class ImagePrompts(Protocol):
         ...
 
     async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
-        """The prompt of a chat that the template has rendered as `text`, for so many requests to the engine; none if its tokens are wanted
-        alone. Raises RequestError and what encoding raises.
-        """
+        """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
+        ...
+
+    async def tokens(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> list[int]:
+        """Return the token ids of that prompt, as far as they are known before the engine."""
         ...
 
     async def aclose(self) -> None: ...

@@ -4,21 +4,20 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from engine.errors import ContextOverflow
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
-from multimodal.sampling import COMPLETION_MAX_TOKENS, Limits, tokens_asked_for
-from multimodal.text.messages import attachments, check_marks, template_variables, to_template
-from multimodal.text.prompt import ImagePrompts, Prompt
+from multimodal.request import Ask
+from multimodal.sampling import Limits
+from multimodal.text.messages import Conversation, check_marks, template_variables
+from multimodal.text.prompt import ImagePrompts, Prompt, Tokenise
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
-from protocol.chat import ChatCompletionRequest
-from protocol.common import GenerationFields
-from protocol.completions import CompletionRequest
 
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: `Tokenizer.encode` lets go of the GIL, so the event loop goes on."""
+"""Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
 _OWN_TOKENS = 64
 """Tokens that a tokenizer may add to a text."""
 
@@ -31,59 +30,79 @@ class Prompts:
         self._template = template
         self._images = images
 
-    async def of_chat(self, body: ChatCompletionRequest, info: EngineInfo, limits: Limits, choices: int) -> Prompt:
-        """Render messages, fetch and encode their images, and tokenise, for so many requests to the engine (`ImagePrompts`). Raises
-        RequestError, and the encoder's errors.
+    async def of(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[Prompt]:
+        """Return the prompts of a request: messages rendered, their images fetched and encoded, text tokenised.
+
+        Raises RequestError, and the encoder's errors.
         """
-        template, images = self._template, self._images
+        if not isinstance(ask.prompt, Conversation):
+            return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
+        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+        if self._images is not None and ask.prompt.attachments:
+            return [await self._images.prompt(text, ask.prompt.attachments, tokenise, ask.n)]
+        return [Prompt(await tokenise(text))]
+
+    async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
+        """Return the token ids of a request's one prompt. Raises as `of` does."""
+        if not isinstance(ask.prompt, Conversation):
+            (prompt,) = ask.prompt
+            return await self._encoded(prompt, ask) if isinstance(prompt, str) else prompt
+        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+        if self._images is not None and ask.prompt.attachments:
+            return await self._images.tokens(text, ask.prompt.attachments, tokenise)
+        return await tokenise(text)
+
+    async def _rendered(self, ask: Ask, chat: Conversation, info: EngineInfo, limits: Limits) -> tuple[str, Tokenise]:
+        """Return the text of a chat, and what tokenises it, with its images expanded or without."""
+        template = self._template
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
-        if len(body.messages) > limits.max_messages:
+        if len(chat.messages) > limits.max_messages:
             raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
-        messages = [to_template(message, images is not None) for message in body.messages]
-        if images is not None:
-            check_marks(messages, images.marks)
-        variables = template_variables(body, limits.chat_template_kwargs)
-        size = sum(len(str(message["content"])) for message in messages)
-        text = await off_loop(size, lambda: template.render(messages, **variables))
+        if self._images is not None:
+            check_marks(chat.messages, self._images.marks)
+        elif chat.attachments:
+            raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
+        variables = template_variables(chat, limits.chat_template_kwargs)
+        text = await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
 
-        async def tokenised(text: str) -> list[int]:
-            self._check_length(text, body, info, "messages")
-            return _truncated(await self.encoded(text, body.add_special_tokens is True), body, info)
+        async def tokenise(text: str) -> list[int]:
+            self._check_length(text, ask, info)
+            return _truncated(await self._encoded(text, ask), ask, info)
 
-        if images is not None and (attached := attachments(body.messages)):
-            return await images.prompt(text, attached, tokenised, choices)
-        return Prompt(await tokenised(text))
+        return text, tokenise
 
-    async def of_completion(self, prompt: str | list[int], body: CompletionRequest, info: EngineInfo) -> Prompt:
-        """Tokenise a text, or check token ids. Raises RequestError."""
+    async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
+        """Tokenise a text, or check token ids."""
         if isinstance(prompt, str):
-            self._check_length(prompt, body, info, "prompt")
-            return Prompt(_truncated(await self.encoded(prompt, body.add_special_tokens is not False), body, info))
-        ids = _truncated(prompt, body, info)
+            self._check_length(prompt, ask, info)
+            return Prompt(_truncated(await self._encoded(prompt, ask), ask, info))
+        ids = _truncated(prompt, ask, info)
         if max(ids, default=0) >= info.vocab_size:
             raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
         return Prompt(ids)
 
-    async def encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+    async def _encoded(self, text: str, ask: Ask) -> list[int]:
+        return await off_loop(len(text), lambda: self.tokenizer.encode(text, ask.add_special_tokens))
 
-    def _check_length(self, text: str, body: GenerationFields, info: EngineInfo, param: str) -> None:
+    def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
         """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
         context = info.context_length
-        if body.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
-            message = f"This model's context is {context} tokens; the prompt's {len(text)} characters are more than that at any rate."
-            raise RequestError(message, param, "context_length_exceeded")
+        if ask.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
+            raise ContextOverflow(
+                f"This model's context is {context} tokens; "
+                f"the prompt's {len(text)} characters are more than that at any rate.",
+                ask.spelled("prompt"),
+            )
 
 
-def _truncated(prompt: list[int], body: GenerationFields, info: EngineInfo) -> list[int]:
-    """The last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output. The others are not looked at."""
-    keep = body.truncate_prompt_tokens
+def _truncated(prompt: list[int], ask: Ask, info: EngineInfo) -> list[int]:
+    """Return the last `truncate_prompt_tokens` tokens. The others are not looked at."""
+    keep = ask.truncate_prompt_tokens
     if keep is None:
         return prompt
     if keep == -1:
-        _, asked = tokens_asked_for(body)
-        keep = info.context_length - (asked or (COMPLETION_MAX_TOKENS if isinstance(body, CompletionRequest) else 1))
+        keep = info.context_length - (ask.max_tokens or ask.default_max_tokens or 1)
     if not 1 <= keep <= info.context_length:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens"

@@ -6,13 +6,11 @@ from typing import Any
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
-from multimodal.text.messages import template_variables, to_template
+from multimodal.request import Ask
+from multimodal.text.messages import Conversation, template_variables
 from multimodal.text.prompts import off_loop
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
-from protocol.chat import ChatCompletionRequest
-from protocol.common import GenerationFields
-from protocol.completions import CompletionRequest
 
 _FIRST_IMAGE = "FIRST_IMAGE_OF_THE_PROMPT"
 _MOST_CHARACTERS = 1 << 20
@@ -20,69 +18,63 @@ _MOST_CHARACTERS = 1 << 20
 
 
 class RoutedPrompts:
-    """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter."""
+    """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter.
+
+    `variables` are those of the template that requests may set.
+    """
 
     def __init__(
         self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate | None, variables: Sequence[str]
     ) -> None:
-        """`variables`: those of the template that requests may set."""
-        self._model_name, self._tokenizer, self._template, self._variables = model_name, tokenizer, template, variables
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._template = template
+        self._variables = variables
 
-    async def of_chat(self, body: ChatCompletionRequest) -> RoutedPrompt:
-        """Rendered and tokenised, up to the first image. Unknown if a replica will refuse it."""
-        if self._template is None:
+    async def of(self, ask: Ask) -> RoutedPrompt:
+        """Return the first prompt of a request, up to its first image. Unknown if a replica will refuse it."""
+        if isinstance(ask.prompt, Conversation):
+            return await self._of_chat(ask, ask.prompt)
+        prompt = ask.prompt[0]
+        return await self._of_text(prompt, ask, False) if isinstance(prompt, str) else self._known(prompt, ask, False)
+
+    async def _of_chat(self, ask: Ask, chat: Conversation) -> RoutedPrompt:
+        template = self._template
+        if template is None or chat.characters > _MOST_CHARACTERS:
             return RoutedPrompt()
+        messages, has_image = _until_image(chat.messages)
         try:
-            messages, has_image = _until_image([to_template(message, vision=True) for message in body.messages])
-            variables = template_variables(body, self._variables)
+            variables = template_variables(chat, self._variables)
             if has_image:
                 variables |= {"add_generation_prompt": False, "continue_final_message": False}
-            template, size = self._template, sum(len(str(message["content"])) for message in messages)
-            if size > _MOST_CHARACTERS:
-                return RoutedPrompt()
-            text = await off_loop(size, lambda: template.render(messages, **variables))
+            text = await off_loop(chat.characters, lambda: template.render(messages, **variables))
         except RequestError:
             return RoutedPrompt()
         before, mark, _ = text.partition(_FIRST_IMAGE)
-        return await self._prompt(
-            before if has_image and mark else text, body, body.add_special_tokens is True, has_image
-        )
+        return await self._of_text(before if has_image and mark else text, ask, has_image)
 
-    async def of_completion(self, body: CompletionRequest) -> RoutedPrompt:
-        """Of several prompts the first."""
-        prompt = body.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return await self._prompt(prompt, body, body.add_special_tokens is not False, False)
-        return self._known([token for token in prompt if isinstance(token, int)], body, False)
-
-    async def _prompt(
-        self, text: str, body: GenerationFields, add_special_tokens: bool, has_image: bool
-    ) -> RoutedPrompt:
+    async def _of_text(self, text: str, ask: Ask, has_image: bool) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
             return RoutedPrompt()
-        tokens = await off_loop(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
-        return self._known(tokens, body, has_image)
+        tokens = await off_loop(len(text), lambda: self._tokenizer.encode(text, ask.add_special_tokens))
+        return self._known(tokens, ask, has_image)
 
-    def _known(self, tokens: list[int], body: GenerationFields, has_image: bool) -> RoutedPrompt:
-        keep = body.truncate_prompt_tokens
+    def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> RoutedPrompt:
+        keep = ask.truncate_prompt_tokens
         if keep is not None and keep < 1:  # as much as fits, which replicas know
             return RoutedPrompt()
         tokens = tokens if keep is None or has_image else tokens[-keep:]
-        lora = "" if body.model in (None, "", self._model_name) else str(body.model)
-        return RoutedPrompt(tokens, (body.cache_salt or "", lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
+        lora = "" if ask.model in (None, "", self._model_name) else str(ask.model)
+        return RoutedPrompt(tokens, (ask.cache_salt, lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
 
 
 def _until_image(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """The messages with a mark in the place of the first image and nothing after it; and whether there is one."""
+    """Return the messages with a mark in place of the first image and nothing after it, and whether there is one."""
     for place, message in enumerate(messages):
         content = message["content"]
-        index = (
-            next((i for i, part in enumerate(content) if part["type"] == "image"), None)
-            if isinstance(content, list)
-            else None
-        )
+        if not isinstance(content, list):
+            continue
+        index = next((i for i, part in enumerate(content) if part["type"] == "image"), None)
         if index is not None:
             marked = [*content[:index], {"type": "text", "text": _FIRST_IMAGE}]
             return [*messages[:place], {**message, "content": marked}], True

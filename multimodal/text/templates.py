@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from multimodal.errors import RequestError
 
 MAX_CHARACTERS = 1 << 24
-"""Longest prompt text that a template may make."""
+"""Length of the longest prompt that a template may make."""
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
@@ -50,17 +50,20 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
-        self._wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
+        self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
+        """Whether it reads contents as lists only."""
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any
     ) -> str:
-        """The prompt. With `continue_final_message` it ends where the last message's text ends, so that the model goes on with it.
+        """Return the prompt. With `continue_final_message` it ends where the last message's text ends, so that the
+        model continues that text.
 
-        A message's content is a text or a list of parts; a template that reads lists only, as those of some vision models do, gets
-        every text as one. OpenAI's developer messages are system messages to a template that does not know them. Raises RequestError.
+        A message's content is a text or a list of parts. A template that reads only lists, as those of some vision
+        models do, gets every text as a list. OpenAI's developer messages become system messages for a template that
+        does not know them. Raises RequestError.
         """
-        if self._wants_parts:
+        if self.wants_parts:
             messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
             messages = [
@@ -79,18 +82,18 @@ class ChatTemplate:
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
     def _shows(self, content: Any) -> bool:
-        """Whether a user's message with this content, made of `_PROBE`, comes out as that text."""
+        """Tell whether a user's message with this content, made of `_PROBE`, comes out as that text."""
         try:
             text = self._text([{"role": "user", "content": content}], {"add_generation_prompt": True})
-        except RequestError:  # what it refuses it cannot show
+        except RequestError:  # it refuses such content
             return False
-        return _PROBE in text and "'text'" not in text  # and not as Python spells a list
+        return _PROBE in text and "'text'" not in text  # not as Python spells a list
 
     def _text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
             pieces = self._template.generate(messages=messages, **{"tools": None, "documents": None, **variables})
             text = "".join(_bounded(pieces))
-            text.encode()  # half a surrogate pair, from JSON text inside the JSON, is no text
+            text.encode()  # fails for half a surrogate pair, which JSON text inside the JSON can have
             return text
         except (
             jinja2.TemplateError,
@@ -109,7 +112,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _marked(content: str | list[dict[str, Any]]) -> tuple[str, str | list[dict[str, Any]]]:
-    """The text that a message's content ends with, and the content with the mark after it."""
+    """Return the text that a message's content ends with, and the content with the mark after it."""
     if isinstance(content, str):
         return content, content + _CONTINUE_HERE
     if content[-1]["type"] != "text":
@@ -136,7 +139,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML; prompts must not be escaped."""
+    """Return JSON without HTML escapes, which Jinja's own filter makes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

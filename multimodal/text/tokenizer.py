@@ -1,5 +1,6 @@
-"""Text to token ids and back, by the `tokenizers` library; transformers is imported only to convert a tokenizer of another kind."""
+"""Text to token ids and back, by the `tokenizers` library; transformers only converts tokenizers of other kinds."""
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ IMAGE = "<image>"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+    "{% endif %}"
     "{{ '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -27,7 +29,7 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None = None
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.special_tokens = special_tokens
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
@@ -36,9 +38,9 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.token_bytes: list[bytes] = _token_bytes(backend)
-        """For each id what it adds to the text; several may make one character."""
+        """Bytes that each id adds to the text; a character may take several ids."""
         self.longest_token = max(map(len, self.token_bytes), default=0)
-        """Bytes of the longest token: so many characters of a text make one token at least."""
+        """Bytes of the longest token: a text has at least one token for so many characters."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -54,27 +56,54 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         return len(self.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; special tokens written in it are recognised."""
-        # The batch call lets go of the GIL, which `encode` holds; a long text in a thread would stop the event loop.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Return the token ids of a text; special tokens written in it are recognised."""
+        # The batch call releases the GIL, which `encode` holds: a long text in a thread would stop the event loop.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; none for an id that only pads the vocabulary."""
+        """Return the bytes of one token; none for an id that only pads the vocabulary."""
         return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
 
 
+class Detokenizer:
+    """The text of one sequence. What `feed` and a last `flush` return, joined, is the text of all the ids.
+
+    A token's bytes go through an incremental UTF-8 decoder: an unfinished character is held back until its last byte,
+    and bytes that can never become one turn into U+FFFD.
+
+    The text is what `Tokenizer.decode` returns for the prompt and these ids, less the prompt's text: a leading space,
+    which decoders strip from the start of a text, stays.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that is complete after these ids."""
+        table, skipped = self._bytes, self._skipped
+        return self._decoder.decode(b"".join(table[i] for i in ids if i not in skipped and i < len(table)))
+
+    def flush(self) -> str:
+        """Return the end of the text: an unfinished character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer without a model's files: ids 0 to 2 are special, then one for each byte, and one for images; ChatML is its template."""
+    """Return a tokenizer that needs no files: ids 0 to 2 are special, then bytes, then one for images; its template is
+    ChatML.
+    """
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(_byte_of_character().items(), key=lambda item: item[1])
     vocabulary = {
@@ -88,14 +117,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte that each character of GPT-2's byte-level alphabet stands for (openai/gpt-2, encoder.py)."""
+    """Return the byte that each character of GPT-2's byte-level alphabet stands for (openai/gpt-2, encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """By the decoder, which is asked for each token alone: what it does to the text's beginning and end is left out."""
+    """Apply the decoder to each token alone, without what it does to the start and end of a text."""
     convert = _converter(_steps(backend))
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -105,7 +134,7 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's steps, each with its `type`."""
+    """Return the decoder's steps, each with its `type`."""
     decoder: dict[str, Any] = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
     )
@@ -113,7 +142,7 @@ def _steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """From a token as the vocabulary spells it to its bytes."""
+    """Return a function from a token, as the vocabulary spells it, to its bytes."""
     kinds = {step["type"] for step in steps}
     if unknown := kinds - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
         raise ValueError(
@@ -136,7 +165,7 @@ def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _converted(folder: Path) -> tokenizers.Tokenizer:
-    """A tokenizer of another kind, as `tokenizers` does its work."""
+    """Convert a tokenizer of another kind to `tokenizers`."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, and rarely needed
 
     return tokenizers.Tokenizer.from_str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())

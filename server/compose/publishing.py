@@ -8,14 +8,14 @@ from engine.base import Engine
 from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
 from engine.replicas.publisher.sink import Sink
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.metrics.kv_events import KvEventMetrics
 from server.metrics.page import ServerMetrics
 from server.settings import Settings
 
 
 def publish_events(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, engine: Engine, stack: AsyncExitStack
+    settings: Settings, metrics: ServerMetrics, replica: ReplicaState, engine: Engine, stack: AsyncExitStack
 ) -> None:
     """Publish the events of a started engine until `stack` is closed, unless another process of the replica does.
 

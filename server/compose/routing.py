@@ -10,7 +10,7 @@ from engine.replicas.routing.fleet import EventSources, Fleet
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.sessions import Sessions
 from multimodal.text.routed_prompts import RoutedPrompts
-from routers.state import Replica, RequestRouter
+from routers.state import ReplicaState, RouterService
 from server.compose import engine as compose
 from server.metrics.page import ServerMetrics
 from server.metrics.routing import RoutingMetrics
@@ -21,9 +21,9 @@ _MAX_SESSIONS = 1 << 16
 
 
 async def add_router(
-    settings: Settings, metrics: ServerMetrics, replica: Replica, folder: Path | None, stack: AsyncExitStack
+    settings: Settings, metrics: ServerMetrics, replica: ReplicaState, folder: Path | None, stack: AsyncExitStack
 ) -> None:
-    """Find the replicas and give the router to `replica`; it ends with `stack`."""
+    """Find the replicas and have `replica` forward to them, until `stack` is closed."""
     tokenizer, template = await in_thread(partial(compose.load_text, settings, folder))
     observer = RoutingMetrics(metrics.registry, replica.model_name)
     fleet = _fleet(settings, observer)
@@ -33,7 +33,7 @@ async def add_router(
     replica.checks["replicas"] = lambda: "" if fleet.healthy else "No replica is ready."
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
-    replica.router = RequestRouter(fleet, prompts, settings.session_header)
+    replica.service = RouterService(fleet=fleet, prompts=prompts, session_header=settings.session_header)
 
 
 def _fleet(settings: Settings, observer: RoutingMetrics) -> Fleet:

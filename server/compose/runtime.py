@@ -10,8 +10,9 @@ from pydantic import SecretStr
 
 from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
-from routers.state import Replica
+from routers.state import ReplicaState
 from server import __version__
+from server.compose.engine import has_engine
 from server.settings import Settings
 
 _PACKAGES = ("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13")
@@ -19,9 +20,9 @@ _HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
 """Ends of the names of settings whose values stay here: they hold secrets, or may, or other machines' addresses."""
 
 
-def runtime_of(settings: Settings, replica: Replica) -> Runtime:
+def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
     """What can be said now: facts of the engine are None before it has started, and where there is none."""
-    publishes = settings.publish_kv_events and replica.has_engine
+    publishes = settings.publish_kv_events and has_engine(settings)
     runtime = Runtime(
         role=settings.disaggregation_mode,
         backend=settings.engine if settings.disaggregation_mode != "router" else None,
@@ -30,7 +31,8 @@ def runtime_of(settings: Settings, replica: Replica) -> Runtime:
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
         versions=versions(),
     )
-    return runtime if replica.engine is None else runtime.model_copy(update=_facts(replica.engine.info))
+    engine = replica.engine
+    return runtime if engine is None else runtime.model_copy(update=_facts(engine.info))
 
 
 def shown_settings(settings: Settings) -> dict[str, object]:
@@ -67,7 +69,7 @@ def _facts(info: EngineInfo) -> dict[str, object]:
     }
 
 
-def _counts(replica: Replica) -> Mapping[str, tuple[int, int]]:
+def _counts(replica: ReplicaState) -> Mapping[str, tuple[int, int]]:
     return {name: count() for name, count in replica.peers.items()}
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
+from engine.encoder import Encoder, PromptEncoder
 from multimodal.media.backend_vision import BackendVision
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
@@ -10,13 +11,17 @@ from multimodal.media.loader import MediaLoader
 from multimodal.media.vision import Vision
 from multimodal.text.prompt import ImagePrompts
 from multimodal.text.tokenizer import Tokenizer
-from routers.state import Replica
 from server.metrics.page import ServerMetrics
 from server.settings import Settings
 
 
 def image_prompts(
-    settings: Settings, folder: Path | None, replica: Replica, tokenizer: Tokenizer, metrics: ServerMetrics
+    settings: Settings,
+    folder: Path | None,
+    encoder: Encoder | None,
+    prompt_encoder: PromptEncoder | None,
+    tokenizer: Tokenizer,
+    metrics: ServerMetrics,
 ) -> ImagePrompts | None:
     """What the processor of this replica needs for images; None if the model takes none."""
     limits = MediaLimits(
@@ -28,11 +33,11 @@ def image_prompts(
         allow_private=settings.media_allow_private,
         local_folder=settings.allowed_local_media_path,
     )
-    if replica.encoder is not None:
-        hidden_size = replica.encoder.info.hidden_size
+    if encoder is not None:
+        hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         metrics.watch_cache(cache)
-        return Vision(replica.encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
+        return Vision(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendVision(MediaLoader(limits), settings.max_images, replica.prompt_encoder)
+        return BackendVision(MediaLoader(limits), settings.max_images, prompt_encoder)
     return None

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from engine.base import Engine
 from engine.encoder import Encoder, PromptEncoder
+from engine.replicas.encode_service import EncodeService
 from multimodal.errors import RequestError
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.compose import engine as compose
 from server.health.canary import Canary, Probe, encoder_probe, engine_probe, prompt_encoder_probe
 from server.health.watchdog import Watchdog
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class Health:
     """The checks of one API process; each part is added once it has started."""
 
-    def __init__(self, settings: Settings, metrics: ServerMetrics, replica: Replica) -> None:
+    def __init__(self, settings: Settings, metrics: ServerMetrics, replica: ReplicaState) -> None:
         self._settings = settings
         self._role = settings.disaggregation_mode
         self._server_metrics = metrics
@@ -54,14 +55,18 @@ class Health:
         )
 
     async def add_encoders(
-        self, encoder: Encoder | None, prompt_encoder: PromptEncoder | None, folder: Path | None, stack: AsyncExitStack
+        self,
+        encoder: Encoder | None,
+        prompt_encoder: PromptEncoder | None,
+        service: EncodeService | None,
+        folder: Path | None,
+        stack: AsyncExitStack,
     ) -> None:
-        """What encodes images, for this replica's chats or, on an encode replica, for others."""
+        """What encodes images, for this replica's chats or, by `service`, for others."""
         one = encoder or prompt_encoder
         if one is None:
             return
         if self._role == "encode":
-            service = self._replica.encoding
             assert service is not None, "an encode replica encodes"
             probe = encoder_probe(encoder) if encoder else await self._prompt_probe(prompt_encoder, folder)
             if probe is not None:

@@ -1,4 +1,4 @@
-"""One connection of uvicorn's HTTP/1.1 over httptools, with what they leave to others: bounds on the head of a request, and our errors."""
+"""One connection of uvicorn's HTTP/1.1 over httptools, with bounds on the head of a request, and our errors."""
 
 import asyncio
 import uuid
@@ -12,9 +12,11 @@ from server.http.errors import render
 MAX_HEAD_BYTES = 64 << 10
 
 
-class Connection(HttpToolsProtocol):
-    """Answers 431 to a head (request line and headers) that is too large, 408 to one that does not end within `head_seconds`, 400 to what
-    is no HTTP; and closes, as it does a connection on which nothing comes for the keep-alive time, before the first request too.
+class HttpConnection(HttpToolsProtocol):
+    """Answers 431 to a head (request line and headers) that is too large, 408 to one that does not end within
+    `head_seconds`, 400 to what is not HTTP, and then closes.
+
+    It also closes a connection that is idle for the keep-alive time, even before the first request.
     """
 
     def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
@@ -53,7 +55,7 @@ class Connection(HttpToolsProtocol):
             self._close_when_idle()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser gives up."""
+        """Refuse what the parser cannot read; uvicorn calls this."""
         self._refuse(HTTPException(400, "This is not a valid HTTP request."))
 
     @property
@@ -73,7 +75,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(HTTPException(408, f"The headers did not arrive within {self._head_seconds:g} s."))
 
     def _refuse(self, error: HTTPException) -> None:
-        """Answer and close; just close if an earlier request's answer is on its way."""
+        """Answer and close; only close if an earlier request's answer is being sent."""
         self._end_head()
         if self._idle and not self.transport.is_closing():
             answer = render(error)

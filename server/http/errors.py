@@ -1,4 +1,4 @@
-"""The one table from exceptions to answers: status, type, code and headers. Everything that is not a success is rendered here."""
+"""The one table from exceptions to answers: status, type, code and headers. All errors are rendered here."""
 
 import logging
 import re
@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 
 from engine import trace
 from engine.errors import (
-    ContextOverflow,
     EngineDied,
     EngineError,
     EngineFailure,
@@ -24,9 +23,9 @@ from engine.errors import (
     QueueFull,
     QueueTimeout,
 )
-from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, RequestError, UnsupportedMedia
+from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
-from routers.state import NotReady
+from routers.errors import NotReady, ReplicasDiffer, WrongReplica
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of exception is answered; `message` replaces its own text, `retry` becomes x-should-retry."""
+    """The answer to a kind of exception; `message` replaces its own text, `retry` becomes x-should-retry."""
 
     status: int
     type: str
@@ -50,13 +49,13 @@ class Rule:
 _INTERNAL = Rule(500, "server_error", "internal_error", retry=False, message="The server failed on this request.")
 _RULES: dict[type[Exception], Rule] = {
     RequestValidationError: Rule(400, "invalid_request_error"),
-    RequestError: Rule(400, "invalid_request_error"),
-    ModelNotFound: Rule(404, "not_found_error", "model_not_found"),
+    ModelNotFound: Rule(404, "not_found_error"),
+    WrongReplica: Rule(404, "not_found_error", "wrong_replica"),
+    ReplicasDiffer: Rule(409, "invalid_request_error", "replicas_differ"),
     MediaTimeout: Rule(408, "invalid_request_error", retry=False),
     UnsupportedMedia: Rule(415, "invalid_request_error"),
     DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded", retry=False),
     InvalidRequest: Rule(400, "invalid_request_error"),
-    ContextOverflow: Rule(400, "invalid_request_error", "context_length_exceeded"),
     EngineNotReady: Rule(503, "server_error", "not_ready", retry_after=2, retry=True),
     EngineDied: Rule(503, "server_error", "engine_died", retry_after=2, retry=True),
     QueueFull: Rule(429, "rate_limit_error", "queue_full", retry_after=1, retry=True),
@@ -74,7 +73,6 @@ _HTTP_RULES: dict[int, Rule] = {
     404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
     405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
     408: Rule(408, "invalid_request_error", "request_timeout"),
-    409: Rule(409, "invalid_request_error", "replicas_differ"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
     431: Rule(431, "invalid_request_error", "headers_too_large"),
@@ -82,7 +80,7 @@ _HTTP_RULES: dict[int, Rule] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErrorAnswer:
     """A rendered exception."""
 
     status: int
@@ -94,8 +92,8 @@ class Answer:
         return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
-def render(error: Exception) -> Answer:
-    """The answer to a request that failed with `error`."""
+def render(error: Exception) -> ErrorAnswer:
+    """Return the answer to a request that failed with `error`."""
     rule = (
         _http_rule(error)
         if isinstance(error, HTTPException)
@@ -104,28 +102,28 @@ def render(error: Exception) -> Answer:
     if rule.status == 500:
         log.error("a request failed", exc_info=error)
     message, param = _describe(error)
-    code = (getattr(error, "code", None) if isinstance(error, RequestError) else None) or rule.code
+    code = (error.code if isinstance(error, InvalidRequest) else None) or rule.code
     if (span := trace.current.get()) is not None:
         span.fail(code or rule.type, ours=rule.status >= 500)
     body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code)
     envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
-    return Answer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
+    return ErrorAnswer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 
 
 def render_event(error: Exception) -> bytes:
-    """The envelope of an error that came after the headers."""
+    """Return the envelope of an error that came after the headers."""
     return render(error).body
 
 
 def printable(text: str, limit: int = (_MAX_CHARACTERS + 2) * _MAX_ERRORS) -> str:
-    """`text` on one line, without control characters and no longer than `limit`."""
+    """Return `text` on one line, without control characters and no longer than `limit`."""
     text = _UNPRINTABLE.sub(" ", text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that a route raises by the table; the rest is `RequestMiddleware`'s."""
-    for cls in (RequestValidationError, RequestError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
+    """Answer every exception that a route raises by the table; `RequestMiddleware` answers the others."""
+    for cls in (RequestValidationError, DeadlineExceeded, EngineError, HTTPException, ClientDisconnect):
         app.add_exception_handler(cls, _handle)
 
 
@@ -154,13 +152,13 @@ def _headers(rule: Rule, error: Exception) -> dict[str, str]:
 
 
 def _describe(error: Exception) -> tuple[str, str | None]:
-    """Message and param. What is not made for clients has a message in its rule."""
+    """Return message and param. An exception whose text is not for clients has a message in its rule."""
     match error:
         case RequestValidationError():
             return _describe_validation(error.errors(), error.body)
         case HTTPException():
             return error.detail or HTTPStatus(error.status_code).phrase, None
-        case RequestError() | InvalidRequest():
+        case InvalidRequest():
             return str(error), error.param
     return str(error) or type(error).__name__, None
 
@@ -175,14 +173,14 @@ def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tupl
 
 
 def _message(entry: Mapping[str, Any]) -> str:
-    """Pydantic's own words, unless they repeat the input."""
+    """Return Pydantic's own message, unless it repeats the input."""
     if entry["type"] == "union_tag_invalid":
         return f"Input should be one of {entry['ctx']['expected_tags']}"
     return str(entry["msg"]).removeprefix("Value error, ")
 
 
 def _path(entry: Mapping[str, Any], body: Any) -> str:
-    """Dotted path of the value at fault. Pydantic's location also names branches of unions, which are no part of the body."""
+    """Return the dotted path of the value at fault, without the branches of unions that Pydantic's location names."""
     parts: list[str] = []
     location = entry["loc"]
     for position, part in enumerate(location):

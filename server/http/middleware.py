@@ -1,11 +1,16 @@
-"""What every request passes, outermost first: its id, clock and last resort; the API key; the gate. Pure ASGI: no request is buffered."""
+"""What every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
 
+Pure ASGI: no request is buffered.
+"""
+
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,9 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.http.errors import printable, render
-from server.http.turnstile import Turnstile
 from server.process import logs
 
 LIVENESS = "/health/live"
@@ -34,10 +38,10 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/openapi.json",
     }
 )
-"""Routes that need no engine, or say themselves that it is not there."""
+"""Routes that need no service, or report themselves that there is none."""
 
 STARTS_PER_TURN = 4
-"""Requests that begin in one turn of the event loop, each about a millisecond of work."""
+"""Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -74,7 +78,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            if status:  # too late for an answer: cut the connection, so that none is taken for complete
+            if status:  # too late for an answer: cut the connection, so that the client does not take it for complete
                 raise
             await render(error).response()(scope, receive, send_with_headers)
         finally:
@@ -84,9 +88,9 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets in who has one of the keys; liveness is open to all, and everything is when there are no keys.
+    """Admits requests with one of the keys. Liveness is open to all, and without keys everything is.
 
-    Internal routes take the internal secret and nothing else: without one set nobody can use them. Keys are compared as digests, in
+    Internal routes take only the internal secret: without one nobody can use them. Keys are compared as digests, in
     constant time, each with all.
     """
 
@@ -112,8 +116,9 @@ class ApiKeyMiddleware:
 
 
 class GateMiddleware:
-    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts those that run,
-    which a shutdown waits for."""
+    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts
+    those that run: a shutdown waits for them.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -123,9 +128,9 @@ class GateMiddleware:
         if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
             await self._app(scope, receive, send)
             return
-        replica: Replica = scope["state"]["replica"]
+        replica: ReplicaState = scope["state"]["replica"]
         try:
-            replica.enter()
+            scope["state"]["service"] = replica.enter()
         except EngineNotReady as error:
             await render(error).response()(scope, receive, send)
             return
@@ -136,8 +141,40 @@ class GateMiddleware:
             replica.leave()
 
 
+class Turnstile:
+    """Lets a few callers through in each iteration of the loop, in order, so that a burst of requests does not hold up
+    running streams.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = per_turn
+        self._left = per_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Return in this iteration, or in a later one."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._per_turn:
+            loop.call_soon(self._turn, loop)
+        if self._left:
+            self._left -= 1
+        else:
+            self._waiting.append(future := loop.create_future())
+            await future
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = self._per_turn
+        while self._waiting and self._left:
+            future = self._waiting.popleft()
+            if not future.done():  # cancelled while it waited
+                future.set_result(None)
+                self._left -= 1
+        if self._left < self._per_turn:
+            loop.call_soon(self._turn, loop)
+
+
 def route_path(scope: Scope) -> str:
-    """The path that routes are matched with: without the prefix of a proxy."""
+    """Return the path that routes are matched with: without the prefix of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path

@@ -1,17 +1,17 @@
-"""The OpenAPI document with the schemas of the bodies that `routers/body.py` parses by itself, and its page."""
+"""The OpenAPI document, with the schemas of the bodies that `routers/body.py` parses, and its page."""
 
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from protocol.chat import ChatCompletionRequest
-from protocol.completions import CompletionRequest
-from protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from routers import tokenize
+from routers.endpoints import ENDPOINTS
 
-BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *tokenize.BODIES)
 
 
 def install(app: FastAPI) -> None:
@@ -21,7 +21,7 @@ def install(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = make_document()
         _, definitions = models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+            [(body, "validation") for body in _BODIES], ref_template="#/components/schemas/{model}"
         )
         document["components"]["schemas"].update(definitions["$defs"])
         return document

@@ -1,9 +1,9 @@
-"""Traces by OpenTelemetry: a server span for every request that is posted, spans of its stages below it (`engine/trace.py`), and their way
-to a collector. Imported only where OTEL_ENDPOINT is set.
+"""Traces by OpenTelemetry: a server span for every POST, spans of its stages below it (`engine/trace.py`), and the
+export to a collector. Imported only where OTEL_ENDPOINT is set.
 
-Spans wait in a bounded queue for a thread that sends them; what does not fit, and what the collector does not take, is counted and gone.
-Requests never wait for any of it, and a shutdown only so long. The library's own spans are not used: they take four times as long, on the
-event loop. What is handed to its queue and its exporter is the same.
+Spans wait in a bounded queue for a thread that sends them; those that do not fit, or that the collector refuses, are
+counted and dropped. Requests never wait for the export, and a shutdown waits for `CLOSE_SECONDS` at most. The library's
+own spans are not used, since they take four times as long on the event loop; its queue and its exporter are.
 """
 
 import logging
@@ -34,15 +34,14 @@ from server.compose.engine import served_name
 from server.settings import Settings
 
 MAX_WAITING = 8192
-"""Spans that may wait for the collector: of about a thousand requests."""
+"""Spans that may wait for the collector: those of about a thousand requests."""
 CLOSE_SECONDS = 1.0
-"""How long the end of the server may be put off by what still waits."""
+"""Longest delay of a shutdown by spans that still wait."""
 _BATCH, _PAUSE_MS = 256, 500
 """Spans in one message, and the pause between messages while fewer wait."""
 _SEND_SECONDS = 5.0
-_SWITCH_SECONDS = (
-    0.0005  # how long the thread that sends keeps the interpreter from the event loop: a tenth of Python's default
-)
+_SWITCH_SECONDS = 0.0005
+"""Longest time that the sending thread keeps the GIL from the event loop: a tenth of Python's default."""
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
 
@@ -64,16 +63,15 @@ class Tracing:
             "gen_ai.request.model": served_name(settings),
         }
         self.resource = _Process(Resource.create(about).attributes)
-        logging.getLogger("opentelemetry").setLevel(
-            logging.CRITICAL
-        )  # of a collector that is away it would say four lines a second
+        # While the collector is away the library would log four lines a second.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
         self.queue = _Queue(self._exporter)
         self._sampler = TraceIdRatioBased(settings.otel_sample_ratio)
 
     def request(self, name: str, headers: Headers) -> "_Recorded | _Unsampled":
-        """The span of a request that comes in, part of the client's trace if it has one."""
+        """Return the span of an incoming request, part of the client's trace if it has one."""
         given = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
         parent = get_current_span(_w3c.extract(given, Context())).get_span_context() if given else None
         if parent is not None and parent.is_valid:
@@ -94,7 +92,7 @@ class Tracing:
         return TracingMiddleware(app, self)
 
     def close(self) -> None:
-        """Send what waits. Takes up to `CLOSE_SECONDS`."""
+        """Send the spans that wait. Takes up to `CLOSE_SECONDS`."""
         closing = threading.Thread(target=self.queue.shutdown, name="traces-closing", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -104,13 +102,13 @@ class Tracing:
 
 
 class _Process(Resource):
-    """What all spans are from. The exporter looks it up for each, and the library's own hash makes JSON of it every time."""
+    """The resource of all spans. The exporter hashes it for each one; the library's hash makes JSON of it every time."""
 
     __hash__ = object.__hash__
 
 
 class TracingMiddleware:
-    """The server span of each POST: all work is posted, and what is asked for by GET (health, metrics, probes) is not worth a trace."""
+    """Opens the server span of each POST. GET requests (health, metrics, probes) have no trace."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
@@ -140,7 +138,7 @@ class TracingMiddleware:
 
 
 def _describe(span: "_Recorded | _Unsampled", scope: Scope) -> None:
-    """By the route's template: what stands in its place is the client's."""
+    """Describe a span by the route's template: the path itself is the client's choice."""
     route = scope.get("route")
     if isinstance(route, APIRoute):
         span.rename(f"POST {route.path_format}")
@@ -162,7 +160,11 @@ class _Recorded:
     def __init__(
         self, tracing: Tracing, name: str, kind: SpanKind, context: SpanContext, parent: SpanContext | None = None
     ) -> None:
-        self._tracing, self._name, self._kind, self._context, self._parent = tracing, name, kind, context, parent
+        self._tracing = tracing
+        self._name = name
+        self._kind = kind
+        self._context = context
+        self._parent = parent
         self._attributes: dict[str, trace.Value] = {}
         self._status = _UNSET
         self._start = time.time_ns()
@@ -193,10 +195,8 @@ class _Recorded:
             self._status = _ERROR
 
     def end(self, at: int | None = None) -> None:
-        attributes, self._attributes = (
-            self._attributes,
-            {},
-        )  # what is said from here on comes too late: another thread reads them
+        attributes = self._attributes
+        self._attributes = {}  # another thread reads the others from here on
         span = ReadableSpan(
             name=self._name,
             context=self._context,
@@ -213,7 +213,7 @@ class _Recorded:
 
 
 class _Unsampled:
-    """An `engine.trace.Span` that nobody records: all that is left of it is what others are told."""
+    """An `engine.trace.Span` that is not recorded; only its headers are passed on."""
 
     __slots__ = ("headers",)
 
@@ -244,12 +244,12 @@ def _headers(context: SpanContext) -> dict[str, str]:
 
 
 def _url(endpoint: str) -> str:
-    """Where traces go: the path of OTLP, unless the setting has one."""
+    """Return where traces go: at the path of OTLP, unless the setting has one."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _PATH
 
 
 class _Queue(SpanProcessor):
-    """What has ended and is not sent yet, within `MAX_WAITING`."""
+    """Spans that have ended and are not sent yet, at most `MAX_WAITING`."""
 
     def __init__(self, exporter: "_Exporter") -> None:
         self._exporter = exporter
@@ -271,14 +271,15 @@ class _Queue(SpanProcessor):
 
 
 class _Exporter(SpanExporter):
-    """Counts what became of spans, and says when the collector has gone and when it is back."""
+    """Counts the outcomes of spans, and logs when the collector stops and starts answering."""
 
     def __init__(self, otlp: OTLPSpanExporter, registry: CollectorRegistry) -> None:
         self.done = 0
-        """Spans that wait no more."""
+        """Spans that have left the queue."""
         self.spans = Counter(
             "trace_spans",
-            "Spans by what became of them: exported, failed (the collector did not take them) or dropped (too many waited)",
+            "Spans by what became of them: exported, failed (the collector did not take them) or dropped "
+            "(too many waited)",
             ["outcome"],
             registry=registry,
         )
@@ -293,9 +294,7 @@ class _Exporter(SpanExporter):
         answers = result is SpanExportResult.SUCCESS
         self.done += len(spans)
         self.spans.labels("exported" if answers else "failed").inc(len(spans))
-        if (
-            answers != self._answers and not self._closed
-        ):  # what is under way when the server ends is already said to be lost
+        if answers != self._answers and not self._closed:  # a shutdown has logged already what is lost
             self._answers = answers
             log.log(
                 logging.INFO if answers else logging.WARNING,

@@ -17,7 +17,7 @@ from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
 from engine.types import EngineInfo
 from multimodal.media.cache import EmbeddingCache
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.metrics.embedding_cache import CacheMetrics
 from server.metrics.engine import EngineCollector, InfoCollector
 
@@ -120,7 +120,7 @@ class ServerMetrics:
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
-    async def watch_loop(self, replica: Replica) -> None:
+    async def watch_loop(self, replica: ReplicaState) -> None:
         """Measure the event loop's lag, and note the length of the queue and what else is watched, until cancelled."""
         while True:
             due = time.perf_counter() + _LAG_PAUSE
@@ -128,7 +128,8 @@ class ServerMetrics:
             lag = max(time.perf_counter() - due, 0.0)
             self._lag.observe(lag)
             self._last_lag.set(lag)
-            self._queued.set(replica.engine.waiting if replica.engine is not None else 0)
+            engine = replica.engine
+            self._queued.set(engine.waiting if engine is not None else 0)
             for update in self._updates:  # for the pages that other processes render
                 update()
 

@@ -14,9 +14,9 @@ from types import FrameType
 import uvicorn
 
 from engine.types import EngineInfo
-from routers.state import Replica
+from routers.state import ReplicaState, RouterService
 from server.app import create_app
-from server.http.connection import Connection
+from server.http.connection import HttpConnection
 from server.http.errors import printable
 from server.settings import Settings
 
@@ -44,7 +44,7 @@ def serve(
     """
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
-        http=partial(Connection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
+        http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -101,8 +101,8 @@ class Server(uvicorn.Server):
         self._announced = False
 
     @property
-    def _replica(self) -> Replica:
-        replica: Replica = self.lifespan.state["replica"]
+    def _replica(self) -> ReplicaState:
+        replica: ReplicaState = self.lifespan.state["replica"]
         return replica
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -154,25 +154,22 @@ class Server(uvicorn.Server):
         replica.draining = True
         if replica.running:
             log.warning("%d requests are cut off", replica.running)
-        if replica.images is not None:
-            await replica.images.aclose()
-        for part in (replica.engine, replica.encoder, replica.prompt_encoder, replica.encoding, replica.router):
-            if part is not None:
-                await part.close()
+        if replica.service is not None:
+            await replica.service.close()
         await super().shutdown(sockets)
 
-    def _announce(self, replica: Replica) -> None:
+    def _announce(self, replica: ReplicaState) -> None:
         at, name, seconds = (
             f"{url_of(self.servers[0].sockets[0])}{replica.entrance}",
             replica.model_name,
             time.monotonic() - self._started,
         )
-        if replica.router is not None:
+        if isinstance(replica.service, RouterService):
             log.info(
                 "ready: %s serves %s, by %d replicas; after %.1f s",
                 at,
                 name,
-                len(replica.router.fleet.replicas),
+                len(replica.service.fleet.replicas),
                 seconds,
             )
             return

@@ -16,17 +16,16 @@ from engine.kit.stream import DeltaStream
 from engine.types import GUIDE_KINDS, GenerateRequest, Guide
 from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
-from multimodal.fields import check_fields
-from multimodal.guides import guide_of
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.sampling import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
-from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
+from routers.fields import FieldCheck
 from tests.support.http import application
+from tests.support.requests import ask_of, prepare
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 PROMPT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
@@ -44,16 +43,15 @@ class CountingTokenizer(Tokenizer):
 
 class Setup:
     def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
         tokens = byte_tokenizer()
-        self.tokenizer = CountingTokenizer(tokens._backend, tokens.special_tokens, CHATML)
+        self.tokenizer = CountingTokenizer(tokens.backend, tokens.special_tokens, CHATML)
         template = ChatTemplate(CHATML, tokens.special_tokens)
         metrics = GenerationMetrics(CollectorRegistry(), "fake")
         self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(), "fake", metrics)
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
-        if "messages" in body:
-            return await self.processor.chat(ChatCompletionRequest.model_validate_json(json.dumps(body)), "id")
-        return await self.processor.completion(CompletionRequest.model_validate_json(json.dumps(body)), "id")
+        return await prepare(self.processor, body)
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ async def setup() -> AsyncIterator[Setup]:
     ],
 )
 async def test_what_cannot_fit_is_refused_untokenised(setup: Setup, body: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         await setup.prepare(body)
     assert caught.value.param == param
     assert setup.tokenizer.encoded == 0
@@ -82,16 +80,16 @@ async def test_what_cannot_fit_is_refused_untokenised(setup: Setup, body: dict[s
 async def test_truncated_prompts_may_be_of_any_length(setup: Setup) -> None:
     for prompt in ("x" * 5000, [5] * 5000, [5000] * 500 + [5] * 300):
         generation = await setup.prepare({"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": 6})
-        assert len(generation._choices[0].request.prompt_token_ids) == 250
+        assert len(generation.choices[0].request.prompt_token_ids) == 250
     for more, left in (
         ({"max_completion_tokens": 56}, 200),
         ({"max_completion_tokens": 56, "max_tokens": 5}, 200),
         ({}, 255),
     ):
         body = {"messages": [{"role": "user", "content": "x" * 5000}], "truncate_prompt_tokens": -1, **more}
-        assert len((await setup.prepare(body))._choices[0].request.prompt_token_ids) == left
+        assert len((await setup.prepare(body)).choices[0].request.prompt_token_ids) == left
     generation = await setup.prepare({"prompt": "x" * 5000, "truncate_prompt_tokens": -1})
-    assert len(generation._choices[0].request.prompt_token_ids) == 240, (
+    assert len(generation.choices[0].request.prompt_token_ids) == 240, (
         "room for the 16 tokens that a completion has by default"
     )
 
@@ -99,7 +97,7 @@ async def test_truncated_prompts_may_be_of_any_length(setup: Setup) -> None:
 async def test_words_are_tokenised_once_for_all_choices(setup: Setup) -> None:
     generation = await setup.prepare({**PROMPT, "n": 100, "bad_words": ["no"], "seed": 7})
     assert setup.tokenizer.encoded == 3
-    assert [choice.request.sampling.seed for choice in generation._choices] == list(range(7, 107))
+    assert [choice.request.sampling.seed for choice in generation.choices] == list(range(7, 107))
     with pytest.raises(RequestError, match="1024 characters"):
         await setup.prepare({**PROMPT, "bad_words": ["x" * 1025]})
 
@@ -134,9 +132,7 @@ async def test_a_body_of_millions_of_values_is_refused() -> None:
 
 
 def guide(**fields: Any) -> Guide | None:
-    body = ChatCompletionRequest.model_validate_json(json.dumps({**CHAT, **fields}))
-    check_fields(body, strict=False)
-    return guide_of(body, GUIDE_KINDS, 1 << 16, 32)
+    return guide_of(ask_of({**CHAT, **fields}), GUIDE_KINDS, 1 << 16, 32)
 
 
 def test_a_schema_beside_json_object_is_a_schema() -> None:
@@ -171,7 +167,7 @@ async def test_errors_of_the_engine_name_the_fields_of_the_request(
         return DeltaStream.failed(InvalidRequest("no", parts[-1]))
 
     parts: list[str] = []
-    monkeypatch.setattr(setup.processor._engine, "generate", refuse)
+    monkeypatch.setattr(setup.engine, "generate", refuse)
     monkeypatch.setattr("multimodal.sampling.guide_of", lambda *_: None)
     for part, body, param in (
         ("guide", {**CHAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -194,12 +190,12 @@ def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture)
         ],
         "response_format": {"type": "json_schema", "json_schema": {"schema": {"free": 1}, "stricter": True}},
     }
-    check_fields(ChatCompletionRequest.model_validate(body), strict=False)
+    ask_of(body)
     for name in ("messages.content.cache_control", "response_format.json_schema.stricter"):
         assert repr(name) in caplog.text
     assert "annotations" not in caplog.text and "free" not in caplog.text
     with pytest.raises(RequestError, match=r"response_format\.json_schema\.stricter"):
-        check_fields(ChatCompletionRequest.model_validate(body), strict=True)
+        ask_of(body, FieldCheck("fake", strict=True))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from engine.config import FakeConfig
+from engine.errors import ContextOverflow, InvalidRequest
 from engine.fake.engine import FakeEngine
 from multimodal.answers.generation import Generation
-from multimodal.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound, RequestError
+from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits
@@ -26,7 +27,10 @@ from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
 from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
-from protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from protocol.tokenize import TokenizeRequest
+from routers import tokenize
+from routers.fields import FieldCheck
+from tests.support.requests import prepare
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"prompt": "hello wörld "}
@@ -35,10 +39,12 @@ COMPLETION: dict[str, Any] = {"prompt": "hello wörld "}
 class Setup:
     """A processor, its engine, and the metrics it writes."""
 
-    def __init__(self, engine: FakeEngine, **limits: Any) -> None:
+    def __init__(self, engine: FakeEngine, strict: bool = False, **limits: Any) -> None:
         tokenizer = byte_tokenizer()
         assert tokenizer.chat_template is not None
-        self.engine, self.registry = engine, CollectorRegistry()
+        self.engine = engine
+        self.registry = CollectorRegistry()
+        self.check = FieldCheck("fake", strict=strict)
         self.processor = Processor(
             engine,
             Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)),
@@ -48,10 +54,7 @@ class Setup:
         )
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
-        text = json.dumps(body)
-        if "messages" in body:
-            return await self.processor.chat(ChatCompletionRequest.model_validate_json(text), "id")
-        return await self.processor.completion(CompletionRequest.model_validate_json(text), "id")
+        return await prepare(self.processor, body, self.check)
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         return json.loads(await (await self.prepare(body)).complete())
@@ -140,7 +143,7 @@ async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(
     await setup.complete({**CHAT, "max_tokens": 1, "frobnicate\n": 1})
     assert caplog.text.count("frobnicate?") == 1
     with pytest.raises(RequestError, match="frobnicate"):
-        await Setup(setup.engine, strict_fields=True).prepare({**CHAT, "frobnicate": 1})
+        await Setup(setup.engine, strict=True).prepare({**CHAT, "frobnicate": 1})
 
 
 BAD = [
@@ -158,7 +161,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={json.dumps(value)[:40]}" for name, value in BAD])
 async def test_values_out_of_range_name_their_field(setup: Setup, name: str, value: object) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         await setup.prepare({**CHAT, "logprobs": True, name: value})
     assert caught.value.param == name
     assert len(str(caught.value)) <= 300
@@ -174,9 +177,9 @@ async def test_the_context_is_filled_or_the_numbers_are_said(setup: Setup) -> No
     answer = await setup.complete(CHAT)
     assert answer["usage"]["total_tokens"] == 256 and answer["choices"][0]["finish_reason"] == "length"
     assert (await setup.complete(COMPLETION))["usage"]["completion_tokens"] == 16
-    with pytest.raises(ContextLengthExceeded, match=r"256.* 300 "):
+    with pytest.raises(ContextOverflow, match=r"256.* 300 "):
         await setup.prepare({**CHAT, "max_completion_tokens": 300})
-    with pytest.raises(ContextLengthExceeded):
+    with pytest.raises(ContextOverflow):
         await setup.prepare({"prompt": "x" * 256})
     assert (await setup.complete({"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 6}))["usage"][
         "prompt_tokens"
@@ -345,13 +348,16 @@ async def test_the_deadline_ends_a_request_with_an_error(n: int) -> None:
 
 
 async def test_tokenize_and_detokenize(setup: Setup) -> None:
-    answer = await setup.processor.tokenize(TokenizeRequest.model_validate({"prompt": "hé", "return_token_strs": True}))
-    assert (answer.count, answer.max_model_len) == (3, 256)
-    assert (await setup.processor.detokenize(DetokenizeRequest(tokens=answer.tokens))).prompt == "hé"
-    chat = await setup.processor.tokenize(TokenizeRequest.model_validate(CHAT))
-    assert (await setup.complete({**CHAT, "max_tokens": 1}))["usage"]["prompt_tokens"] == chat.count
-    for wrong in ({}, {"prompt": "a", **CHAT}, {"prompt": "a", "model": "x"}):
+    async def ids_of(body: dict[str, Any]) -> list[int]:
+        return await setup.processor.tokenize(tokenize.convert(TokenizeRequest.model_validate(body)))
+
+    ids = await ids_of({"prompt": "hé"})
+    assert len(ids) == 3
+    assert "".join(await setup.processor.strings(ids[:1])) == "h"
+    assert await setup.processor.detokenize(ids) == "hé"
+    assert (await setup.complete({**CHAT, "max_tokens": 1}))["usage"]["prompt_tokens"] == len(await ids_of(CHAT))
+    for wrong in ({}, {"prompt": "a", **CHAT}):
         with pytest.raises(RequestError):
-            await setup.processor.tokenize(TokenizeRequest.model_validate(wrong))
+            await ids_of(wrong)
     with pytest.raises(RequestError):
-        await setup.processor.detokenize(DetokenizeRequest(tokens=[999]))
+        await setup.processor.detokenize([999])

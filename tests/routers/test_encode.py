@@ -20,7 +20,7 @@ from multimodal.text.tokenizer import byte_tokenizer
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, MOST_IMAGES, VERSION, EncodeInfo
 from routers import leased as leased_answers
-from routers.state import Replica
+from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
 from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages, until
 from tests.support.http import application
@@ -127,9 +127,9 @@ async def test_other_media_types_are_refused() -> None:
         assert (await post(client, body_of(pages(1)), **{"content-type": "application/json"})).status_code == 415
 
 
-def held(life: Replica) -> int:
+def held(life: ReplicaState) -> int:
     """Bytes that wait to be read."""
-    service: Any = life.encoding
+    service: Any = life.service
     return sum(place.size for place in service._store._arena.taken)
 
 
@@ -184,7 +184,7 @@ async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeyp
         assert await anext(answer.aiter_raw()) == bytes(4), "a sign of life"
         await answer.aclose()
         await until(lambda: not life.running, 0.5)
-        service: Any = life.encoding
+        service: Any = life.service
         assert service._encoder.encoded == 0
 
 

@@ -65,6 +65,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")):
             refused = await client.request(method, path)
             assert refused.status_code == 404 and "prefill replica" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["code"] == "wrong_replica"
         assert (await client.post("/tokenize")).status_code == 404
         assert "/prefill" not in (await client.get("/openapi.json")).text
         assert (await client.get("/health/ready")).status_code == (await client.get("/metrics")).status_code == 200

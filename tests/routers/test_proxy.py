@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine.replicas.routing import replica as replica_module
-from routers.state import Replica
+from routers.state import ReplicaState, RouterService
 from tests.deploy.test_nginx import free_port
 from tests.support.disaggregated import replica, stats_with
 from tests.support.http import CHAT
@@ -25,7 +25,7 @@ LONG = {
 
 
 @asynccontextmanager
-async def publishing(**settings: Any) -> AsyncIterator[tuple[str, Replica, tuple[str, str]]]:
+async def publishing(**settings: Any) -> AsyncIterator[tuple[str, ReplicaState, tuple[str, str]]]:
     """A replica that publishes its events."""
     sockets = tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     given = {
@@ -41,7 +41,7 @@ async def publishing(**settings: Any) -> AsyncIterator[tuple[str, Replica, tuple
 @asynccontextmanager
 async def cluster(
     count: int = 2, router_settings: dict[str, Any] | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, Replica, list[Replica]]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, ReplicaState, list[ReplicaState]]]:
     """A client of a router, the router, and the replicas behind it."""
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(publishing(**settings)) for _ in range(count)]
@@ -54,17 +54,17 @@ async def cluster(
         yield client, life, [one[1] for one in found]
 
 
-async def available(life: Replica, count: int) -> None:
-    assert life.router is not None
+async def available(life: ReplicaState, count: int) -> None:
+    assert isinstance(life.service, RouterService)
     async with asyncio.timeout(8):
-        while sum(one.available for one in life.router.fleet.replicas) != count:  # noqa: ASYNC110
+        while sum(one.available for one in life.service.fleet.replicas) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def learnt(life: Replica, blocks: int) -> None:
+async def learnt(life: ReplicaState, blocks: int) -> None:
     """The router knows as many blocks in all."""
-    assert life.router is not None
-    fleet = life.router.fleet
+    assert isinstance(life.service, RouterService)
+    fleet = life.service.fleet
     async with asyncio.timeout(8):
         while sum(fleet.index.blocks(one.number) for one in fleet.replicas) < blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -98,7 +98,14 @@ async def test_answers_are_those_of_the_replica(path: str, stream: bool) -> None
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [(b"{", 400), (b'{"messages": []}', 400), (b'{"messages": 7, "max_tokens": "x"}', 400), (b"", 400)],
+    [
+        (b"{", 400),
+        (b'{"messages": []}', 400),
+        (b'{"messages": 7, "max_tokens": "x"}', 400),
+        (b"", 400),
+        (b'{"messages": [{"role": "user", "content": null}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "none"}}', 400),
+    ],
 )
 async def test_replicas_say_what_is_wrong(body: bytes, status: int) -> None:
     async with replica("aggregated") as (url, _), before(url) as (client, _):
@@ -141,14 +148,14 @@ async def test_api_keys_go_with_requests_and_probes() -> None:
 async def test_a_client_that_goes_ends_the_request_at_once() -> None:
     async with cluster(1, fake_token_delay_ms=20) as (client, life, (peer,)):
         assert peer.engine is not None
-        assert life.router is not None
+        assert isinstance(life.service, RouterService)
         async with client.stream(
             "POST", "/v1/chat/completions", json={**SSE, "max_tokens": 5000, "ignore_eos": True}
         ) as answer:
             await anext(answer.aiter_bytes())
             await stats_with(peer.engine, lambda stats: stats.num_active_requests == 1)
         await stats_with(peer.engine, lambda stats: stats.num_active_requests == 0, 1.0)
-        (one,) = life.router.fleet.replicas
+        (one,) = life.service.fleet.replicas
         assert one.load.requests == 0
         assert one.load.tokens == 0
 
@@ -159,8 +166,8 @@ async def test_a_client_that_goes_before_the_answer_ends_the_request_too() -> No
             await client.post("/v1/chat/completions", json=CHAT, timeout=0.3)
         async with asyncio.timeout(1):
             await bare.ended.wait()
-        assert life.router is not None
-        assert [one.load.requests for one in life.router.fleet.replicas] == [0]
+        assert isinstance(life.service, RouterService)
+        assert [one.load.requests for one in life.service.fleet.replicas] == [0]
 
 
 LOST = [

@@ -108,9 +108,9 @@ async def test_other_request_id_is_replaced(given: bytes) -> None:
 async def test_gate_is_closed_until_ready_and_while_draining() -> None:
     async with application() as (client, state):
         replica = state["replica"]
-        engine, replica.engine = replica.engine, None
+        service, replica.service = replica.service, None
         await _check_closed(client, "loading")
-        replica.engine, replica.draining = engine, True
+        replica.service, replica.draining = service, True
         await _check_closed(client, "shutting down")
         replica.draining = False
         assert (await client.get("/health/ready")).status_code == 200

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDied, QueueFull
-from routers.sse import EventStream
+from routers.sse import OPENAI, EventStream
 from server.http.errors import render_event
 
 SCOPE = {"type": "http", "method": "POST", "path": "/"}
@@ -54,7 +54,7 @@ class Payloads:
 
 
 async def run(payloads: Payloads, client: Client, ping: float = 0) -> None:
-    await EventStream(payloads.stream(), ping, render_event)(SCOPE, client.receive, client.send)
+    await EventStream(payloads.stream(), OPENAI, ping, render_event)(SCOPE, client.receive, client.send)
 
 
 async def test_framing_and_headers() -> None:
@@ -110,7 +110,7 @@ async def test_client_that_does_not_read_and_goes() -> None:
         if message["type"] == "http.response.body":
             await asyncio.sleep(60)
 
-    task = asyncio.create_task(EventStream(payloads.stream(), 0, render_event)(SCOPE, client.receive, blocked))
+    task = asyncio.create_task(EventStream(payloads.stream(), OPENAI, 0, render_event)(SCOPE, client.receive, blocked))
     await asyncio.sleep(0.05)
     assert not payloads.closed_at
     client.gone.set()

@@ -4,7 +4,7 @@ Modules that import this are skipped where Triton is not installed.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,38 +57,41 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+    # NumPy 2.4 converts no array of one element to a number, which the interpreter of Triton 3.6 asks for.
+    monkeypatch.setattr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     yield
     changed.restore()
 
 
 class _Replayed:
-    """In the place of a CUDA graph: does its step again, into the same memory."""
+    """In the place of a CUDA graph: computes again, into the same memory."""
 
-    def __init__(self, model: Any, inputs: torch.Tensor) -> None:
-        self._model, self._inputs = model, inputs
-        self.outputs = model._run_whole(inputs)
+    def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._compute = compute
+        self.outputs = compute()
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for held, new in zip(self.outputs, self._model._run_whole(self._inputs), strict=True):
+        for held, new in zip(self.outputs, self._compute(), strict=True):
             held.copy_(new)
+
+    def pool(self) -> None:
+        pass
+
+
+def _capture(compute: Callable[[], tuple[torch.Tensor, ...]], pool: None) -> tuple[_Replayed, tuple[torch.Tensor, ...]]:
+    """In the place of `engine.embedded.models.cuda.graphs.capture`."""
+    graph = _Replayed(compute)
+    return graph, graph.outputs
 
 
 @pytest.fixture
-def cuda_model(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`engine.embedded.models.cuda.model` on a CPU, whose model every core loads. All is float32, also what fast products of eight bits return."""
+def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`engine.embedded.models.cuda.runner` on a CPU, whose runner every core loads. All is float32, also what fast products of eight bits return."""
     assert not ON_GPU
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-        from engine.embedded.models.cuda import attention, model  # noqa: PLC0415
-
-    @torch.inference_mode()
-    def capture(self: Any, largest: int) -> None:
-        for size in model._sizes(largest):
-            inputs = torch.zeros(4, size, dtype=torch.int32)
-            inputs[2:] = self._spare_slot
-            graph = _Replayed(self, inputs)
-            self._graphs[size] = model._Graph(graph, inputs, *graph.outputs)
+        from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
 
     make, multiply = torch.tensor, torch._scaled_mm
     monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: make(*a, **k))
@@ -97,14 +100,16 @@ def cuda_model(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(model, "_SHORT_PROMPT", 0)  # a graph for a step of every size would leave nothing to the others
+    monkeypatch.setattr(
+        runner, "_SHORT_PROMPT", 0
+    )  # a graph for a step of every size would leave nothing to the others
     monkeypatch.setattr(
         decode_attention, "_PROGRAMS", 4
     )  # as many as are worth dividing a sequence for when they run in turn
-    monkeypatch.setattr(model, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
-    monkeypatch.setattr(model.CudaModel, "_capture", capture)
+    monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
+    monkeypatch.setattr(runner, "capture", _capture)
     monkeypatch.setattr(
         sampler, "to_host", torch.clone
     )  # from the device that is a copy: the next step may write where these are
-    monkeypatch.setattr(core, "load_model", model.CudaModel)
-    return model
+    monkeypatch.setattr(core, "load_runner", runner.CudaRunner)
+    return runner

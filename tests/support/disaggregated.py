@@ -22,9 +22,9 @@ from engine.replicas.prefill_pool import PrefillPool
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
-from routers.state import Replica
+from routers.state import ReplicaState
 from server.app import create_app
-from server.http.connection import Connection
+from server.http.connection import HttpConnection
 from server.process.serving import listen, url_of
 from server.settings import Settings
 from tests.support.http import ServerProcess
@@ -72,11 +72,11 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replica]]:
+async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, ReplicaState]]:
     """URL and inner life of a replica without a model."""
     given = {"engine": "fake", "engine_process": False, "disaggregation_mode": role, "internal_secret": SECRET}
     app = create_app(Settings(**{**given, **settings}))
-    http: Any = partial(Connection, head_seconds=5.0)
+    http: Any = partial(HttpConnection, head_seconds=5.0)
     server = _Server(
         uvicorn.Config(
             app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1
@@ -87,19 +87,19 @@ async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replic
     while not (server.started and server.lifespan.state["replica"].ready):
         assert not serving.done()
         await asyncio.sleep(0.005)
-    life: Replica = server.lifespan.state["replica"]
-    assert life.core is not None
+    life: ReplicaState = server.lifespan.state["replica"]
+    assert life.service is not None
     try:
         yield url_of(listener), life
     finally:
-        await life.core.close()
+        await life.service.close()
         server.should_exit = True
         await serving
         listener.close()
 
 
 @asynccontextmanager
-async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, Replica]]:
+async def prefill_replica(**settings: Any) -> AsyncIterator[tuple[str, AdmissionEngine, ReplicaState]]:
     """URL, engine and inner life of a prefill replica with the fake engine."""
     async with replica("prefill", **settings) as (url, life):
         assert life.engine is not None

@@ -2,8 +2,8 @@
 
 import ctypes
 import time
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from engine.embedded.core import EngineCore
 from engine.embedded.handoff import state as handover
 from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.transfer.base import Offer, Read, TransferError
+from engine.transfer.base import Offer, Read, Region, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 Deltas = dict[str, list[Delta]]
 
 
-def request_of(name: str, prompt: Sequence_[int], **sampling: Any) -> GenerateRequest:
+def request_of(name: str, prompt: abc.Sequence[int], **sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **sampling})
     return GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
 
@@ -38,7 +38,7 @@ def request_of(name: str, prompt: Sequence_[int], **sampling: Any) -> GenerateRe
 def sequence_of(core: EngineCore, request: GenerateRequest) -> Sequence:
     params, prompt = request.sampling, request.prompt_token_ids
     state = SamplerState(
-        params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+        params, prompt, core.runner.eos_token_ids, params.seed or 0, None, core.runner.vocab_size, core.runner.device
     )
     logprobs = None if params.prompt_logprobs is None else [None]
     sequence = Sequence(
@@ -114,10 +114,9 @@ class Pair:
 
     def control(self) -> None:
         """Have the decode core's transfers wait for the test."""
-        fetches = self.decode._fetches
-        assert fetches is not None
-        real = fetches._transfers
-        fetches._transfers = _Controller(real, self)  # type: ignore[assignment]
+        remote = self.decode.remote
+        assert remote is not None
+        remote.transfers = _Controller(remote.transfers, self)  # type: ignore[assignment]
 
     def check_clean(self) -> None:
         for core in (self.prefill, self.decode):
@@ -153,8 +152,13 @@ def travelled(delta: Delta) -> Handoff:
 class Controlled:
     """A transfer that does what the test says."""
 
-    def __init__(self, real: Transfers, offers: Sequence_[Offer], reads: Sequence_[Read]) -> None:
-        self._real, self._offers, self.reads = real, offers, reads
+    def __init__(
+        self, real: Transfers, regions: list[Region], offers: abc.Sequence[Offer], reads: abc.Sequence[Read]
+    ) -> None:
+        self._real = real
+        self._regions = regions
+        self._offers = offers
+        self.reads = reads
         self.cancelled = self.ended = False
         self.error = ""
 
@@ -175,15 +179,21 @@ class Controlled:
     def scribble(self) -> None:
         """Write what is no key and no value to where the bytes should go."""
         for read in self.reads:
-            ctypes.memset(self._real._regions[read.region].address + read.local_offset, 0x41, read.size)
+            ctypes.memset(self._regions[read.region].address + read.local_offset, 0x41, read.size)
 
 
 class _Controller:
     def __init__(self, real: Transfers, pair: Pair) -> None:
-        self._real, self._pair = real, pair
+        self._real = real
+        self._pair = pair
+        assert pair.decode.remote is not None
+        self._regions = [*pair.decode.runner.memory.regions, pair.decode.remote.words.region]
 
-    def read(self, offers: Sequence_[Offer], reads: Sequence_[Read]) -> Controlled:
-        self._pair.controlled.append(Controlled(self._real, offers, reads))
+    def offers(self) -> tuple[Offer, ...]:
+        return self._real.offers()
+
+    def read(self, offers: abc.Sequence[Offer], reads: abc.Sequence[Read]) -> Controlled:
+        self._pair.controlled.append(Controlled(self._real, self._regions, offers, reads))
         return self._pair.controlled[-1]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from engine.replicas.routing.events import SEQUENCE
-from routers.state import Replica
+from routers.state import ReplicaState
 from tests.support.disaggregated import replica
 
 
@@ -136,14 +136,14 @@ class Seen:
 
 
 @asynccontextmanager
-async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[str, Replica]]:
+async def router(urls: Sequence[str], **settings: Any) -> AsyncIterator[tuple[str, ReplicaState]]:
     """URL and inner life of a router before the replicas at `urls`."""
     async with replica("router", route_urls=tuple(urls), **{"route_events_port": 0, **settings}) as found:
         yield found
 
 
 @asynccontextmanager
-async def before(*urls: str, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Replica]]:
+async def before(*urls: str, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ReplicaState]]:
     """A client of a router before the replicas at `urls`, and the router."""
     async with router(urls, **settings) as (url, life), httpx.AsyncClient(base_url=url, timeout=10) as client:
         yield client, life

@@ -1,12 +1,12 @@
 """What one replica says of the KV blocks that it holds for another, and what the other makes of that: it believes nothing unseen."""
 
-from collections.abc import Sequence as Sequence_
+from collections import abc
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
-from engine.embedded.handoff.leases import Lease
+from engine.embedded.handoff.words import LeaseWord
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.sequence import Sequence
@@ -68,7 +68,7 @@ class HeldState(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[tuple[int, ...], ...]
     """The prompt's blocks in each group, GONE behind the window."""
     offers: tuple[Offer, ...]
-    lease: Lease
+    lease: LeaseWord
 
 
 encode_state = msgspec.msgpack.Encoder().encode
@@ -102,7 +102,7 @@ def _identity(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def held_of(layout: Layout, tables: Sequence_[Table], offers: tuple[Offer, ...], lease: Lease) -> Held:
+def held_of(layout: Layout, tables: abc.Sequence[Table], offers: tuple[Offer, ...], lease: LeaseWord) -> Held:
     """What there is to say of a prompt's tables."""
     return Held(encode_state(HeldState(layout, tuple(map(tuple, tables)), offers, lease)))
 
@@ -133,7 +133,7 @@ def _check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -
     return first.token_ids[0]
 
 
-def reads_of(state: HeldState, tables: Sequence_[Table], missing: Sequence_[Sequence_[int]]) -> list[Read]:
+def reads_of(state: HeldState, tables: abc.Sequence[Table], missing: abc.Sequence[abc.Sequence[int]]) -> list[Read]:
     """What fills the blocks at the indices `missing`, by group, of a sequence's tables."""
     return [
         Read(group, state.tables[group][index] * size, tables[group][index] * size, size)

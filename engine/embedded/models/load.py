@@ -12,8 +12,7 @@ from engine.embedded.models.native.levels import chosen
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
-    from engine.embedded.models.native.model import NativeModel
-    from engine.embedded.models.torch.model import Model
+    from engine.embedded.models.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +24,14 @@ class UnsupportedModelError(ValueError):
     """This model, or this machine, has no fast path; the message says why."""
 
 
-def load_model(config: EmbeddedConfig) -> "Model | NativeModel":
-    """The model as the device runs it best, or as `attention` says, one at a time. Raises EngineFailure."""
+def load_runner(config: EmbeddedConfig) -> "ModelRunner":
+    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises EngineFailure."""
     with _loading:
         return _load(config)
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
-    """What `load_model` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
+    """What `load_runner` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
     level, device = chosen(config.cpu_isa), device_of(config)
     yield "device", str(device)
     if device.type == "cuda":
@@ -42,7 +41,7 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
             "transformers" if config.attention == "sdpa" else "cuda, or transformers where the model has no fast path",
         )
         return
-    from engine.embedded.models.native.model import NativeModel, check  # noqa: PLC0415
+    from engine.embedded.models.native.runner import NativeRunner, check  # noqa: PLC0415
 
     try:
         if config.attention != "auto":
@@ -52,15 +51,15 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
         yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
         yield "compute_path", f"transformers ({error})"
     else:
-        yield "dtype", str(NativeModel.dtype).removeprefix("torch.")
+        yield "dtype", str(NativeRunner.dtype).removeprefix("torch.")
         yield (
             "compute_path",
-            NativeModel.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights"),
+            NativeRunner.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights"),
         )
         yield "instruction_set", level.name
 
 
-def _load(config: EmbeddedConfig) -> "Model | NativeModel":
+def _load(config: EmbeddedConfig) -> "ModelRunner":
     chosen(config.cpu_isa)  # whether or not the compiled path is taken: a setting that cannot be kept stops the start
     if device_of(config).type == "cuda":
         return _on_gpu(config)
@@ -69,36 +68,36 @@ def _load(config: EmbeddedConfig) -> "Model | NativeModel":
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
     if config.attention == "auto":
-        from engine.embedded.models.native.model import NativeModel  # noqa: PLC0415
+        from engine.embedded.models.native.runner import NativeRunner  # noqa: PLC0415
 
         try:
-            return NativeModel(config)
+            return NativeRunner(config)
         except UnsupportedModelError as error:
             log.warning("the model is computed by transformers, which is slower: %s", error)
-    from engine.embedded.models.torch.model import Model  # noqa: PLC0415
+    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
-    return Model(config)
+    return TorchRunner(config)
 
 
-def _on_gpu(config: EmbeddedConfig) -> "Model":
-    from engine.embedded.models.torch.model import Model  # noqa: PLC0415
+def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
+    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     asked = _fp8_settings(config)
     if config.attention == "sdpa":
         if asked:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
-        return Model(config)
+        return TorchRunner(config)
     try:
-        from engine.embedded.models.cuda.model import CudaModel  # noqa: PLC0415 - needs Triton and FlashInfer
+        from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
 
-        return CudaModel(config)
+        return CudaRunner(config)
     except (ImportError, UnsupportedModelError) as error:
         if asked:
             raise EngineFailure(f"{asked} cannot be used: {error}") from error
         if config.attention == "flashinfer":
             raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
         log.warning("attention is torch's own, which is slow on a GPU: %s", error)
-    return Model(config)
+    return TorchRunner(config)
 
 
 def _fp8_settings(config: EmbeddedConfig) -> str:

@@ -1,29 +1,27 @@
-"""Tokens that were sampled for the next step before the host has seen them."""
+"""The tokens that were sampled last, for runners whose steps begin on the host."""
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 
 import torch
 
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.runner import StepInput
 
 
 class PendingTokens:
-    """What a model whose steps begin on the host keeps of them, by the sequence's slot."""
+    """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
-    def __init__(self) -> None:
-        self._pending: dict[int, torch.Tensor] = {}
-
-    def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
-        """The tokens, int64 [slots], that were sampled for the running sequences with these slots: they are pending at the next step."""
-        self._pending.update(zip(slots, tokens, strict=True))
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, int64 [rows]; `logits` is what `forward` returned last, or a part of it."""
         return logits.argmax(dim=1)
 
-    def tokens(self, chunk: Chunk) -> list[int]:
-        """Those that a chunk computes."""
-        sequence = chunk.sequence
-        if chunk.start < len(sequence.tokens):
-            return sequence.tokens[chunk.start : chunk.start + chunk.length]
-        return [int(self._pending[sequence.slot])]
+    def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        self._sampled[torch.tensor(slots, device=self._sampled.device)] = tokens
+
+    def token_ids(self, step: StepInput) -> list[int]:
+        """Return the flat token ids of a step, pending ones filled in."""
+        if min(step.tokens) >= 0:
+            return step.tokens
+        sampled = self._sampled.tolist()
+        return [token if token >= 0 else sampled[-1 - token] for token in step.tokens]

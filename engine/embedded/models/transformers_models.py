@@ -6,16 +6,13 @@ The vision tower of a vision-language model runs elsewhere; the embeddings that 
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.configuration_utils import PreTrainedConfig
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import family_of
-from engine.embedded.models.embeddings import PromptImages
 from engine.errors import EngineFailure
-from engine.types import GenerateRequest
 
 
 def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
@@ -41,13 +38,3 @@ def drop_tower(module: Any) -> Any:
         for name in vision.tower:
             setattr(module.model, name, None)
     return module
-
-
-def rope_positions(module: Any, request: GenerateRequest, images: PromptImages) -> tuple[torch.Tensor, int]:
-    """Return a prompt's positions in time, height and width, int64 [3, tokens], and the offset of later positions."""
-    prompt, grids = torch.tensor([request.prompt_token_ids]), torch.tensor([image.grid for image in request.images])
-    is_image = torch.zeros(prompt.shape, dtype=torch.int)
-    for places in images.places:
-        is_image[0, torch.from_numpy(places)] = 1
-    positions, delta = module.model.get_rope_index(prompt, is_image, image_grid_thw=grids)
-    return positions[:, 0], int(delta)

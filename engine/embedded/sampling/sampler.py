@@ -32,8 +32,11 @@ class Bias(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    token_id: int
-    logprobs: TokenLogprobs | None
+    """The tokens that one step sampled for a sequence: one or several."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each token if asked for, else empty."""
 
 
 class SamplerState:
@@ -117,7 +120,7 @@ class SamplerState:
         return banned
 
     def accept(self, token_id: int) -> None:
-        """A token was appended to the output."""
+        """Note that a token was appended to the output."""
         self._note(token_id)
         if self.matcher is not None:
             accepted = self.matcher.accept(token_id)
@@ -154,7 +157,7 @@ class Sampler:
         self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-        """One token for each state. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
+        """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
         return self.draw(logits, states).results()
 
     def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
@@ -192,13 +195,14 @@ class Drawn:
         self._done = _recorded(tokens.device)
 
     def results(self) -> list[Sampled]:
+        """Return what was sampled for each sequence, in the order of rows."""
         if self._done is not None:
             self._done.synchronize()
         tokens: list[int] = self._on_host.tolist()
         if self._report is None:
-            return [Sampled(token, None) for token in tokens]
-        entries = dict(zip(self._reported, self._report.entries(), strict=True))
-        return [Sampled(token, entries.get(row)) for row, token in enumerate(tokens)]
+            return [Sampled((token,)) for token in tokens]
+        entries = {row: (entry,) for row, entry in zip(self._reported, self._report.entries(), strict=True)}
+        return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from engine.embedded.models.cuda.graphs import capture
+
 _MOST_GRAPHS = 16
 
 log = logging.getLogger(__name__)
@@ -55,17 +57,6 @@ class Graphs:
 
     def _capture(self, pixels: torch.Tensor) -> None:
         inputs = pixels.clone()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._compute(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
         pool = next((known.pool() for known, _, _ in self._graphs.values()), None)
-        current = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                outputs = self._compute(inputs)
-        finally:
-            torch.cuda.set_stream(current)  # torch itself leaves another one behind when a capture fails
+        graph, outputs = capture(lambda: self._compute(inputs), pool)
         self._graphs[pixels.shape] = graph, inputs, outputs

@@ -68,7 +68,7 @@ def add(core: EngineCore, name: str, prompt: list[int], **sampling: Any) -> None
     params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **sampling})
     request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
     state = SamplerState(
-        params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+        params, prompt, core.runner.eos_token_ids, params.seed or 0, None, core.runner.vocab_size, core.runner.device
     )
     logprobs = None if params.prompt_logprobs is None else [None]
     core.add(
@@ -243,11 +243,11 @@ def test_a_failing_step_fails_its_sequences_and_the_engine_goes_on(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     core = make_core(tiny_model)
-    forward = core.model.forward
-    core.model.forward = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
+    forward = core.runner.forward
+    core.runner.forward = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
     add(core, "a", prompts[0])
     [(name, failure)] = core.step()
     assert name == "a" and not isinstance(failure, Delta) and isinstance(failure.__cause__, RuntimeError)
-    core.model.forward = forward  # type: ignore[method-assign]
+    core.runner.forward = forward  # type: ignore[method-assign]
     add(core, "b", prompts[0])
     assert tokens(run(core)["b"]) == expected[0]

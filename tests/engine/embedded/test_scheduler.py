@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from engine.embedded.kv.blocks import BlockPool
 from engine.embedded.kv.groups import BlockGroups
-from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Chunk, Scheduler
+from engine.embedded.kv.source import Source
+from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
 from engine.embedded.sequence import Sequence
+from engine.embedded.step import Chunk
 from engine.kit.priority import PRIORITY_SECONDS, rank
 from engine.types import GenerateRequest, SamplingParams
 
@@ -80,7 +82,7 @@ class Machine:
         if self.chunked or len(chunks) > 1:
             assert sum(chunk.length for chunk in chunks) <= self.budget
         for chunk in chunks:
-            chunk.sequence.pending += chunk.samples
+            chunk.sequence.pending += chunk.sampled
         return [(chunk, [list(table) for table in chunk.sequence.tables]) for chunk in chunks]
 
     def finish(self, step: Step) -> None:
@@ -91,11 +93,11 @@ class Machine:
                     self.memory[group, table[position // SIZE], position % SIZE] = chunk.sequence.tokens[position]
         for chunk, tables in step:
             self.check_context(chunk, tables)
-            chunk.sequence.pending -= chunk.samples
+            chunk.sequence.pending -= chunk.sampled
             if chunk.sequence not in (*self.scheduler.running, *self.scheduler.waiting):
                 continue
-            self.scheduler.computed(chunk)
-            if chunk.samples:
+            self.scheduler.computed([chunk])
+            if chunk.sampled:
                 chunk.sequence.tokens.append(sum(chunk.sequence.tokens) % 97)
                 if chunk.sequence.num_output >= chunk.sequence.request.sampling.max_tokens:
                     self.scheduler.remove(chunk.sequence)
@@ -125,9 +127,12 @@ def machine(
     reuse: bool = True,
     windows: Windows = (None,),
     overlap: bool = False,
+    sources: tuple[Source, ...] = (),
 ) -> Machine:
     pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
-    scheduler = Scheduler(BlockGroups(pools), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked)
+    scheduler = Scheduler(
+        BlockGroups(pools), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked, sources=sources
+    )
     return Machine(scheduler, budget, seqs, chunked, overlap)
 
 

@@ -91,7 +91,7 @@ def test_a_second_run_takes_up_prefixes_and_gives_the_same(case: Case) -> None:
     assert outputs(core, "again") == expected
     after = core.stats().kv_cache_stats
     assert after.reused_blocks - before.reused_blocks == sum((len(prompt) - 1) // 8 for prompt in PROMPTS)
-    assert after.max_num_blocks == sum(group.num_blocks for group in core.model.groups)
+    assert after.max_num_blocks == sum(group.num_blocks for group in core.runner.groups)
 
 
 def test_a_model_of_windows_alone_is_bounded_by_none(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_events_tell_each_groups_window(gemma: Case) -> None:
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     core = make_core(save("gemma3_text", tmp_path, sliding_window=512), num_blocks=20)
-    assert [(group.window, len(group.layers)) for group in core.model.groups] == [(None, 7)]
+    assert [(group.window, len(group.layers)) for group in core.runner.groups] == [(None, 7)]
 
 
 def test_memory_of_a_long_sequence_drops(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_memory_of_a_long_sequence_drops(tmp_path: Path) -> None:
     while not core.scheduler.running or core.scheduler.running[0].remaining > 1:
         core.step()
     used = [pool.used for pool in core.blocks.pools]
-    kept = sum(count * len(group.layers) for count, group in zip(used, core.model.groups, strict=True))
+    kept = sum(count * len(group.layers) for count, group in zip(used, core.runner.groups, strict=True))
     assert used[0] == 4096 // 32 and used[1] <= 512 // 32 + 1
     assert kept / (used[0] * 6) < 0.28
 

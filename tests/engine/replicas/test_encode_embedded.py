@@ -37,7 +37,7 @@ async def test_a_replicas_tower_makes_what_one_here_makes_and_its_death_costs_no
             await pool.encode([images[0], ImageInput(images[1].data[:100])])
         work = asyncio.create_task(pool.encode([ImageInput(image_bytes(900, 900, seed=seed)) for seed in range(16)]))
         await until(lambda: life.running)
-        service: Any = life.encoding
+        service: Any = life.service
         psutil.Process(service._encoder.pid).kill()
         assert len(await work) == 16 and seen.local
         await until(lambda: not life.running, 1.0)

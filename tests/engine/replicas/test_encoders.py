@@ -17,14 +17,14 @@ from engine.fake.encoder import FakeEncoder
 from engine.replicas import ask as client
 from engine.replicas import encoders
 from engine.replicas.encode_answers import encode_info
-from routers.state import Replica
+from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
 from tests.support.encode import SIZE, encoder_of, expected, image, pages, until
 from tests.support.http import ROOT, application
 
 
-def encoder_in(life: Replica) -> FakeEncoder:
-    service: Any = life.encoding
+def encoder_in(life: ReplicaState) -> FakeEncoder:
+    service: Any = life.service
     encoder: FakeEncoder = service._encoder
     return encoder
 
@@ -234,7 +234,7 @@ async def test_a_front_without_its_first_encode_replica_is_not_ready_and_says_so
             assert refused.status_code == 503 and "no encode replica answers" in refused.json()["error"]["message"]
             assert state["replica"].failure is None
         async with application(**{**flags, "encode_fallback": "local"}) as (_, state):
-            assert await state["replica"].encoder.encode(pages(1)) == await expected(pages(1))
+            assert await state["replica"].service.encoder.encode(pages(1)) == await expected(pages(1))
 
 
 async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> None:
@@ -285,7 +285,7 @@ asyncio.run(main())
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         assert await process.stdout.readline() == b"holding\n"
-        service: Any = life.encoding
+        service: Any = life.service
         assert [place.size for place in service._store._arena.taken] == [2 * SIZE]
         process.kill()
         await process.wait()

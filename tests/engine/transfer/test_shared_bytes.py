@@ -294,7 +294,7 @@ async def test_an_encoder_that_cannot_be_talked_to_is_restarted(
 ) -> None:
     pid = encoder.pid
     with monkeypatch.context() as patch:
-        patch.setattr(EncoderProcess, "_message", AsyncMock(side_effect=OSError(errno.ENOMEM, "")))
+        patch.setattr(EncoderProcess, "send", AsyncMock(side_effect=OSError(errno.ENOMEM, "")))
         task = asyncio.create_task(encoder.encode(FILES[:1]))
         async with asyncio.timeout(30):
             while encoder.healthy:  # noqa: ASYNC110

@@ -23,11 +23,10 @@ from multimodal.sampling import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
-from protocol.chat import ChatCompletionRequest
-from protocol.tokenize import TokenizeRequest
 from tests.support.disaggregated import replica
 from tests.support.encode import until
 from tests.support.media import OddServer, data_url, image_file, ok, world
+from tests.support.requests import ask_of, prepare
 
 PNG, OTHER = image_file(), image_file(size=(32, 32))
 
@@ -49,9 +48,9 @@ async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[
     await engine.close()
 
 
-def chat(*urls: str, **fields: Any) -> ChatCompletionRequest:
+def chat(*urls: str, **fields: Any) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": parts}], **fields})
+    return {"messages": [{"role": "user", "content": parts}], **fields}
 
 
 async def test_images_that_servers_hold_back_are_in_nobody_elses_way() -> None:
@@ -78,11 +77,9 @@ async def test_the_deadline_counts_while_images_are_encoded() -> None:
     async with processor(encoder, request_timeout_seconds=0.1) as (prepared, _):
         body = chat(data_url(PNG))
         with pytest.raises(DeadlineExceeded, match=r"longer than the 0\.1 seconds"):
-            await prepared.chat(body, "id")
+            await prepare(prepared, body)
         with pytest.raises(DeadlineExceeded):
-            await prepared.tokenize(
-                TokenizeRequest.model_validate({"messages": body.model_dump(exclude_none=True)["messages"]})
-            )
+            await prepared.tokenize(ask_of(body))
         assert not encoder._running
 
 
@@ -90,24 +87,23 @@ async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: 
     monkeypatch.setattr(vision, "MOST_WAITING", len(PNG) + len(OTHER) - 1)
     encoder = FakeEncoder(seconds=0.2)
     async with processor(encoder) as (prepared, _):
-        first = asyncio.create_task(prepared.chat(chat(data_url(PNG)), "id"))
+        first = asyncio.create_task(prepare(prepared, chat(data_url(PNG))))
         await until(lambda: encoder._running)
         with pytest.raises(QueueFull):
-            await prepared.chat(chat(data_url(OTHER)), "id")
-        await asyncio.gather(first, prepared.chat(chat(data_url(PNG)), "id"))  # what is on its way needs no more
-        await prepared.chat(chat(data_url(OTHER)), "id")
+            await prepare(prepared, chat(data_url(OTHER)))
+        await asyncio.gather(first, prepare(prepared, chat(data_url(PNG))))  # what is on its way needs no more
+        await prepare(prepared, chat(data_url(OTHER)))
         assert encoder.encoded == 2
 
 
 async def test_a_client_that_goes_leaves_no_images_behind() -> None:
-    messages = chat(data_url(PNG)).model_dump(exclude_none=True)["messages"]
     async with (
         replica("aggregated", fake_token_delay_ms=5000) as (url, life),
         httpx.AsyncClient(base_url=url, timeout=0.5) as client,
     ):
         for path in ("/v1/chat/completions", "/tokenize"):
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(path, json={"messages": messages})
+                await client.post(path, json=chat(data_url(PNG)))
             await until(lambda: not life.running, 1.0)
 
 
@@ -115,7 +111,7 @@ async def test_nothing_is_fetched_for_a_request_with_too_many_choices() -> None:
     async with processor(FakeEncoder(), max_n=4) as (prepared, server):
         server.answers["/"] = ok(PNG)
         with pytest.raises(RequestError):
-            await prepared.chat(chat("http://images.test/", n=5), "id")
+            await prepare(prepared, chat("http://images.test/", n=5))
         assert not server.requests
-        await prepared.chat(chat("http://images.test/", n=4), "id")
+        await prepare(prepared, chat("http://images.test/", n=4))
         assert server.requests == {"/": 1}

@@ -6,11 +6,16 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from engine.config import FakeConfig
+from engine.fake.engine import FakeEngine
 from multimodal.errors import RequestError
-from multimodal.text.messages import Attachment, attachments, to_template
+from multimodal.sampling import Limits
+from multimodal.text.messages import Attachment, Conversation
+from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, byte_tokenizer
-from protocol.chat import ChatMessage
+from protocol.chat import ChatCompletionRequest, ChatMessage
+from routers.chat import convert, to_template
 
 SMOLVLM = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'][0]['type'] == 'image' %}{{':'}}"
@@ -41,21 +46,26 @@ def message(*content: dict[str, Any], role: str = "user") -> ChatMessage:
     return ChatMessage.model_validate({"role": role, "content": list(content)})
 
 
+def conversation_of(messages: list[ChatMessage]) -> Conversation:
+    prompt = convert(ChatCompletionRequest(messages=messages)).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
 def text(value: str, kind: str = "text") -> dict[str, Any]:
     return {"type": kind, "text": value}
 
 
 def test_images_keep_their_place() -> None:
-    shown = to_template(message(text("a"), IMAGE, text("b", "input_text"), BARE, BARE, text("")), vision=True)
+    shown = to_template(message(text("a"), IMAGE, text("b", "input_text"), BARE, BARE, text("")))
     image = {"type": "image"}
     assert shown == {"role": "user", "content": [text("a"), image, text("b"), image, image, text("")]}
 
 
-@pytest.mark.parametrize("vision", [True, False])
-def test_texts_alone_stay_one_text(vision: bool) -> None:
-    assert to_template(message(text("a"), text("b")), vision)["content"] == "a\nb"
-    assert to_template(ChatMessage(role="user", content="a"), vision)["content"] == "a"
-    assert to_template(ChatMessage(role="assistant", content=None), vision)["content"] == ""
+def test_texts_alone_stay_one_text() -> None:
+    assert to_template(message(text("a"), text("b")))["content"] == "a\nb"
+    assert to_template(ChatMessage(role="user", content="a"))["content"] == "a"
+    assert to_template(ChatMessage(role="assistant", content=None))["content"] == ""
 
 
 def test_attachments_are_in_the_order_of_all_messages() -> None:
@@ -65,16 +75,22 @@ def test_attachments_are_in_the_order_of_all_messages() -> None:
         ChatMessage(role="assistant", content="c"),
         message({"type": "image_url", "image_url": {"url": "u", "detail": None}}, role="tool"),
     ]
-    assert attachments(conversation) == [
+    assert conversation_of(conversation).attachments == [
         Attachment("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
         Attachment("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
         Attachment("u", "auto", "messages.3.content.0.image_url"),
     ]
 
 
-def test_a_text_model_refuses_images_by_name() -> None:
+async def test_a_text_model_refuses_images_by_name() -> None:
+    engine = FakeEngine(FakeConfig())
+    await engine.start()
+    info = engine.info
+    await engine.close()
+    prompts = Prompts(byte_tokenizer(), ChatTemplate(CHATML, {}))
+    ask = convert(ChatCompletionRequest(messages=[message(text("a"), IMAGE)]))
     with pytest.raises(RequestError, match="takes text only; a message has an image") as caught:
-        to_template(message(text("a"), IMAGE))
+        await prompts.tokens(ask, info, Limits())
     assert (caught.value.param, caught.value.code) == ("messages", "unsupported_content")
 
 
@@ -86,12 +102,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("vision", [True, False])
 @pytest.mark.parametrize("part", REFUSED, ids=lambda part: part["type"])
-def test_other_media_are_refused_by_name(part: dict[str, Any], vision: bool) -> None:
-    for content in ((part,), (text("a"), part), (IMAGE, part) if vision else (part, text("a"))):
+def test_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
+    for content in ((part,), (text("a"), part), (IMAGE, part), (part, text("a"))):
         with pytest.raises(RequestError, match=part["type"]) as caught:
-            to_template(message(*content), vision)
+            to_template(message(*content))
         assert caught.value.code == "unsupported_content"
 
 
@@ -100,14 +115,14 @@ def test_other_media_are_refused_by_name(part: dict[str, Any], vision: bool) -> 
 )
 def test_unknown_parts_are_refused_without_repeating_them(part: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="unknown type") as caught:
-        to_template(message(part), vision=True)
+        to_template(message(part))
     assert len(str(caught.value)) <= 160
 
 
 @pytest.mark.parametrize("image", [None, "", {"url": ""}])
 def test_an_image_needs_a_url(image: Any) -> None:
     with pytest.raises(RequestError, match="no URL"):
-        to_template(message({"type": "image_url", "image_url": image}), vision=True)
+        to_template(message({"type": "image_url", "image_url": image}))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +149,7 @@ def _parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", VISION)
 def test_vision_templates_render_as_transformers_renders_them(name: str, prompts: bool) -> None:
     """With every content as parts, which is how models with such templates were trained; texts alone come out the same."""
-    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     expected = reference.apply_chat_template(
         _parts(MESSAGES), chat_template=VISION[name], tokenize=False, add_generation_prompt=prompts
     )
@@ -146,7 +161,7 @@ def test_vision_templates_render_as_transformers_renders_them(name: str, prompts
 
 @pytest.mark.parametrize("name", VISION)
 def test_the_final_message_can_be_continued_with_images_before(name: str) -> None:
-    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._backend)
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     expected = reference.apply_chat_template(
         _parts(MESSAGES[:3]), chat_template=VISION[name], tokenize=False, continue_final_message=True
     )
@@ -173,7 +188,7 @@ def test_a_message_that_ends_with_text_after_an_image_can_be_continued(name: str
     [(TEXT_ONLY, False), (CHATML, False), (QWEN2_VL, False), (SMOLVLM, True), (LLAVA, True), ("constant", False)],
 )
 def test_only_templates_that_read_lists_alone_get_texts_as_lists(source: str, wants: bool) -> None:
-    assert ChatTemplate(source, {})._wants_parts is wants
+    assert ChatTemplate(source, {}).wants_parts is wants
 
 
 def test_a_text_template_shows_no_images() -> None:

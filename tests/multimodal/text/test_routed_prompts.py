@@ -10,9 +10,9 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
-from protocol.chat import ChatCompletionRequest
-from protocol.completions import CompletionRequest
+from routers.fields import FieldCheck
 from tests.support.http import application
+from tests.support.requests import ask_of
 
 TOKENIZER = byte_tokenizer()
 assert TOKENIZER.chat_template is not None
@@ -23,7 +23,9 @@ MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 
 async def chat(**fields: Any) -> RoutedPrompt:
-    return await PROMPTS.of_chat(ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields}))
+    return await PROMPTS.of(
+        ask_of({"messages": MESSAGES, **fields}, FieldCheck(fields.get("model", "fake"), strict=False))
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, {"truncate_prompt_tokens": 7}])
@@ -62,7 +64,6 @@ async def test_images_end_what_is_known() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"messages": [{"role": "user", "content": None}]},
         {"chat_template_kwargs": {"evil": 1}},
         {"truncate_prompt_tokens": -1},
         {"messages": [{"role": "user", "content": "x" * (1 << 21)}]},
@@ -74,10 +75,10 @@ async def test_what_cannot_be_known_is_left_to_replicas(fields: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
-    [("ab", [68 + 32, 69 + 32]), ([5, 6], [5, 6]), ([[5, 6], [7]], [5, 6]), (["ab", "c"], [100, 101]), ([], [])],
+    [("ab", [68 + 32, 69 + 32]), ([5, 6], [5, 6]), ([[5, 6], [7]], [5, 6]), (["ab", "c"], [100, 101])],
 )
 async def test_completions(prompt: Any, tokens: list[int]) -> None:
-    assert list((await PROMPTS.of_completion(CompletionRequest.model_validate({"prompt": prompt}))).tokens) == tokens
+    assert list((await PROMPTS.of(ask_of({"prompt": prompt}))).tokens) == tokens
 
 
 @given(st.text(max_size=40), st.text(max_size=40))

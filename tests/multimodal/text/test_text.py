@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from multimodal.answers.stops import StopMatcher
 from multimodal.errors import RequestError
-from multimodal.text.detokenizer import Detokenizer
 from multimodal.text.templates import ChatTemplate
-from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
+from multimodal.text.tokenizer import CHATML, Detokenizer, Tokenizer, byte_tokenizer
 
 TEXT = "Der Fluss fließt. 日本語のテキスト 🙂🙃 naïve café 12345 \n\t def f(x): return x**2 привет мир"
 
@@ -133,7 +132,7 @@ TEMPLATES = {
 def test_templates_render_as_transformers_renders_them(name: str, prompts: bool) -> None:
     tokenizer = byte_tokenizer()
     reference = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
+        tokenizer_object=tokenizer.backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
     )
     expected = reference.apply_chat_template(
         MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompts, enable_thinking=False
@@ -167,7 +166,7 @@ def test_a_template_cannot_misbehave(source: str) -> None:
 
 def test_a_folder_gives_tokenizer_template_and_special_tokens(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer()._backend,
+        tokenizer_object=byte_tokenizer().backend,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         chat_template=CHATML,

@@ -61,10 +61,10 @@ async def test_readiness_names_all_that_is_missing() -> None:
         replica.draining = True
         assert list(await missing(client)) == ["draining", "kv_events"]
         replica.draining = False
-        engine, replica.engine = replica.engine, None
+        service, replica.service = replica.service, None
         assert await missing(client) == {"engine": "The model is loading."}
-        replica.engine = engine
-        await engine.close()
+        replica.service = service
+        await service.close()
         assert set(await missing(client)) == {"engine", "kv_events"}
 
 
@@ -79,7 +79,7 @@ async def test_peers_that_a_role_needs_are_named() -> None:
 
 
 async def _loaded(state: dict[str, Any]) -> bool:
-    return state["replica"].core is not None
+    return state["replica"].service is not None
 
 
 ROLES = [

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 import engine.errors
 import multimodal.errors
+import routers.errors
 from server.http.errors import render
 from tests.support.http import CHAT, application
 
@@ -163,25 +164,27 @@ STATUS: dict[type[Exception], tuple[int, bool]] = {
     engine.errors.EngineError: (500, False),
     multimodal.errors.RequestError: (400, False),
     multimodal.errors.ModelNotFound: (404, False),
-    multimodal.errors.ContextLengthExceeded: (400, False),
     multimodal.errors.MediaError: (400, False),
     multimodal.errors.MediaTimeout: (408, False),
     multimodal.errors.InvalidMedia: (400, False),
     multimodal.errors.UnsupportedMedia: (415, False),
     multimodal.errors.DeadlineExceeded: (504, False),
+    routers.errors.NotReady: (503, True),
+    routers.errors.WrongReplica: (404, False),
+    routers.errors.ReplicasDiffer: (409, False),
 }
 
 
 def test_table_covers_every_error() -> None:
-    declared = [*vars(engine.errors).values(), *vars(multimodal.errors).values()]
+    declared = [value for module in (engine, multimodal, routers) for value in vars(module.errors).values()]
     assert {cls for cls in declared if isinstance(cls, type) and issubclass(cls, Exception)} == set(STATUS)
 
 
 @pytest.mark.parametrize("cls", STATUS)
 def test_status_and_retry(cls: type[Exception]) -> None:
     arguments = {
-        multimodal.errors.ContextLengthExceeded: (10, 20, 25, "messages"),
         multimodal.errors.DeadlineExceeded: (1.5,),
+        routers.errors.NotReady: ([routers.errors.Missing("engine", "why")],),
     }
     error = cls(*arguments.get(cls, ("why",)))
     answer = render(error)
@@ -192,9 +195,7 @@ def test_status_and_retry(cls: type[Exception]) -> None:
         assert answer.headers["x-should-retry"] == str(again).lower()
     body = json.loads(answer.body)["error"]
     assert status >= 500 or status == 429 or body["type"] in ("invalid_request_error", "not_found_error")
-    assert body["code"] == "context_length_exceeded" or not isinstance(
-        error, engine.errors.ContextOverflow | multimodal.errors.ContextLengthExceeded
-    )
+    assert body["code"] == "context_length_exceeded" or not isinstance(error, engine.errors.ContextOverflow)
 
 
 def test_bug_is_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:

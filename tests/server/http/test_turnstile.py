@@ -2,7 +2,7 @@
 
 import asyncio
 
-from server.http.turnstile import Turnstile
+from server.http.middleware import Turnstile
 
 
 async def test_a_few_in_each_turn_and_in_order() -> None:

@@ -4,7 +4,7 @@ What a decode needs lives on the device: a table of blocks for each running sequ
 follow. So a decode step needs no planning and fits a CUDA graph. Prompts are planned on the host, once for each step.
 """
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,31 +12,31 @@ import flashinfer
 import torch
 
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
+from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.attention import KvCache
-from engine.embedded.scheduler import Chunk
 
 _WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step's attention: its decodes first, then its prompts."""
+class AttentionStep:
+    """Attention of one step: its decodes first, then its prompts."""
 
     rows: torch.Tensor
     """int64 [tokens]: the cache row of each token's keys in layer 0."""
     decodes: int
-    pages: torch.Tensor
+    tables: torch.Tensor
     """int32 [decodes, blocks]: the block table of each decode."""
     positions: torch.Tensor
     """int32 [decodes]: the position of each decode's new token."""
-    prompts: "_Prompts | None"
+    prompts: "_PromptPlan | None"
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
+class _PromptPlan:
     wrapper: Any
     ragged: bool
-    """Whether no prompt has anything before its chunk, so that keys and values are those of the step."""
+    """Whether no prompt has anything before its tokens in this step, so that keys and values are those of the step."""
 
 
 class CudaAttention:
@@ -45,35 +45,37 @@ class CudaAttention:
     def __init__(
         self, cache: KvCache, heads: int, scale: float, dtype: torch.dtype, max_num_seqs: int, context_length: int
     ) -> None:
-        self._cache, self._heads, self._scale = cache, heads, scale
+        self._cache = cache
+        self._heads = heads
+        self._scale = scale
         self._dtype = dtype
-        """Of queries; keys and values that are not in the cache have it too."""
+        """Type of queries, and of keys and values that are not in the cache."""
         self._device = cache.data.device
         self.width = -(-context_length // cache.block_size)
         self.tables = torch.full(
             (max_num_seqs + 1, self.width), len(cache.data) - 1, dtype=torch.int32, device=self._device
         )
         """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names the spare block."""
-        self._tabled: list[tuple[list[int] | None, int]] = [(None, 0)] * (max_num_seqs + 1)
+        self._tabled = [(-1, 0)] * (max_num_seqs + 1)
+        """For each slot the admission that its row is of, and how many blocks of that are in it."""
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
         self._stride = cache.layers * 2 * cache.block_size
         self._decode = DecodeAttention(heads, cache.heads, cache.head_dim, scale, self._device)
         # Two of each, in turn: a plan is copied from pinned memory that the next one overwrites.
         self._wrappers = [self._make_wrappers() for _ in range(2)]
 
-    def note_blocks(self, chunks: Sequence_[Chunk]) -> None:
-        """Bring the tables up to date with the sequences of a step."""
+    def note_blocks(self, step: StepInput) -> None:
+        """Bring the tables up to date with a step."""
         cells: list[int] = []
         blocks: list[int] = []
-        for chunk in chunks:
-            held, slot = chunk.sequence.blocks, chunk.sequence.slot
+        for slot, admission, (table,) in zip(step.slots, step.admissions, step.tables, strict=True):
             owner, known = self._tabled[slot]
-            if owner is not held:
+            if owner != admission:
                 known = 0
-            if known < len(held):
-                cells += range(slot * self.width + known, slot * self.width + len(held))
-                blocks += held[known:]
-                self._tabled[slot] = (held, len(held))
+            if known < len(table):
+                cells += range(slot * self.width + known, slot * self.width + len(table))
+                blocks += table[known:]
+                self._tabled[slot] = (admission, len(table))
         if cells:
             update = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=True).to(
                 self._device, non_blocking=True
@@ -84,19 +86,20 @@ class CudaAttention:
         """A layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""
         return self._layers[index]
 
-    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> Step:
-        """A step of decodes alone, all of it computed on the device. `slots` and `positions`: int32 [tokens]."""
-        return Step(self._rows(slots, positions), len(slots), self.tables.index_select(0, slots), positions, None)
+    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
+        """Prepare a step of decodes alone, all of it on the device. `slots` and `positions`: int32 [tokens]."""
+        tables = self.tables.index_select(0, slots)
+        return AttentionStep(self._rows(slots, positions), len(slots), tables, positions, None)
 
-    def mixed(self, chunks: Sequence_[Chunk], slots: torch.Tensor, positions: torch.Tensor) -> Step:
-        """A step of `chunks`, decodes first. `slots` and `positions`: int32 [tokens]."""
-        decodes = sum(chunk.length == 1 for chunk in chunks)
-        pages = self.tables.index_select(0, slots[:decodes])
-        prompts = self._plan(chunks[decodes:]) if decodes < len(chunks) else None
-        return Step(self._rows(slots, positions), decodes, pages, positions[:decodes], prompts)
+    def mixed(self, step: StepInput, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
+        """Prepare a step of any kind. `slots` and `positions`: int32 [tokens]."""
+        decodes = step.singles
+        tables = self.tables.index_select(0, slots[:decodes])
+        prompts = self._plan(step, decodes) if decodes < len(step.lengths) else None
+        return AttentionStep(self._rows(slots, positions), decodes, tables, positions[:decodes], prompts)
 
     def __call__(
-        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, step: AttentionStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and `value` are the
         step's own, [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
@@ -105,7 +108,7 @@ class CudaAttention:
         keys, values = self._layers[layer]
         count = step.decodes
         if count:
-            self._decode(query[:count], keys, values, step.pages, step.positions, out[:count])
+            self._decode(query[:count], keys, values, step.tables, step.positions, out[:count])
         if step.prompts is not None and step.prompts.ragged:
             step.prompts.wrapper.run(query[count:], key[count:], value[count:], out=out[count:])
         elif step.prompts is not None:
@@ -118,25 +121,26 @@ class CudaAttention:
         cells = slots.long() * self.width + positions // size
         return self.tables.view(-1)[cells].long() * self._stride + positions % size
 
-    def _plan(self, prompts: Sequence_[Chunk]) -> _Prompts:
-        """FlashInfer's plan for the prompts of a step; the step before last used the same buffers."""
+    def _plan(self, step: StepInput, first: int) -> _PromptPlan:
+        """Have FlashInfer plan the prompts of a step, its sequences from `first` on; the step before last used the same buffers."""
         self._wrappers.reverse()
         ragged, paged = self._wrappers[0]
         cache = self._cache
-        begun = _offsets([chunk.length for chunk in prompts])
+        starts, lengths, tables = step.starts[first:], step.lengths[first:], step.tables[first:]
+        begun = _offsets(lengths)
         common: dict[str, Any] = {"causal": True, "sm_scale": self._scale, "q_data_type": self._dtype}
-        if not any(chunk.start for chunk in prompts):
+        if not any(starts):
             ragged.plan(begun, begun, self._heads, cache.heads, cache.head_dim, kv_data_type=self._dtype, **common)
-            return _Prompts(ragged, True)
-        ends = [chunk.start + chunk.length for chunk in prompts]
+            return _PromptPlan(ragged, True)
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         counts = [-(-end // cache.block_size) for end in ends]
-        pages = [block for chunk, count in zip(prompts, counts, strict=True) for block in chunk.sequence.blocks[:count]]
+        blocks = [block for (table,), count in zip(tables, counts, strict=True) for block in table[:count]]
         last = torch.tensor([(end - 1) % cache.block_size + 1 for end in ends], dtype=torch.int32)
-        indices = torch.tensor(pages, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
+        indices = torch.tensor(blocks, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
         sizes = self._heads, cache.heads, cache.head_dim, cache.block_size
         # FlashInfer takes FlashAttention-3 where it can; over float8 keys with such queries that is its version 2.
         paged.plan(begun, _offsets(counts), indices, last, *sizes, kv_data_type=cache.data.dtype, **common)
-        return _Prompts(paged, False)
+        return _PromptPlan(paged, False)
 
     def _make_wrappers(self) -> tuple[Any, Any]:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
@@ -144,8 +148,8 @@ class CudaAttention:
         return ragged, flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
 
-def _offsets(lengths: Sequence_[int]) -> torch.Tensor:
-    """int32 [n + 1], on the host: where each begins, and the end."""
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    """Return where each begins, and the end: int32 [n + 1], on the host."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, out=offsets[1:])
     return offsets

@@ -16,7 +16,7 @@ _MAX_SPLITS = 8
 
 @triton.jit
 def _attend(
-    query, keys, values, pages, positions, out, partial, counters, scale, width, block_stride,
+    query, keys, values, tables, positions, out, partial, counters, scale, width, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -39,8 +39,8 @@ def _attend(
     for start in tl.range(split * share, tl.minimum(length, (split + 1) * share), TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         exists = token < length
-        page = tl.load(pages + row * width + token // BLOCK, exists, 0).to(tl.int64)
-        cells = (page * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
+        block = tl.load(tables + row * width + token // BLOCK, exists, 0).to(tl.int64)
+        cells = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
         k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
         score = tl.where(exists[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
         new = tl.maximum(best, tl.max(score, 1))
@@ -94,11 +94,11 @@ class DecodeAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        pages: torch.Tensor,
+        tables: torch.Tensor,
         positions: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `pages`
+        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `tables`
         int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values are there already.
         Keys and values are of the query's type or float8_e4m3fn.
         """
@@ -106,7 +106,7 @@ class DecodeAttention:
         splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * self._kv_heads)))
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
-            query, keys, values, pages, positions, out, self._partial, self._counters, self._scale, pages.shape[1], keys.stride(0),
+            query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1], keys.stride(0),
             self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile, splits, 3,
             keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
         )  # fmt: skip

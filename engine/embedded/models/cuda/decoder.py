@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.models.cuda import kernels
-from engine.embedded.models.cuda.attention import CudaAttention, Step
+from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, Weight
 from engine.embedded.models.torch.attention import KvCache
@@ -18,7 +18,7 @@ _HEAD_TILE = (8, 1024, 4)
 _TRIAL = 9
 
 
-class _Layer:
+class _JoinedLayer:
     """The weights of one layer, joined."""
 
     def __init__(self, layer: Any, products: Products) -> None:
@@ -60,7 +60,7 @@ class LlamaDecoder:
         self._products: Products = PlainProducts(self._fetch, self._embedding.device)
         self._layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], self._products))
+            self._layers.append(_JoinedLayer(inner.layers[index], self._products))
             inner.layers[index] = torch.nn.Identity()
 
     def quantise(self) -> None:
@@ -89,7 +89,7 @@ class LlamaDecoder:
         x: torch.Tensor,
         positions: torch.Tensor,
         attention: CudaAttention | _Stub,
-        step: Step,
+        step: AttentionStep,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden size], which are
@@ -109,7 +109,12 @@ class LlamaDecoder:
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
 
     def _attend(
-        self, qkv: torch.Tensor, index: int, positions: torch.Tensor, attention: CudaAttention | _Stub, step: Step
+        self,
+        qkv: torch.Tensor,
+        index: int,
+        positions: torch.Tensor,
+        attention: CudaAttention | _Stub,
+        step: AttentionStep,
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.heads
         keys, values = attention.layer(index)
@@ -150,7 +155,7 @@ class _Stub:
         return self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
 
     def __call__(
-        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, step: AttentionStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         return values_of_first_head(layer, query, key, value, self._scale)
 
@@ -173,7 +178,9 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
     for part in (tokens[:1], tokens[1:]):
         rows = torch.arange(len(part), device=device)
         parts.append(
-            decoder(decoder.embed(part.long()), part, stub, Step(rows, len(part), part, part, None), None).float()
+            decoder(
+                decoder.embed(part.long()), part, stub, AttentionStep(rows, len(part), part, part, None), None
+            ).float()
         )
     return torch.cat(parts)
 

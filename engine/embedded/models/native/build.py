@@ -12,7 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from engine.embedded.models.native.levels import Level
-from engine.embedded.models.native.structures import Model, Step
+from engine.embedded.models.native.structures import NativeModel, NativeStep
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -76,8 +76,8 @@ def _fingerprint(flags: tuple[str, ...]) -> str:
 def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     code.pack.argtypes = [pointer, integer, integer, pointer, integer, integer]
-    code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(Model), ctypes.c_int], pointer
-    code.decoder_forward.argtypes = [pointer, ctypes.POINTER(Step)]
+    code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
+    code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
     code.decoder_delete.argtypes = [pointer]
     for function in (code.pack, code.decoder_forward, code.decoder_delete):
         function.restype = None

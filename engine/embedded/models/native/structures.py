@@ -3,22 +3,22 @@
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
 
-class Matrix(Structure):
+class NativeMatrix(Structure):
     _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
 
 
-class Layer(Structure):
+class NativeLayer(Structure):
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm")),
     ]
 
 
-class Model(Structure):
+class NativeModel(Structure):
     _fields_ = [
-        ("layers", POINTER(Layer)),
-        ("embedding", Matrix),
-        ("head", Matrix),
+        ("layers", POINTER(NativeLayer)),
+        ("embedding", NativeMatrix),
+        ("head", NativeMatrix),
         ("norm", c_void_p),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim", "block_size")),
@@ -27,7 +27,7 @@ class Model(Structure):
     ]
 
 
-class Step(Structure):
+class NativeStep(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "chunks", "tables", "rows", "logits")),
         *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),

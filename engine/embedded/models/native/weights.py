@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
-from engine.embedded.models.native.structures import Layer, Matrix, Model
+from engine.embedded.models.native.structures import NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.threads import compute_threads
 
 
@@ -40,7 +40,7 @@ class Weights:
             + self._words(config.hidden, config.intermediate)
         )
         self._arena, self._used = zeros((matrices,), torch.int32), 0
-        self.layers = (Layer * config.layers)(
+        self.layers = (NativeLayer * config.layers)(
             *(self._layer(f"model.layers.{index}.") for index in range(config.layers))
         )
         self.embedding = self._matrix(["model.embed_tokens"])
@@ -51,10 +51,10 @@ class Weights:
                 done.result()
         self._work.clear()
 
-    def describe(self, cache: torch.Tensor, block_size: int) -> Model:
+    def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """The whole model for the compiled code; valid while this and `cache` live."""
         config = self._config
-        return Model(
+        return NativeModel(
             layers=self.layers,
             embedding=self.embedding,
             head=self.head,
@@ -69,8 +69,8 @@ class Weights:
             scale=config.head_dim**-0.5,
         )
 
-    def _layer(self, prefix: str) -> Layer:
-        return Layer(
+    def _layer(self, prefix: str) -> NativeLayer:
+        return NativeLayer(
             qkv=self._matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"]),
             out=self._matrix([f"{prefix}self_attn.o_proj"]),
             gate_up=self._matrix([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], interleaved=True),
@@ -79,7 +79,7 @@ class Weights:
             mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
         )
 
-    def _matrix(self, names: list[str], *, interleaved: bool = False) -> Matrix:
+    def _matrix(self, names: list[str], *, interleaved: bool = False) -> NativeMatrix:
         """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`.
 
         Interleaved ones have whole panels: what is beyond their outputs counts as outputs, and is zero.
@@ -91,14 +91,14 @@ class Weights:
         self._used += self._words(outputs, inputs)
         if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
             self._work.append(self._packing(weights, start, 0, 1))
-            return Matrix(start, self._bias(names), outputs, inputs)
+            return NativeMatrix(start, self._bias(names), outputs, inputs)
         first = 0
         for index, weight in enumerate(weights):
             self._work.append(
                 self._packing([weight], start, index if interleaved else first, len(weights) if interleaved else 1)
             )
             first += self._padded(len(weight)) // self._panel
-        return Matrix(start, self._bias(names), outputs, inputs)
+        return NativeMatrix(start, self._bias(names), outputs, inputs)
 
     def _packing(self, weights: list[torch.Tensor], start: int, first: int, step: int) -> Callable[[], None]:
         def pack() -> None:

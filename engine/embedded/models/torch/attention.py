@@ -7,7 +7,8 @@ reference, for any device.
 
 import math
 import mmap
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 from engine.embedded.kv.blocks import first_block
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.layout import LayerGroup
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.runner import EmbeddingRows, StepInput
 
 ATTENTION_NAME = "trellis_paged"
 OPTIONS = ("sliding_window", "softcap", "s_aux")
@@ -53,7 +54,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class AttentionBackend(Protocol):
-    """One step's attention. Built once per step from its chunks, then called once per layer."""
+    """One step's attention. Built once per step, then called once per layer."""
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
@@ -88,10 +89,10 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class StepAttention:
     """A step's attention for all layers: each group has its own tables and cache."""
 
-    def __init__(self, caches: Sequence_[KvCache], groups: Sequence_[LayerGroup], chunks: Sequence_[Chunk]) -> None:
+    def __init__(self, caches: Sequence[KvCache], groups: Sequence[LayerGroup], step: StepInput) -> None:
         self._of_layer: dict[int, tuple[SdpaAttention, int]] = {}
         for index, (cache, group) in enumerate(zip(caches, groups, strict=True)):
-            attention = SdpaAttention(cache, [(chunk, chunk.sequence.tables[index]) for chunk in chunks], group.window)
+            attention = SdpaAttention(cache, step, [tables[index] for tables in step.tables], group.window)
             self._of_layer.update((layer, (attention, number)) for number, layer in enumerate(group.layers))
 
     def __call__(
@@ -113,7 +114,7 @@ class _Decodes(NamedTuple):
     """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
 
     rows: slice
-    gathered: Sequence_[torch.Tensor]
+    gathered: Sequence[torch.Tensor]
     """For each layer the flat [2 * count * width] indices of key, then value block rows."""
     length: int
     """Most tokens that one has from its first block on."""
@@ -121,35 +122,37 @@ class _Decodes(NamedTuple):
     """[count, 1, 1, length], 0 where there is a token in sight and -inf elsewhere; None if that is everywhere."""
 
 
-class _Prefill(NamedTuple):
-    """One sequence's chunk: its rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
+class _PromptPart(NamedTuple):
+    """Some consecutive tokens of one prompt: their rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
     mask, None for a causal one."""
 
     rows: slice
     length: int
     """Tokens from its first block on."""
-    gathered: Sequence_[torch.Tensor] | None
+    gathered: Sequence[torch.Tensor] | None
     mask: torch.Tensor | None
 
 
 class SdpaAttention:
     """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by one.
 
-    `chunks` come with their tables in the group, and must be sorted so that decodes (length 1) come first, in order of length:
-    `sort_chunks`. What the layers share is computed once, for all of them: a step of one token is bound by the number of operations.
+    `tables` are those of the step's sequences in the group. Decodes should be in order of length: `sort_decodes`. What the layers share is
+    computed once, for all of them: a step of one token is bound by the number of operations.
     """
 
-    def __init__(self, cache: KvCache, chunks: Sequence_[tuple[Chunk, Table]], window: int | None) -> None:
-        self._cache, self._window = cache, window
-        self._written = self._of_layers(self._write_rows(chunks), cache.block_size)
-        decodes = [(chunk.start, table) for chunk, table in chunks if chunk.length == 1]
+    def __init__(self, cache: KvCache, step: StepInput, tables: Sequence[Table], window: int | None) -> None:
+        self._cache = cache
+        self._window = window
+        self._written = self._of_layers(self._write_rows(step, tables), cache.block_size)
+        singles = step.singles
+        decodes = list(zip(step.starts[:singles], tables[:singles], strict=True))
         widths = [position // cache.block_size + 1 - self._first(position) for position, _ in decodes]
         self._decodes = [self._decode_batch(first, decodes[first:last]) for first, last in pairwise(_cuts(widths))]
-        self._prefills: list[_Prefill] = []
-        row = len(decodes)
-        for chunk, table in chunks[len(decodes) :]:
-            self._prefills.append(self._prefill(row, chunk, table))
-            row += chunk.length
+        self._prompts: list[_PromptPart] = []
+        row = singles
+        for start, length, table in zip(step.starts[singles:], step.lengths[singles:], tables[singles:], strict=True):
+            self._prompts.append(self._prompt_part(row, start, length, table))
+            row += length
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores
@@ -157,7 +160,7 @@ class SdpaAttention:
         """As `AttentionBackend`, with the layer's number in the group."""
         self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
         outputs = [self._attend_decodes(batch, layer, query[batch.rows], scores) for batch in self._decodes]
-        outputs += [self._attend_prefill(chunk, layer, query, (key, value), scores) for chunk in self._prefills]
+        outputs += [self._attend_prompt(part, layer, query, (key, value), scores) for part in self._prompts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scores: _Scores) -> torch.Tensor:
@@ -166,15 +169,20 @@ class SdpaAttention:
         grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
         return _attend(grouped, keys, values, batch.mask, scores).reshape(query.shape)
 
-    def _attend_prefill(
-        self, chunk: _Prefill, layer: int, query: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], scores: _Scores
+    def _attend_prompt(
+        self,
+        part: _PromptPart,
+        layer: int,
+        query: torch.Tensor,
+        own: tuple[torch.Tensor, torch.Tensor],
+        scores: _Scores,
     ) -> torch.Tensor:
-        if chunk.gathered is None:
-            keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in own)
+        if part.gathered is None:
+            keys, values = (mine[part.rows].transpose(0, 1).unsqueeze(0) for mine in own)
         else:
-            keys, values = self._gather(chunk.gathered[layer], 1, chunk.length)
-        queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
-        return _attend(queries, keys, values, chunk.mask, scores, causal=chunk.mask is None)[0].transpose(0, 1)
+            keys, values = self._gather(part.gathered[layer], 1, part.length)
+        queries = query[part.rows].transpose(0, 1).unsqueeze(0)
+        return _attend(queries, keys, values, part.mask, scores, causal=part.mask is None)[0].transpose(0, 1)
 
     def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
@@ -183,19 +191,19 @@ class SdpaAttention:
         keys, values = blocks[:, :, :length].transpose(2, 3).unbind(0)
         return keys, values
 
-    def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence_[torch.Tensor]:
+    def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence[torch.Tensor]:
         """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is the step between."""
         both = torch.cat((rows, rows + values))
         layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
         return (both + layers * (2 * values)).unbind(0)
 
-    def _write_rows(self, chunks: Sequence_[tuple[Chunk, Table]]) -> torch.Tensor:
+    def _write_rows(self, step: StepInput, tables: Sequence[Table]) -> torch.Tensor:
         """The token row of layer 0's keys for every token of the step: [tokens]."""
         size, stride = self._cache.block_size, self._cache.layers * 2 * self._cache.block_size
         rows = [
             table[position // size] * stride + position % size
-            for chunk, table in chunks
-            for position in range(chunk.start, chunk.start + chunk.length)
+            for start, length, table in zip(step.starts, step.lengths, tables, strict=True)
+            for position in range(start, start + length)
         ]
         return torch.tensor(rows, device=self._cache.data.device)
 
@@ -203,12 +211,12 @@ class SdpaAttention:
         """Index of the first block that a token attends to."""
         return first_block(position, self._window, self._cache.block_size)
 
-    def _key_rows(self, blocks: Sequence_[int], width: int) -> list[int]:
+    def _key_rows(self, blocks: Sequence[int], width: int) -> list[int]:
         """The row of layer 0's keys for each block, filled up to `width`."""
         stride = 2 * self._cache.layers
         return [block * stride for block in blocks] + [0] * (width - len(blocks))
 
-    def _decode_batch(self, row: int, batch: Sequence_[tuple[int, Table]]) -> _Decodes:
+    def _decode_batch(self, row: int, batch: Sequence[tuple[int, Table]]) -> _Decodes:
         size, device = self._cache.block_size, self._cache.data.device
         firsts = [self._first(position) for position, _ in batch]
         lengths = [position + 1 - first * size for (position, _), first in zip(batch, firsts, strict=True)]
@@ -232,23 +240,21 @@ class SdpaAttention:
             slice(row, row + len(batch)), self._of_layers(torch.tensor(rows, device=device), 1), longest, mask
         )
 
-    def _prefill(self, row: int, chunk: Chunk, table: Table) -> _Prefill:
+    def _prompt_part(self, row: int, start: int, length: int, table: Table) -> _PromptPart:
         size, device = self._cache.block_size, self._cache.data.device
-        rows, end = slice(row, row + chunk.length), chunk.start + chunk.length
-        first = self._first(chunk.start)
+        rows, end = slice(row, row + length), start + length
+        first = self._first(start)
         gathered, mask = None, None
-        if chunk.start:
+        if start:
             blocks = table[first : -(-end // size)]
             gathered = self._of_layers(torch.tensor(self._key_rows(blocks, len(blocks)), device=device), 1)
-        if chunk.start or (self._window is not None and end > self._window):
-            queries, keys = (
-                torch.arange(chunk.start, end, device=device).unsqueeze(1),
-                torch.arange(first * size, end, device=device),
-            )
+        if start or (self._window is not None and end > self._window):
+            queries = torch.arange(start, end, device=device).unsqueeze(1)
+            keys = torch.arange(first * size, end, device=device)
             mask = keys <= queries
             if self._window is not None:
                 mask &= keys > queries - self._window
-        return _Prefill(rows, end - first * size, gathered, mask)
+        return _PromptPart(rows, end - first * size, gathered, mask)
 
 
 def _attend(
@@ -279,12 +285,35 @@ def _attend(
     return weights.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
-def sort_chunks(chunks: Sequence_[Chunk]) -> list[Chunk]:
-    """Decodes first, by length, so that sequences of like length attend together; then prompts."""
-    return sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.start))
+def sort_decodes(step: StepInput) -> StepInput:
+    """Return the same step with its decodes by position, so that sequences of like length attend together. The wanted rows keep their
+    order."""
+    order = sorted(range(step.singles), key=step.starts.__getitem__)
+    if order == list(range(len(order))):
+        return step
+    rest = range(len(order), len(step.tokens))
+    sequences = [*order, *range(len(order), len(step.lengths))]
+    flat = [*order, *rest]
+    place = [0] * len(flat)
+    for new, old in enumerate(flat):
+        place[old] = new
+    shown = step.embeddings
+    return replace(
+        step,
+        tokens=[step.tokens[row] for row in flat],
+        positions=[step.positions[row] for row in flat],
+        starts=[step.starts[index] for index in sequences],
+        slots=[step.slots[index] for index in sequences],
+        admissions=[step.admissions[index] for index in sequences],
+        tables=[step.tables[index] for index in sequences],
+        sampled=[step.sampled[index] for index in sequences],
+        rows=[place[row] for row in step.rows],
+        embeddings=None if shown is None else EmbeddingRows([place[row] for row in shown.rows], shown.embeddings),
+        rope_positions=None if step.rope_positions is None else step.rope_positions[:, flat],
+    )
 
 
-def _cuts(widths: Sequence_[int]) -> list[int]:
+def _cuts(widths: Sequence[int]) -> list[int]:
     """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but for one more or less:
     the first index of each batch, and the end."""
     if not widths:

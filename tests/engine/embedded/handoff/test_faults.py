@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine.embedded.handoff.leases import Lease
 from engine.embedded.handoff.state import HeldState
+from engine.embedded.handoff.words import LeaseWord
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.transfer.base import TransferError
 from engine.types import Delta, Handoff
@@ -68,8 +68,8 @@ def test_a_transfer_that_cannot_begin_has_the_prompt_computed_here(
     def refuse(*_: Any) -> None:
         raise TransferError("no offer works")
 
-    assert pair.decode._fetches is not None
-    monkeypatch.setattr(pair.decode._fetches._transfers, "read", refuse)
+    assert pair.decode.remote is not None
+    monkeypatch.setattr(pair.decode.remote.transfers, "read", refuse)
     handed = pair.begin(REQUEST)
     assert said(handed, pair.finish()["a"]) == expected
     assert failures(pair) == (0, 1)
@@ -138,7 +138,7 @@ def _queued_for_prefill(pair: Pair) -> None:
 
 def _prefilling(pair: Pair) -> None:
     pair.prefill.add(sequence_of(pair.prefill, replace(REQUEST, prefill_only=True)))
-    pair.prefill._launched = pair.prefill._launch([])
+    step(pair.prefill)  # launched with overlap, else held
     pair.prefill.abort("a")
     assert step(pair.prefill) == []
 
@@ -266,7 +266,8 @@ def test_a_handoff_that_lies_is_refused(tiny_model: Path, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "beyond", [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": Lease(1 << 40, 1)}]
+    "beyond",
+    [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": LeaseWord(1 << 40, 1)}],
 )
 def test_what_is_beyond_the_peers_memory_is_not_read(
     tiny_model: Path, expected: list[int], beyond: dict[str, Any]

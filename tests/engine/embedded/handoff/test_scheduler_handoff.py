@@ -1,12 +1,14 @@
-"""The scheduler by property, with sequences that are fetched from another replica and sequences that are held for one."""
+"""The scheduler by property, with prompts that are read from other replicas or from a tier, and sequences that are held for a replica."""
 
+import itertools
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 from hypothesis import example, given, settings
 
+from engine.embedded.kv.blocks import BlockKey
 from engine.embedded.kv.groups import Table
+from engine.embedded.kv.source import Reading
 from engine.embedded.scheduler import Fetch
 from engine.embedded.sequence import Sequence
 from engine.types import GenerateRequest, SamplingParams
@@ -23,9 +25,49 @@ def make_prefill(name: str, prompt: list[int], arrival: float) -> Sequence:
 def make_decode(name: str, prompt: list[int], max_tokens: int, arrival: float) -> Sequence:
     sequence = make(name, prompt, max_tokens, arrival=arrival)
     sequence.tokens = expected(prompt, 1)
-    state: Any = object()
-    sequence.remote = state
     return sequence
+
+
+class _Source:
+    """The part of a `Source` that the scheduler uses."""
+
+    def read(self, sequence: Sequence, missing: list[list[int]]) -> Reading:
+        raise NotImplementedError("the machine reads itself")
+
+
+class Remote(_Source):
+    """Offers the whole prompt of a sequence that another replica has prefilled, once."""
+
+    def __init__(self) -> None:
+        self.prompts: set[str] = set()
+
+    def offer(self, sequence: Sequence) -> int:
+        return sequence.num_prompt if sequence.request.request_id in self.prompts else 0
+
+    def release(self, sequence: Sequence) -> None:
+        self.prompts.discard(sequence.request.request_id)
+
+
+class Tier(_Source):
+    """Offers blocks by their keys, as a tier of the host's memory would: the first blocks of some prompts, each until it fails."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.keys: set[BlockKey] = set()
+        self.offered: set[str] = set()
+
+    def keep(self, sequence: Sequence) -> None:
+        """Take some of its first blocks, as if they had been evicted to here."""
+        keys = sequence.extend_keys(SIZE)
+        self.keys.update(keys[: self._rng.randrange(len(keys) + 1)])
+
+    def offer(self, sequence: Sequence) -> int:
+        keys = sequence.extend_keys(SIZE)[: (len(sequence.tokens) - 1) // SIZE]
+        found = len(list(itertools.takewhile(self.keys.__contains__, keys)))
+        return found * SIZE
+
+    def release(self, sequence: Sequence) -> None:
+        pass
 
 
 @dataclass
@@ -36,6 +78,7 @@ class Replica(Machine):
     readings: list[Fetch] = field(default_factory=list)
     orphans: list[tuple[Fetch, list[Table]]] = field(default_factory=list)
     prefilled: set[str] = field(default_factory=set)
+    read_from_tier: int = 0
 
     def turn(self) -> None:
         """A step, if there is something to do, and whatever else happens."""
@@ -65,17 +108,18 @@ class Replica(Machine):
         sequence = fetch.sequence
         if chance < 0.4:
             self.write(fetch, sequence.tables, 0)
-            self.scheduler.fetched(sequence)
+            self.scheduler.fetched(fetch)
+            self.read_from_tier += isinstance(fetch.source, Tier)
             return
-        tables = self.scheduler.abandon(sequence)
-        self.scheduler.add(sequence)
-        self.orphans.append((fetch, tables))
+        if isinstance(fetch.source, Tier):
+            fetch.source.keys.clear()  # what failed is not offered again
+        self.orphans.append((fetch, self.scheduler.abandon(sequence, again=True)))
 
     def write(self, fetch: Fetch, tables: list[Table], wrong: int) -> None:
         sequence = fetch.sequence
         for group, indices in enumerate(fetch.missing):
             for index in indices:
-                for position in range(index * SIZE, min(sequence.num_prompt, (index + 1) * SIZE)):
+                for position in range(index * SIZE, min(fetch.position, (index + 1) * SIZE)):
                     self.memory[group, tables[group][index], position % SIZE] = wrong or sequence.tokens[position]
 
     def check_held(self, sequence: Sequence) -> None:
@@ -96,11 +140,11 @@ class Replica(Machine):
                 for position in range(chunk.start, end):
                     self.memory[group, table[position // SIZE], position % SIZE] = sequence.tokens[position]
             self.check_context(chunk, tables)
-            sequence.pending -= chunk.samples
+            sequence.pending -= chunk.sampled
             if sequence not in (*self.scheduler.running, *self.scheduler.waiting):
                 continue
-            self.scheduler.computed(chunk)
-            if chunk.samples and chunk.current:
+            self.scheduler.computed([chunk])
+            if chunk.sampled and chunk.current:
                 sequence.tokens.append(sum(sequence.tokens) % 97)
                 self.scheduler.hold(sequence)
                 self.prefilled.add(sequence.request.request_id)
@@ -119,8 +163,16 @@ def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
 ) -> None:
     rng = random.Random(seed)
     chunked, reuse, overlap = flags
+    tiered = seed % 2
+    remote, tier = Remote(), Tier(rng)
     scheduler = machine(
-        blocks=blocks, seqs=seqs, budget=max(budget, seqs), chunked=chunked, reuse=reuse, windows=windows
+        blocks=blocks,
+        seqs=seqs,
+        budget=max(budget, seqs),
+        chunked=chunked,
+        reuse=reuse,
+        windows=windows,
+        sources=(remote, tier),
     ).scheduler
     replica = Replica(scheduler, max(budget, seqs), seqs, chunked, overlap, rng)
     shared = [rng.randrange(9) for _ in range(16)]
@@ -133,6 +185,10 @@ def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
             make_decode(str(index), prompt, rng.randrange(2, 12), float(index)),
         ]
         sequences.append(rng.choice(kinds))
+        if sequences[-1] is kinds[2]:
+            remote.prompts.add(str(index))
+        elif sequences[-1] is kinds[0] and tiered:
+            tier.keep(kinds[0])
     pending, aborted = list(sequences), set()
     while (
         pending or scheduler.running or scheduler.waiting or scheduler.fetching or scheduler.held or scheduler.orphans

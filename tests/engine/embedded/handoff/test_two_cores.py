@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.models.native.model import NativeModel
+from engine.embedded.models.native.runner import NativeRunner
 from engine.kv_events import Stored
 from engine.types import Delta, GenerateRequest
 from tests.engine.embedded.models.native.test_native import make_folder
@@ -124,7 +124,7 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:
     requests = greedy_requests()
     expected = alone(folder, requests, **sizes)
     with pair_of(folder, {**SMALL, **sizes}, {**SMALL, **sizes, "cpu_isa": level}) as pair:
-        assert type(pair.decode.model) is NativeModel
+        assert type(pair.decode.runner) is NativeRunner
         deltas = pair.serve(requests)
         assert pair.decode.stats().kv_transfer_failure_total == 0
     assert {name: tokens(said) for name, said in deltas.items()} == {

@@ -138,7 +138,7 @@ def test_every_parameter_agrees_with_the_twin(
     states = [state(sampling, prompt, output, seed) for _, sampling, prompt, output, seed in batch]
     sampled = sample(torch.tensor([logits for logits, *_ in batch]), states)
     for one, case in zip(sampled, batch, strict=True):
-        assert one.token_id in expected(*case)
+        assert one.token_ids[0] in expected(*case)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_draws_follow_the_exact_distribution(values: dict[str, Any], seeded: boo
     states = [state(params(**values, seed=seed) if seeded else sampling, seed=seed, vocab=10) for seed in range(draws)]
     counts = [0] * 10
     for one in sample(logits.repeat(draws, 1), states):
-        counts[one.token_id] += 1
+        counts[one.token_ids[0]] += 1
     assert all(count == 0 for count, share in zip(counts, exact, strict=True) if share == 0)
     chi_square = sum(
         (count - share * draws) ** 2 / (share * draws) for count, share in zip(counts, exact, strict=True) if share
@@ -213,8 +213,8 @@ def test_the_batch_changes_nothing(values: dict[str, Any]) -> None:
         rows = torch.cat([torch.randn(place, vocab), row, torch.randn(5 - place, vocab)])
         together = sample(rows, [*friends[:place], company, *friends[place:]])[place]
         assert by_itself == together
-        alone.accept(by_itself.token_id)
-        company.accept(together.token_id)
+        alone.accept(by_itself.token_ids[0])
+        company.accept(together.token_ids[0])
     assert alone.tokens == company.tokens
 
 
@@ -226,7 +226,7 @@ def test_a_flat_distribution_needs_more_than_the_first_look(top_k: int) -> None:
     states = [state(sampling, seed=seed, vocab=vocab) for seed in range(400)] + [
         state(params(top_p=0.001), vocab=vocab)
     ]
-    seen = [one.token_id for one in sample(logits.repeat(len(states), 1), states)]
+    seen = [one.token_ids[0] for one in sample(logits.repeat(len(states), 1), states)]
     lowest = next(token for token, share in enumerate(exact) if share)
     assert lowest - 5 <= min(seen) < lowest + (vocab - lowest) // 20
     assert max(seen) > vocab - vocab // 20
@@ -241,8 +241,8 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_any_float_type() -> None:
             state(params(temperature=0, presence_penalty=0.5)),
             state(params(top_k=1)),
         ]
-        assert [one.token_id for one in sample(logits, states)] == [5, 5, 5]
-        assert [one.token_id for one in sample(logits[:1], states[:1])] == [5]
+        assert [one.token_ids[0] for one in sample(logits, states)] == [5, 5, 5]
+        assert [one.token_ids[0] for one in sample(logits[:1], states[:1])] == [5]
 
 
 def test_extreme_logits_and_temperatures_stay_finite() -> None:
@@ -255,7 +255,7 @@ def test_extreme_logits_and_temperatures_stay_finite() -> None:
         params(min_p=1.0),
         params(temperature=1e-44, top_p=0.5),
     ):
-        assert sample(logits, [state(sampling, seed=5)])[0].token_id == 7
+        assert sample(logits, [state(sampling, seed=5)])[0].token_ids == (7,)
 
 
 def test_contradicting_masks_end_the_sequence() -> None:
@@ -264,7 +264,7 @@ def test_contradicting_masks_end_the_sequence() -> None:
         sampled = sample(
             torch.zeros(1, VOCAB), [state(params(temperature=temperature, allowed_token_ids=(5,), bad_words=((5,),)))]
         )
-        assert sampled[0].token_id in EOS
+        assert sampled[0].token_ids[0] in EOS
     assert contradiction.bad_words
 
 
@@ -276,7 +276,7 @@ def test_bad_words_never_complete_in_the_output() -> None:
     assert state(sampling, output=(4,)).banned() == [7]
     running = state(params(temperature=0, bad_words=((9, 9, 9),)))
     for _ in range(9):
-        running.accept(sample(torch.nn.functional.one_hot(torch.tensor([9]), VOCAB).float(), [running])[0].token_id)
+        running.accept(sample(torch.nn.functional.one_hot(torch.tensor([9]), VOCAB).float(), [running])[0].token_ids[0])
     assert running.tokens[1:] == [9, 9, 0, 9, 9, 0, 9, 9, 0]
 
 
@@ -291,9 +291,9 @@ def reference_logprobs(row: list[float], chosen: int, count: int) -> TokenLogpro
 def test_logprobs_are_of_the_raw_logits(row: list[int], biased: int, count: int) -> None:
     logits = torch.tensor([row]).float()
     sampled = sample(logits, [state(params(temperature=0.3, top_k=3, logprobs=count, logit_bias={biased: 50.0}))])[0]
-    assert sampled.token_id == biased
+    assert sampled.token_ids == (biased,)
     prompt = prompt_logprobs(logits, [biased], count)[0]
-    assert sampled.logprobs == prompt
+    assert sampled.logprobs == (prompt,)
     for got, (token, logprob, rank) in zip(
         prompt, reference_logprobs([float(value) for value in row], biased, count), strict=True
     ):
@@ -306,10 +306,11 @@ def test_logprobs_only_where_asked_and_never_infinite() -> None:
     logits[:, 3] = NEVER
     states = [state(params(temperature=0)), state(params(temperature=0, logprobs=0)), state(params(logprobs=VOCAB))]
     sampled = sample(logits, states)
-    assert sampled[0].logprobs is None
-    assert sampled[1].logprobs is not None and len(sampled[1].logprobs) == 1
-    assert sampled[2].logprobs is not None and len(sampled[2].logprobs) == VOCAB + 1
-    assert sampled[2].logprobs[-1] == (3, -9999.0, VOCAB) or sampled[2].logprobs[-1].logprob == -9999.0
+    assert sampled[0].logprobs == ()
+    assert [len(entry) for entry in sampled[1].logprobs] == [1]
+    [entry] = sampled[2].logprobs
+    assert len(entry) == VOCAB + 1
+    assert entry[-1] == (3, -9999.0, VOCAB) or entry[-1].logprob == -9999.0
 
 
 def test_prompt_logprobs_of_many_positions() -> None:

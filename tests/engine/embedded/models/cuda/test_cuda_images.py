@@ -11,11 +11,11 @@ if torch.cuda.is_available():
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from tests.engine.embedded.models.native.test_native_images import make_folder
-from tests.support.cuda import cuda_model, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
 from tests.support.handoff import tokens
 from tests.support.image_support import Family, Prompt, answers, request_for, text
 
-pytestmark = pytest.mark.usefixtures("cuda_model")
+pytestmark = pytest.mark.usefixtures("cuda_runner")
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 60, "max_seq_len": 96,
     "overlap_scheduler": "on",
@@ -42,9 +42,9 @@ def test_greedy_equals_generate(
     family: Family, prompts: list[Prompt], expected: list[list[int]], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images in graphs alone, and in steps of which some are too large for one."""
-    monkeypatch.setattr("engine.embedded.models.cuda.model._SHORT_PROMPT", most)
+    monkeypatch.setattr("engine.embedded.models.cuda.runner._SHORT_PROMPT", most)
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
-    assert max(core.model._graphs) == most  # type: ignore[union-attr]
+    assert max(core.runner.graph_sizes) == most  # type: ignore[attr-defined]
     for turn in "ab":  # the second time from blocks that the first has left
         deltas = answers(
             core, [request_for(f"{turn}{index}", prompt, max_tokens=4) for index, prompt in enumerate(prompts)]

@@ -89,14 +89,16 @@ def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) ->
     keys, values = cache[:, 1, 0], cache[:, 1, 1]
     positions = torch.randint(0, 150, (rows,), dtype=torch.int32, device=DEVICE)
     positions[0], positions[-1] = 147, 0 if rows > 1 else 147
-    pages = torch.stack([torch.randperm(blocks, device=DEVICE)[:12] for _ in range(rows)]).int()
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:12] for _ in range(rows)]).int()
     query = random(rows, heads, dim)
     out = torch.empty_like(query)
     for _ in range(2):
-        attend(query, keys, values, pages, positions, out)
+        attend(query, keys, values, tables, positions, out)
     for row in range(rows):
         length = int(positions[row]) + 1
-        key, value = (part[pages[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
+        key, value = (
+            part[tables[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values)
+        )
         expected = functional.scaled_dot_product_attention(query[row][:, None].float(), key, value, enable_gqa=True)
         same(out[row], expected[:, 0])
 
@@ -171,11 +173,11 @@ def test_attention_of_decodes_over_eight_bits(rows: int, heads: int, kv_heads: i
     attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
     cache = random(60, 3, 2, 16, kv_heads, dim).to(FP8)
     positions = torch.randint(0, 150, (rows,), dtype=torch.int32, device=DEVICE)
-    pages = torch.stack([torch.randperm(60, device=DEVICE)[:12] for _ in range(rows)]).int()
+    tables = torch.stack([torch.randperm(60, device=DEVICE)[:12] for _ in range(rows)]).int()
     query, whole = random(rows, heads, dim), cache.to(DTYPE)
     out, expected = torch.empty_like(query), torch.empty_like(query)
-    attend(query, cache[:, 1, 0], cache[:, 1, 1], pages, positions, out)
-    attend(query, whole[:, 1, 0], whole[:, 1, 1], pages, positions, expected)
+    attend(query, cache[:, 1, 0], cache[:, 1, 1], tables, positions, out)
+    attend(query, whole[:, 1, 0], whole[:, 1, 1], tables, positions, expected)
     assert float((out.float() - expected.float()).abs().max()) <= (0.02 if ON_GPU else 2e-3) * float(
         expected.abs().max()
     )

@@ -17,13 +17,13 @@ if torch.cuda.is_available():
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
+from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.sampler import SamplerState
-from engine.embedded.scheduler import Chunk
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
-from tests.support.cuda import cuda_model, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.usefixtures("cuda_model")
+pytestmark = pytest.mark.usefixtures("cuda_runner")
 
 OUTPUT = 4
 LENGTHS = (13, 4, 1, 5, 10)
@@ -110,22 +110,28 @@ class Run:
 def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any) -> Run:
     """All prompts at once, to their end; nothing may be held afterwards."""
     core = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **options}), lambda _: None)
-    forward, kinds = core.model.forward, set()
+    forward, kinds = core.runner.forward, set()
 
-    def note(chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
-        lengths = [chunk.length for chunk in chunks]
-        how = "graph" if core.model._graph_size(chunks, sum(lengths)) else "eager"
+    def note(step: StepInput) -> torch.Tensor:
+        lengths = step.lengths
+        how = "graph" if core.runner.graph_size(step) else "eager"  # type: ignore[attr-defined]
         kinds.update((how, f"{how}, {'prompts' if min(lengths) > 1 else 'decodes' if max(lengths) == 1 else 'mixed'}"))
-        if not rows:
+        if not step.rows:
             kinds.add(f"{how}, nothing sampled")
-        return forward(chunks, rows)
+        return forward(step)
 
-    core.model.forward = note
+    core.runner.forward = note
     for index, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **(sampling or {})})
         request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
         state = SamplerState(
-            params, prompt, core.model.eos_token_ids, params.seed or 0, None, core.model.vocab_size, core.model.device
+            params,
+            prompt,
+            core.runner.eos_token_ids,
+            params.seed or 0,
+            None,
+            core.runner.vocab_size,
+            core.runner.device,
         )
         logprobs = None if params.prompt_logprobs is None else [None]
         core.add(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.config import EmbeddedConfig
-from engine.embedded.models.load import load_model
-from engine.embedded.models.torch.model import Model
+from engine.embedded.models.load import load_runner
+from engine.embedded.models.torch.runner import TorchRunner
 from engine.errors import EngineFailure
 
 
@@ -31,13 +31,13 @@ def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(
     tiny_model: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EngineFailure, match=said):
-        load_model(EmbeddedConfig(model=str(tiny_model), **options))
+        load_runner(EmbeddedConfig(model=str(tiny_model), **options))
 
 
 def test_a_cache_of_eight_bits_has_twice_the_blocks(tiny_model: Path) -> None:
     counts = {}
     for dtype in ("auto", "fp8"):
-        model = Model(
+        model = TorchRunner(
             EmbeddedConfig(
                 model=str(tiny_model), device="cpu", dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory_mb=16
             )

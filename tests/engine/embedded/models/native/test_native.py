@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
-from engine.embedded.models.load import UnsupportedModelError, dtype_of, forecast, load_model
+from engine.embedded.models.load import UnsupportedModelError, dtype_of, forecast, load_runner
 from engine.embedded.models.native import build, levels
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
 from engine.embedded.models.native.levels import LEVELS, available
-from engine.embedded.models.native.model import NativeModel
-from engine.embedded.models.torch.model import Model
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.native.runner import NativeRunner
+from engine.embedded.models.torch.runner import TorchRunner
 from engine.errors import EngineFailure
 from tests.engine.embedded.test_equivalence import OPTIONS, add, make_core, run, tokens
+from tests.support.steps import Part, step_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 331,  # neither a multiple of a panel nor of its half
@@ -46,18 +46,9 @@ def test_every_kind_in_the_table_is_tried() -> None:
     assert KINDS.keys() == {name for name, family in FAMILIES.items() if family.compiled and not family.vision}
 
 
-class Tokens:
-    """A sequence as a model sees it."""
-
-    def __init__(self, length: int, seed: int, blocks: range) -> None:
-        self.tokens = torch.randint(
-            3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
-        self.blocks, self.slot, self.images = list(blocks), 0, None
-
-
-def chunk(sequence: Any, start: int, length: int) -> Chunk:
-    return Chunk(sequence, start, length, True, 0)
+def tokens_of(length: int, seed: int, vocab_size: int = SIZES["vocab_size"]) -> list[int]:
+    drawn = torch.randint(3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [token % vocab_size for token in drawn]
 
 
 def make_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
@@ -92,40 +83,40 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def load(folder: Path, **options: Any) -> NativeModel:
-    return NativeModel(
+def load(folder: Path, **options: Any) -> NativeRunner:
+    return NativeRunner(
         EmbeddedConfig(model=str(folder), **{"num_blocks": 64, "threads": 2, "max_seq_len": 256, **options})
     )
 
 
-def every_row(model: NativeModel, chunks: list[Chunk]) -> torch.Tensor:
-    return model.forward(chunks, list(range(sum(chunk.length for chunk in chunks))))
-
-
 def test_logits_are_those_of_transformers(folder: Path, level: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequence = Tokens(150, 1, range(3, 8))
+    tokens = tokens_of(150, 1)
     with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+        expected = reference(torch.tensor([tokens])).logits[0]
     for threads in (1, 3):
         model = load(folder, threads=threads, cpu_isa=level)
         assert (model.instruction_set, model.dtype) == (level, torch.float32)
-        logits = every_row(model, [chunk(sequence, 0, 150)])
+        logits = model.forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)]))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path, level: str) -> None:
     model = load(folder, cpu_isa=level)
-    whole = every_row(model, [chunk(Tokens(100, 1, range(4)), 0, 100)])
-    sequence, others = (
-        Tokens(100, 1, range(4, 8)),
-        [Tokens(70, seed, range(8 + 3 * seed, 11 + 3 * seed)) for seed in range(9)],
-    )
+    sequence = Part(tokens_of(100, 1), list(range(4)), 0, 100)
+    whole = model.forward(step_of([sequence]))
+    sequence = sequence._replace(table=list(range(4, 8)))
+    others = [Part(tokens_of(70, seed), list(range(8 + 3 * seed, 11 + 3 * seed)), 0, 1) for seed in range(9)]
     parts = []
     for start, length in ((0, 5), (5, 60), (65, 1), (66, 30), (96, 1), (97, 1), (98, 1), (99, 1)):
-        company = [chunk(other, start // 2, 1 + (seed + start) % 3) for seed, other in enumerate(others[: start % 10])]
-        before = sum(part.length for part in company)
-        parts.append(every_row(model, [*company, chunk(sequence, start, length)])[before:])
+        mine = sequence._replace(start=start, length=length)
+        company = [
+            other._replace(start=start // 2, length=1 + (seed + start) % 3)
+            for seed, other in enumerate(others[: start % 10])
+        ]
+        members = sorted([*company, mine], key=lambda part: part.length > 1)
+        before = sum(part.length for part in members[: members.index(mine)])
+        parts.append(model.forward(step_of(members))[before : before + length])
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -150,14 +141,14 @@ def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, leve
     """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of none."""
     options = {**KINDS[kind], **ODD_SIZES[sizes]}
     reference = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path, kind, **options), dtype=torch.float32)
-    sequence = Tokens(50, 1, range(3, 8))
-    sequence.tokens = [token % options.get("vocab_size", SIZES["vocab_size"]) for token in sequence.tokens]
+    tokens = tokens_of(50, 1, options.get("vocab_size", SIZES["vocab_size"]))
     with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+        expected = reference(torch.tensor([tokens])).logits[0]
     model = load(tmp_path, kv_block_size=11, cpu_isa=level)
-    logits = torch.cat(
-        [every_row(model, [chunk(sequence, start, length)]) for start, length in ((0, 30), (30, 1), (31, 19))]
-    )
+    steps = [
+        step_of([Part(tokens, list(range(3, 8)), start, length)]) for start, length in ((0, 30), (30, 1), (31, 19))
+    ]
+    logits = torch.cat([model.forward(step) for step in steps])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -169,27 +160,20 @@ def test_blocks_of_any_size_hold_the_same_at_every_level(
     folder = make_folder(tmp_path)
     monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
     count = -(-90 // size)
-    sequence = Tokens(90, 1, range(count, 2 * count))
+    sequence = Part(tokens_of(90, 1), list(range(count, 2 * count)), 0, 90)
     models = [load(folder, kv_block_size=size, num_blocks=2 * count, cpu_isa=level.name) for level in LEVELS]
-    filled = [every_row(model, [chunk(sequence, 0, 90)]) for model in models]
+    filled = [model.forward(step_of([sequence])) for model in models]
     for model, logits in zip(models, filled, strict=True):
         torch.testing.assert_close(logits, filled[0], **NEAR)
         torch.testing.assert_close(model.memory.blocks[0], models[0].memory.blocks[0], **NEAR)
     for model, other in zip(models, [*models[1:], models[0]], strict=True):
         other.memory.blocks[0][:] = model.memory.blocks[0]
-        torch.testing.assert_close(every_row(other, [chunk(sequence, 89, 1)]), filled[0][89:], **NEAR)
+        last = other.forward(step_of([sequence._replace(start=89, length=1)]))
+        torch.testing.assert_close(last, filled[0][89:], **NEAR)
 
 
 NEAR = {"rtol": 1e-4, "atol": 3e-4}
 """Levels add up the same products in the same order, but not all have fused multiplication and addition. Logits here are up to 60."""
-
-
-def test_only_the_rows_that_are_asked_for_come_back(folder: Path) -> None:
-    model = load(folder)
-    chunks = [chunk(Tokens(40, 1, range(2)), 0, 40), chunk(Tokens(9, 2, range(2, 3)), 0, 9)]
-    whole = every_row(model, chunks)
-    assert torch.equal(model.forward(chunks, [39, 3, 48]), whole[[39, 3, 48]])
-    assert model.forward(chunks, []).shape == (0, SIZES["vocab_size"])
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -198,11 +182,11 @@ def test_the_engine_runs_it_and_says_what_the_slow_twin_says(
 ) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)
     outputs = []
-    for attention, kind in (("auto", NativeModel), ("sdpa", Model)):
+    for attention, kind in (("auto", NativeRunner), ("sdpa", TorchRunner)):
         core = make_core(folder, attention=attention, threads=1, num_blocks=24, max_num_tokens=48)
-        assert type(core.model) is kind
+        assert type(core.runner) is kind
         for index in range(12):
-            add(core, str(index), Tokens(20 + 7 * index, index // 2, range(0)).tokens, max_tokens=12)
+            add(core, str(index), tokens_of(20 + 7 * index, index // 2), max_tokens=12)
         deltas = run(core)
         outputs.append([tokens(deltas[str(index)]) for index in range(12)])
     assert outputs[0] == outputs[1]
@@ -212,8 +196,8 @@ def test_weights_that_bfloat16_holds_may_be_of_any_type(tmp_path: Path) -> None:
     narrow = load(make_folder(tmp_path / "narrow"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float32)
     reference.save_pretrained(tmp_path / "wide")
-    sequence = [chunk(Tokens(20, 1, range(1)), 0, 20)]
-    assert torch.equal(every_row(narrow, sequence), every_row(load(tmp_path / "wide"), sequence))
+    step = step_of([Part(tokens_of(20, 1), [0], 0, 20)])
+    assert torch.equal(narrow.forward(step), load(tmp_path / "wide").forward(step))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +245,7 @@ def test_without_a_compiler_transformers_computes(
 ) -> None:
     monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
     core = make_core(make_folder(tmp_path / "model"), cache_dir=str(tmp_path / "cache"))
-    assert type(core.model) is Model
+    assert type(core.runner) is TorchRunner
     assert "no C++ compiler (no-such-compiler); install g++" in caplog.text
 
 
@@ -282,7 +266,7 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
     with pytest.raises(
         EngineFailure, match=r"CPU_ISA=avx2 cannot be used: this processor has portable and lacks abm, .*movbe"
     ):
-        load_model(EmbeddedConfig(model=str(tmp_path), cpu_isa="avx2"))
+        load_runner(EmbeddedConfig(model=str(tmp_path), cpu_isa="avx2"))
     assert levels.chosen("auto").name == "portable"
     monkeypatch.setattr(levels, "_features", lambda: frozenset().union(*(level.needs for level in LEVELS)))
     assert [levels.chosen(name).name for name in ("auto", "avx2", "portable")] == ["avx512", "avx2", "portable"]
@@ -309,7 +293,7 @@ def test_what_a_start_computes_with_is_known_before_and_after(
     tmp_path: Path, options: dict[str, Any], path: str
 ) -> None:
     config = EmbeddedConfig(model=str(make_folder(tmp_path)), device="cpu", num_blocks=4, cpu_isa="portable", **options)
-    said, model = dict(forecast(config)), load_model(config)
+    said, model = dict(forecast(config)), load_runner(config)
     assert said["compute_path"].split()[0] == model.compute_path == path
     assert said["dtype"] == str(model.dtype).removeprefix("torch.")
     assert said.get("instruction_set", model.instruction_set) == model.instruction_set

@@ -17,7 +17,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.models.load import UnsupportedModelError
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
-from engine.embedded.models.native.model import NativeModel
+from engine.embedded.models.native.runner import NativeRunner
 from tests.support.handoff import OPTIONS as PAIR_OPTIONS
 from tests.support.handoff import pair_of, sequence_of, tokens
 from tests.support.image_support import Family, Prompt, answers, request_for, text, without_data
@@ -72,7 +72,7 @@ def expected(family: Family, prompts: list[Prompt]) -> list[list[int]]:
 
 def core_of(folder: Path, **options: Any) -> EngineCore:
     core = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **options}), lambda _: None)
-    assert type(core.model) is NativeModel
+    assert type(core.runner) is NativeRunner
     return core
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,29 +12,29 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.embeddings import image_rows
 from engine.embedded.models.load import device_of, dtype_of
 from engine.embedded.models.pending import PendingTokens
+from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch import decoder, linear
-from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_chunks, zeros
+from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
-from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, rope_positions
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config
 
 MIB = 1 << 20
 
 
-class Model(PendingTokens):
-    """The weights, the KV cache and one `forward` over the chunks of a step."""
+class TorchRunner(PendingTokens):
+    """A `ModelRunner` for any model of transformers with attention that we have, on any device."""
 
     spare_blocks = 0
-    """Blocks of each cache that belong to the model and not to the pool."""
+    """Blocks of each cache that belong to the runner and not to the pool."""
+    spare_slots = 0
     compute_path = "transformers"
 
     def __init__(self, config: EmbeddedConfig) -> None:
-        super().__init__()
         self.device = device_of(config)
+        super().__init__(config.max_batch_size + self.spare_slots, self.device)
         self.dtype = dtype_of(config, self.device)
         self.instruction_set = instruction_set(self.device)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
@@ -66,57 +65,36 @@ class Model(PendingTokens):
         ]
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
-    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks of a step as `forward` wants them."""
-        return sort_chunks(chunks)
-
     @property
     def cache(self) -> KvCache:
         """The cache of the first group: the only one where attention is full in every layer."""
         return self.caches[0]
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
-        """Compute the chunks, which `ordered` has put in order, and return the logits [len(rows), vocab] of these flat rows."""
+    def forward(self, step: StepInput) -> torch.Tensor:
+        step = sort_decodes(step)
         output = self._module(
-            **self._inputs_of(chunks),
-            position_ids=self._positions_of(chunks).to(self.device),
+            **self._inputs_of(step),
+            position_ids=self._positions_of(step).to(self.device),
             use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
-            paged=StepAttention(self.caches, self.groups, chunks),
+            logits_to_keep=torch.tensor(step.rows, dtype=torch.long, device=self.device),
+            paged=StepAttention(self.caches, self.groups, step),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _inputs_of(self, chunks: Sequence_[Chunk]) -> dict[str, torch.Tensor]:
+    def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
-        tokens = torch.tensor([[token for chunk in chunks for token in self.tokens(chunk)]], device=self.device)
-        images = image_rows(chunks, self.dtype, self.device)
-        if images is None:
+        tokens = torch.tensor([self.token_ids(step)], device=self.device)
+        if step.embeddings is None:
             return {"input_ids": tokens}
         embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
-        embeddings[0, images.rows] = images.embeddings
+        embeddings[0, step.embeddings.rows] = step.embeddings.embeddings
         return {"inputs_embeds": embeddings}
 
-    def _positions_of(self, chunks: Sequence_[Chunk]) -> torch.Tensor:
-        """[1, tokens], or [3, 1, tokens] for mRoPE."""
-        if self.takes_images and self.takes_images.merge and any(chunk.sequence.images for chunk in chunks):
-            return torch.cat([self._rope_positions(chunk) for chunk in chunks], 1).unsqueeze(1)
-        return torch.tensor(
-            [[position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)]]
-        )
-
-    def _rope_positions(self, chunk: Chunk) -> torch.Tensor:
-        """In time, height and width: [3, tokens]."""
-        sequence, end = chunk.sequence, chunk.start + chunk.length
-        images = sequence.images
-        if images is None:
-            return torch.arange(chunk.start, end).expand(3, -1)
-        if images.positions is None:
-            images.positions = rope_positions(self._module, sequence.request, images)
-        prompt, delta = images.positions
-        first = max(chunk.start, sequence.num_prompt)
-        return torch.cat((prompt[:, chunk.start : end], torch.arange(first, max(first, end)).expand(3, -1) + delta), 1)
+    def _positions_of(self, step: StepInput) -> torch.Tensor:
+        """Positions [1, tokens], or [3, 1, tokens] for mRoPE."""
+        return torch.tensor([step.positions]) if step.rope_positions is None else step.rope_positions.unsqueeze(1)
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Make of the loaded module what computes here, before memory for KV blocks is taken."""

@@ -1,8 +1,8 @@
-"""How a replica that has read another's KV blocks knows that they were held all the while, whatever came to pass meanwhile.
+"""Words in shared memory by which a replica that has read another's KV blocks knows that they were valid all the while.
 
-Beside the KV blocks lies a table of words, in memory that peers read in the same way. Whoever holds blocks for a peer writes a random word
-into it, and takes it away before the blocks are given up. The peer reads the blocks first and the word afterwards: if it is still there,
-so were the blocks. Clocks, messages under way and processes that stood still have no part in this.
+Beside the KV blocks lies a table of words, in memory that other replicas read in the same way. A replica that holds blocks for another
+writes a random word into its table, and removes it before it gives the blocks up. The other replica reads the blocks first and the word
+afterwards: if the word is still there, so were the blocks. Clocks, delayed messages and suspended processes make no difference.
 """
 
 import secrets
@@ -14,17 +14,19 @@ from engine.embedded.kv.memory import region_of, shared_zeros
 from engine.transfer.base import Read, Region
 
 _PLACES = 1 << 14
-"""For our own words, and again as many for those that are read. Both are taken in turn: one that is overwritten is taken for lost."""
+"""Places for our own words, and again as many for words that are read. Both are taken in turn: one that is overwritten counts as lost."""
 _BYTES = 8
 
 
-class Lease(msgspec.Struct, frozen=True, array_like=True):
+class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
+    """A word that is in the table as long as some blocks are held."""
+
     place: int
     word: int
 
 
-class Leases:
-    """The table, owned by the engine's thread. On a GPU a stream of its own keeps words from waiting for a step.
+class LeaseWords:
+    """The table of words, owned by the engine's thread. On a GPU it has a stream of its own, so that words do not wait for a step.
 
     Its region must be the last one, since a transfer reads the regions in their order.
     """
@@ -43,26 +45,26 @@ class Leases:
     def region(self) -> Region:
         return region_of(self._words)
 
-    def grant(self) -> Lease:
-        """From now on, until `revoke`."""
-        lease = Lease(self._granted % _PLACES, 1 + secrets.randbelow((1 << 63) - 1))
+    def grant(self) -> LeaseWord:
+        """Write a word that stays until `revoke`."""
+        lease = LeaseWord(self._granted % _PLACES, 1 + secrets.randbelow((1 << 63) - 1))
         self._granted += 1
         self._put(lease.place, lease.word)
         return lease
 
-    def revoke(self, lease: Lease) -> None:
-        """To be called before the blocks are given up."""
+    def revoke(self, lease: LeaseWord) -> None:
+        """Remove a word; to be called before the blocks are given up."""
         if self._get(lease.place) == lease.word:
             self._put(lease.place, 0)
 
-    def read(self, lease: Lease, region: int) -> Read:
-        """What reads a peer's word, in the table's region."""
+    def read(self, lease: LeaseWord, region: int) -> Read:
+        """Return what reads another replica's word, in the region of the table."""
         place = _PLACES + self._read % _PLACES
         self._read += 1
         return Read(region, lease.place * _BYTES, place * _BYTES, _BYTES)
 
-    def outlived(self, lease: Lease, read: Read) -> bool:
-        """Whether the lease was valid when its word was read."""
+    def outlived(self, lease: LeaseWord, read: Read) -> bool:
+        """Return whether the word was still there when it was read."""
         return self._get(read.local_offset // _BYTES) == lease.word
 
     def _put(self, place: int, word: int) -> None:

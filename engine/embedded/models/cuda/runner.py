@@ -3,8 +3,9 @@ embeddings of images."""
 
 import logging
 import time
-from collections.abc import Sequence as Sequence_
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +14,11 @@ from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
-from engine.embedded.models.embeddings import image_rows
+from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.load import UnsupportedModelError, dtype_of
-from engine.embedded.models.torch.model import Model
+from engine.embedded.models.runner import StepInput
+from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config
-from engine.embedded.scheduler import Chunk
-from engine.embedded.sequence import Sequence
-from engine.types import GenerateRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,14 @@ _FP8_TOLERANCE = 0.5
 makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit; logits that have nothing in common differ by 1.4."""
 
 
-class CudaModel(Model):
-    """Models of the Llama kind: FlashInfer, Triton and CUDA graphs. Raises UnsupportedModelError and EngineFailure."""
+class CudaRunner(TorchRunner):
+    """A `ModelRunner` for models of the Llama kind on an NVIDIA GPU: FlashInfer, Triton and CUDA graphs.
+
+    The spare block and the spare slot are for the padding of graphs and for warming up.
+    """
 
     spare_blocks = 1
+    spare_slots = 1
     compute_path = "cuda"
 
     def __init__(self, config: EmbeddedConfig) -> None:
@@ -50,8 +53,6 @@ class CudaModel(Model):
         self._attention = CudaAttention(
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
         )
-        self._sampled = torch.zeros(config.max_batch_size + 1, dtype=torch.int64, device=self.device)
-        """The last token of each slot."""
         self._spare_slot = config.max_batch_size
         self._likeliest = self._sampled[:0], self._sampled[:0]
         """Logits and likeliest tokens of the last graph."""
@@ -62,31 +63,40 @@ class CudaModel(Model):
         if config.enable_cuda_graphs:
             self._capture(max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens)))
 
-    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Decodes first."""
-        return sorted(chunks, key=_is_prompt) if any(map(_is_prompt, chunks)) else chunks
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Numbers of tokens for which there is a graph, rising."""
+        return list(self._graphs)
+
+    def graph_size(self, step: StepInput) -> int:
+        """Return the size of the graph that runs a step, 0 for none.
+
+        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up to its own.
+        """
+        count, singles = len(step.tokens), step.singles
+        if singles < len(step.lengths):
+            prompts = zip(step.starts[singles:], step.lengths[singles:], strict=True)
+            if sum(length * (start + length) for start, length in prompts) > _MOST_READ:
+                return 0
+        return next((size for size in self._graphs if size >= count), 0)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
-        self._attention.note_blocks(chunks)
-        count = sum(chunk.length for chunk in chunks)
-        images = image_rows(chunks, self.dtype, self.device)
-        if images is not None:
-            self._decoder.show(images.embeddings)
-        shown = images.rows if images is not None else []
-        if size := self._graph_size(chunks, count):
-            return self._replay(self._graphs[size], self._inputs(chunks, size, shown), rows)
-        tokens, positions, slots, _ = self._inputs(chunks, count, shown)
-        step = self._attention.mixed(chunks, slots, positions)
-        return self._decoder(
-            self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, self._to_device(rows)
-        )
+    def forward(self, step: StepInput) -> torch.Tensor:
+        self._attention.note_blocks(step)
+        if step.embeddings is not None:
+            self._decoder.show(step.embeddings.embeddings)
+        if size := self.graph_size(step):
+            return self._replay(self._graphs[size], self._inputs(step, size), step.rows)
+        tokens, positions, slots, _ = self._inputs(step, len(step.tokens))
+        attention_step = self._attention.mixed(step, slots, positions)
+        embeddings = self._decoder.embed(self._filled_in(tokens))
+        return self._decoder(embeddings, positions, self._attention, attention_step, self._to_device(step.rows))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
 
     @torch.inference_mode()
-    def remember(self, slots: Sequence_[int], tokens: torch.Tensor) -> None:
+    def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         if tokens is self._likeliest[1]:
             return
         self._sampled[self._to_device(slots)] = tokens
@@ -116,18 +126,8 @@ class CudaModel(Model):
         found = trial(self._decoder, self.cache_dtype, self.device)
         return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
-    def _graph_size(self, chunks: Sequence_[Chunk], count: int) -> int:
-        """The graph to run a step of `count` tokens, 0 for none. A token of a prompt is as good as a decode there, if it has not too many
-        before it: each of them reads all keys up to its own."""
-        if (
-            count > len(chunks)
-            and sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks if _is_prompt(chunk)) > _MOST_READ
-        ):
-            return 0
-        return next((size for size in self._graphs if size >= count), 0)
-
-    def _replay(self, graph: "_Graph", inputs: torch.Tensor, rows: Sequence_[int]) -> torch.Tensor:
-        """Logits of these rows; `argmax` has their likeliest tokens, and they are remembered."""
+    def _replay(self, graph: "_Graph", inputs: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Return the logits of these rows; `argmax` has their likeliest tokens, and they are remembered."""
         graph.inputs.copy_(inputs)
         graph.graph.replay()
         if rows == list(range(len(rows))):
@@ -141,83 +141,78 @@ class CudaModel(Model):
         """What a graph does: the step, and the likeliest tokens, remembered as if they had been sampled."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
-        logits = self._decoder(self._decoder.embed(self._token_ids(tokens)), positions, self._attention, step, None)
+        logits = self._decoder(self._decoder.embed(self._filled_in(tokens)), positions, self._attention, step, None)
         likeliest = logits.argmax(dim=1)
         self._sampled.index_copy_(0, targets.long(), likeliest)
         return logits, likeliest
 
-    def _token_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A negative id -1 - slot stands for the pending token of a slot."""
+    def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return token ids, int64 [tokens], with those of pending tokens filled in."""
         pending = self._sampled[(-1 - tokens).clamp_(min=0).long()]
         return torch.where(tokens < 0, pending, tokens.long())
 
-    def _inputs(self, chunks: Sequence_[Chunk], size: int, shown: Sequence_[int]) -> torch.Tensor:
-        """int32 [4, size] on the device: token ids, positions, slots and slots of what is sampled, filled up with the spare slot. The
-        tokens in the rows `shown` are those that the decoder has been shown embeddings for, in order."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        targets: list[int] = []
-        for sequence, start, length, samples, _ in chunks:
-            if length == 1:  # by far the most: a decode
-                tokens.append(sequence.tokens[start] if start < len(sequence.tokens) else -1 - sequence.slot)
-                positions.append(start)
-                slots.append(sequence.slot)
-            else:
-                tokens += sequence.tokens[start : start + length]
-                positions += range(start, start + length)
-                slots += [sequence.slot] * length
-                targets += [self._spare_slot] * (length - 1)
-            targets.append(sequence.slot if samples else self._spare_slot)
+    def _inputs(self, step: StepInput, size: int) -> torch.Tensor:
+        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up with the spare slot.
+
+        Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
+        """
         values = np.zeros((4, size), dtype=np.int32)
         values[2:] = self._spare_slot
-        values[:, : len(tokens)] = tokens, positions, slots, targets
-        values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))
+        count, slots = len(step.tokens), np.array(step.slots, dtype=np.int32)
+        values[0, :count] = step.tokens
+        values[1, :count] = step.positions
+        targets = np.where(np.array(step.sampled, dtype=bool), slots, self._spare_slot)
+        if count == len(slots):  # decodes alone, as most steps are
+            values[2, :count] = slots
+            values[3, :count] = targets
+        else:
+            lengths = np.array(step.lengths)
+            values[2, :count] = slots.repeat(lengths)
+            values[3, lengths.cumsum() - 1] = targets
+        if step.embeddings is not None:
+            shown = step.embeddings.rows
+            values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))
         return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
 
-    def _to_device(self, indices: Sequence_[int]) -> torch.Tensor:
+    def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
         return torch.tensor(indices, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
 
     def _warm_up(self) -> None:
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""
         started, size = time.monotonic(), self.cache.block_size
-        blocks = [len(self.cache.data) - 1] * 2
-        request = GenerateRequest(
-            request_id="", prompt_token_ids=(0,) * 2 * size, sampling=SamplingParams(max_tokens=1)
-        )
-        # Without a sampler: nothing is sampled.
-        first, second = (
-            Sequence(request, None, 0.0, 0.0, [0] * 2 * size, tables=[blocks], slot=self._spare_slot)  # type: ignore[arg-type]
-            for _ in range(2)
-        )
-        for starts in ((0, 0), (size, 2 * size - 1)):
-            chunks = [
-                Chunk(sequence, start, 2 * size - start, True, 0)
-                for sequence, start in zip((first, second), starts, strict=True)
-            ]
-            self.forward(self.ordered(chunks), [0, 1])
+        spare_block = len(self.cache.data) - 1
+        for starts in ((0, 0), (2 * size - 1, size)):
+            lengths = [2 * size - start for start in starts]
+            positions = [position for start in starts for position in range(start, 2 * size)]
+            self.forward(
+                StepInput(
+                    tokens=[0] * len(positions),
+                    positions=positions,
+                    starts=starts,
+                    lengths=lengths,
+                    slots=[self._spare_slot] * 2,
+                    admissions=[0] * 2,
+                    tables=[[[spare_block] * 2]] * 2,
+                    sampled=[1] * 2,
+                    rows=[0, 1],
+                )
+            )
         torch.cuda.synchronize()
         log.info("kernels of prompts are ready after %.1f s", time.monotonic() - started)
 
     def _capture(self, largest: int) -> None:
-        """A graph for each size, the largest first, so that the others find its memory."""
+        """Capture a graph for each size, the largest first, so that the others find its memory."""
         started = time.monotonic()
         pool: Any = None
         for size in reversed(_sizes(largest)):
             inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
             inputs[2:] = self._spare_slot
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                self._run_whole(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-                logits, tokens = self._run_whole(inputs)
+            with torch.inference_mode():
+                graph, (logits, tokens) = capture(partial(self._run_whole, inputs), pool)
             pool = graph.pool()
             self._graphs[size] = _Graph(graph, inputs, logits, tokens)
         self._graphs = dict(sorted(self._graphs.items()))
-        log.info("%d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+        log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
 
 
 def _check(config: EmbeddedConfig) -> None:
@@ -236,17 +231,13 @@ def _check(config: EmbeddedConfig) -> None:
             raise UnsupportedModelError(f"{hf_config.model_type} is not built as Llama is")
 
 
-class _Graph:
+class _Graph(NamedTuple):
     """A step of so many tokens: what it reads and what it writes."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
-        self.graph, self.inputs, self.logits, self.tokens = graph, inputs, logits, tokens
-
-
-def _is_prompt(chunk: Chunk) -> bool:
-    return chunk.length > 1
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 def _sizes(largest: int) -> list[int]:

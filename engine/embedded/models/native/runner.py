@@ -1,13 +1,11 @@
 """A model of the Llama kind on a CPU, computed by `decoder.cpp`: loads its weights itself, without transformers.
 
-Beside the other models (`engine/embedded/models/torch/model.py`), which run whatever transformers has, this is the fast path for what it knows:
+Beside the other models (`engine/embedded/models/torch/runner.py`), which run whatever transformers has, this is the fast path for what it knows:
 bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
 import math
 import weakref
-from collections.abc import Sequence as Sequence_
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +14,14 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.embeddings import ImageRows, image_rows
 from engine.embedded.models.load import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.levels import chosen
-from engine.embedded.models.native.structures import Step
+from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.pending import PendingTokens
-from engine.embedded.scheduler import Chunk
+from engine.embedded.models.runner import EmbeddingRows, StepInput
 from engine.embedded.threads import compute_threads
 
 MIB = 1 << 20
@@ -32,15 +29,15 @@ _TAIL = 64
 """Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within one."""
 
 
-class NativeModel(PendingTokens):
-    """The weights, the KV cache and one `forward` over the chunks of a step. Raises UnsupportedModelError and EngineFailure."""
+class NativeRunner(PendingTokens):
+    """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever else is in a step."""
 
     device = torch.device("cpu")
     dtype = torch.float32
     compute_path = "native"
 
     def __init__(self, config: EmbeddedConfig) -> None:
-        super().__init__()
+        super().__init__(config.max_batch_size, self.device)
         _check_settings(config)
         folder, level = Path(config.model), chosen(config.cpu_isa)
         self.instruction_set = level.name
@@ -65,25 +62,20 @@ class NativeModel(PendingTokens):
         self._forward = code.decoder_forward
         weakref.finalize(self, code.decoder_delete, self._decoder)
 
-    def ordered(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks of a step as `forward` wants them."""
-        return chunks
-
-    def forward(self, chunks: Sequence_[Chunk], rows: Sequence_[int]) -> torch.Tensor:
-        """Compute the chunks and return the logits, float32 [len(rows), vocab], of these flat rows."""
-        tokens = np.fromiter(chain.from_iterable(map(self.tokens, chunks)), np.int32)
-        positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
-        angles = positions.float().unsqueeze(1) * self._frequencies
+    def forward(self, step: StepInput) -> torch.Tensor:
+        tokens = np.array(self.token_ids(step), np.int32)
+        angles = torch.tensor(step.positions, dtype=torch.float32).unsqueeze(1) * self._frequencies
         cos, sin = angles.cos(), angles.sin()
-        places, tables, row = [], list[int](), 0
-        for chunk in chunks:
-            places.append((row, chunk.length, chunk.start, len(tables)))
-            tables += chunk.sequence.blocks
-            row += chunk.length
-        arrays = [np.array(values, np.int32) for values in (places, tables, rows)]
-        logits = torch.empty(len(rows), self.vocab_size)
-        images = image_rows(chunks, self.dtype, self.device)
-        embeddings = None if images is None else _addresses(images, len(tokens))
+        places: list[tuple[int, int, int, int]] = []
+        tables: list[int] = []
+        row = 0
+        for start, length, (table,) in zip(step.starts, step.lengths, step.tables, strict=True):
+            places.append((row, length, start, len(tables)))
+            tables += table
+            row += length
+        arrays = [np.array(values, np.int32) for values in (places, tables, step.rows)]
+        logits = torch.empty(len(step.rows), self.vocab_size)
+        embeddings = None if step.embeddings is None else _addresses(step.embeddings, len(tokens))
         inputs = [
             tokens.ctypes.data,
             None if embeddings is None else embeddings.ctypes.data,
@@ -91,7 +83,8 @@ class NativeModel(PendingTokens):
             sin.data_ptr(),
             *(array.ctypes.data for array in arrays),
         ]
-        self._forward(self._decoder, Step(*inputs, logits.data_ptr(), len(tokens), len(chunks), len(rows)))
+        sizes = len(tokens), len(places), len(step.rows)
+        self._forward(self._decoder, NativeStep(*inputs, logits.data_ptr(), *sizes))
         return logits
 
 
@@ -118,7 +111,7 @@ def _check_settings(config: EmbeddedConfig) -> None:
         )
 
 
-def _addresses(images: ImageRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
+def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
     """For each flat token that of its embedding, 0 for one that has its own."""
     addresses = np.zeros(tokens, np.uintp)
     row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize

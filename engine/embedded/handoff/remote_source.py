@@ -1,0 +1,52 @@
+"""Another replica as a source of KV blocks."""
+
+from dataclasses import dataclass
+
+from engine.embedded.handoff.state import reads_of
+from engine.embedded.handoff.words import LeaseWord, LeaseWords
+from engine.embedded.sequence import Sequence
+from engine.transfer.base import Read, Transfer, TransferError
+from engine.transfer.transfers import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteReading:
+    """A transfer of KV blocks, and after them of the word that tells whether they were still held."""
+
+    transfer: Transfer
+    num_bytes: int
+    words: LeaseWords
+    lease: LeaseWord
+    word: Read
+
+    def done(self) -> bool:
+        if not self.transfer.done():
+            return False
+        if not self.words.outlived(self.lease, self.word):
+            raise TransferError("the other replica gave them up before they had been read")
+        return True
+
+    def cancel(self) -> None:
+        self.transfer.cancel()
+
+
+class RemoteSource:
+    """The replica that has computed a sequence's prompt (`Sequence.remote`): it offers all of the prompt, once."""
+
+    def __init__(self, transfers: Transfers, words: LeaseWords) -> None:
+        self.transfers = transfers
+        self.words = words
+
+    def offer(self, sequence: Sequence) -> int:
+        return sequence.num_prompt if sequence.remote is not None else 0
+
+    def read(self, sequence: Sequence, missing: list[list[int]]) -> _RemoteReading:
+        remote = sequence.remote
+        assert remote is not None
+        reads = reads_of(remote, sequence.tables, missing)
+        word = self.words.read(remote.lease, len(remote.layout.block_bytes))
+        transfer = self.transfers.read(remote.offers, [*reads, word])
+        return _RemoteReading(transfer, sum(read.size for read in reads), self.words, remote.lease, word)
+
+    def release(self, sequence: Sequence) -> None:
+        sequence.remote = None

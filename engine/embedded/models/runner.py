@@ -1,0 +1,106 @@
+"""The seam between the engine and the code that computes a step on a device: `ModelRunner` over `StepInput`.
+
+Three runners pass one conformance suite (`tests/engine/embedded/models/test_runner_conformance.py`): `torch/` runs transformers' own
+model code on any device, `native/` compiled code on a CPU, `cuda/` kernels and CUDA graphs on an NVIDIA GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.embedded.kv.layout import LayerGroup
+from engine.embedded.kv.memory import KvMemory
+from engine.kit.checks import ImageTokens
+
+
+class EmbeddingRows(NamedTuple):
+    """Flat rows of a step that take embeddings of images instead of those of their token ids."""
+
+    rows: list[int]
+    embeddings: torch.Tensor
+    """[rows, hidden size], of the runner's type and on its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Everything that a model runner is told of a step, as plain data: some consecutive tokens of some sequences, side by side.
+
+    Flat lists have an entry for each token, the others one for each sequence. Sequences of one token, which decodes are, come first.
+    Lists may be the scheduler's own: a runner reads them while `forward` runs and does not keep them.
+    """
+
+    tokens: list[int]
+    """Flat: token ids. -1 - slot names the last token that was sampled for a slot, which the host need not have seen
+    (`ModelRunner.remember`)."""
+    positions: list[int]
+    """Flat: the position of each token in its sequence."""
+    starts: Sequence[int]
+    """The position of each sequence's first token in this step."""
+    lengths: Sequence[int]
+    """Number of tokens of each sequence, one at least."""
+    slots: Sequence[int]
+    """Number of each sequence among the running ones, below the batch size: where a runner keeps what outlives a step."""
+    admissions: Sequence[int]
+    """Changes for a slot when another sequence is admitted to it, or the same one again. Otherwise its tables have only grown."""
+    tables: Sequence[Sequence[list[int]]]
+    """Block table of each sequence in each group of layers: the block of every `block_size` tokens, from the first to that of the last
+    token of this step or further. Those behind a sliding window are GONE (`engine/embedded/kv/groups.py`)."""
+    sampled: Sequence[int]
+    """Number of tokens that are sampled for each sequence after this step: 0 in the middle of a prompt."""
+    rows: list[int]
+    """Flat rows whose logits are wanted."""
+    embeddings: EmbeddingRows | None = None
+    """Embeddings of images; None for a step without any, which most are."""
+    rope_positions: torch.Tensor | None = None
+    """Models with mRoPE: positions in time, height and width, int64 [3, tokens]; None where all three are `positions`."""
+
+    @property
+    def singles(self) -> int:
+        """Number of sequences of one token; they come first."""
+        return self.lengths.count(1)
+
+
+class ModelRunner(Protocol):
+    """A loaded model, its KV cache, and the computation of steps over both. Owned by one thread.
+
+    A runner is ready for any step when it has been constructed: it has warmed up, on blocks of its own. Construction raises EngineFailure
+    for settings that cannot be served and UnsupportedModelError for a model, or a machine, that another runner has to run.
+
+    Keys and values that a step writes are those that later steps read through block tables; a runner knows no sequence beyond `slots`.
+    What a sequence's logits are depends on its own tokens alone, up to rounding, whatever else is in the step.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    """Type of activations, and of embeddings that are passed in."""
+    compute_path: str
+    """What computes, for reports: native, cuda or transformers."""
+    instruction_set: str
+    """Level of the processor's instructions that is used; empty on a GPU."""
+    vocab_size: int
+    context_length: int
+    """Most tokens of a sequence."""
+    eos_token_ids: tuple[int, ...]
+    takes_images: ImageTokens | None
+    """How the model takes images; None if it takes none."""
+    groups: list[LayerGroup]
+    """Layers that share block tables, full attention first, and how many blocks each group has."""
+    memory: KvMemory
+    """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Compute a step and return the logits [len(step.rows), vocab_size] of the rows wanted, on the device.
+
+        Does not wait for the device. The logits may be overwritten by the next call. Raises RuntimeError or ValueError if the step fails.
+        """
+        ...
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the token with the largest logit of each row, int64 [rows]; `logits` is what `forward` returned last, or a part of it."""
+        ...
+
+    def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may name them."""
+        ...

@@ -1,0 +1,8 @@
+"""The generating APIs: the application serves them, OpenAPI shows them, the router forwards them."""
+
+from typing import Any
+
+from routers import chat, completions
+from routers.endpoint import Endpoint
+
+ENDPOINTS: tuple[Endpoint[Any], ...] = (chat.ENDPOINT, completions.ENDPOINT)

@@ -1,0 +1,31 @@
+"""What can go wrong at the edge, besides the errors of `multimodal/errors.py` and `engine/errors.py`."""
+
+from typing import NamedTuple
+
+from engine.errors import EngineNotReady
+from multimodal.errors import RequestError
+
+
+class Missing(NamedTuple):
+    """Something that a replica lacks to be ready."""
+
+    name: str
+    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
+    reason: str
+    """For people."""
+
+
+class NotReady(EngineNotReady):
+    """The replica takes no requests for now; `missing` lists all that it lacks."""
+
+    def __init__(self, missing: list[Missing]) -> None:
+        super().__init__(" ".join(dict.fromkeys(reason for _, reason in missing)))
+        self.missing = missing
+
+
+class WrongReplica(RequestError):
+    """The route exists, but a replica of this role or model does not serve it."""
+
+
+class ReplicasDiffer(RequestError):
+    """Another replica speaks another version, or serves another model."""

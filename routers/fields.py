@@ -1,0 +1,173 @@
+"""Fields that all generating APIs share: checked besides their types, and converted into the neutral request."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from multimodal.errors import ModelNotFound, RequestError
+from multimodal.request import Ask, AskedGuide
+from multimodal.text.messages import Conversation
+from protocol.common import GenerationFields, ResponseFormat, Wire
+
+log = logging.getLogger(__name__)
+
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "best_of": (),
+    "structural_tag": (),
+    "use_beam_search": (False,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "lora_request": (),
+    "disaggregated_params": (),
+    "kv_transfer_params": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"], []),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "echo": (False,),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "suffix": ("",),
+}
+"""Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
+
+_SAME = tuple(
+    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
+)
+"""Fields that are the same here and there; null means the default of `Ask`."""
+_MAX_UNKNOWN = 1000
+
+
+class FieldCheck:
+    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once."""
+
+    def __init__(self, model_name: str, *, strict: bool) -> None:
+        self._model_name = model_name
+        self._strict = strict
+        self._seen: set[str] = set()
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound if the body names another model."""
+        if name and name != self._model_name:
+            raise ModelNotFound(self._model_name)
+
+    def check(self, body: GenerationFields) -> None:
+        """Raise RequestError for another model, and for the first field that this server must not ignore."""
+        self.check_model(body.model)
+        for name, harmless in _REFUSED.items():
+            value = getattr(body, name, None) if name != "echo" or "messages" in type(body).model_fields else None
+            if value is not None and value not in harmless and not (name == "best_of" and value == (body.n or 1)):
+                raise _unsupported(name)
+        if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
+            raise _unsupported("structured_outputs.structural_tag")
+        _check_tools(body)
+        for name in _unknown_fields(body):
+            self._note_unknown("".join(c if c.isprintable() else "?" for c in name[:64]))
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
+
+    def _note_unknown(self, name: str) -> None:
+        if self._strict:
+            raise RequestError(f"Unknown field {name!r}.", name, "unknown_parameter")
+        if name not in self._seen and len(self._seen) < _MAX_UNKNOWN:
+            self._seen.add(name)
+            log.warning("ignoring the unknown request field %r; this is said once", name)
+
+
+def to_ask(
+    body: GenerationFields, prompt: Conversation | Sequence[str | list[int]], fields: dict[str, str], **own: Any
+) -> Ask:
+    """Return the request of a body. `own` has the fields that its API spells in its own way. Raises RequestError."""
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    guides = tuple(_guides(body))
+    options = body.stream_options
+    return Ask(
+        prompt=prompt,
+        fields={**fields, "guide": guides[0].field} if guides else fields,
+        guides=guides,
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        **given | own,
+    )
+
+
+def _unsupported(name: str) -> RequestError:
+    return RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+
+
+def _unknown_fields(value: object) -> Iterator[str]:
+    """Yield dotted names of the fields that no model knows, nested ones included; lists leave no trace in them."""
+    if isinstance(value, Wire):
+        yield from value.model_extra or ()
+        for field, child in value:
+            if isinstance(child, Wire | list):
+                yield from (f"{field}.{name}" for name in _unknown_fields(child))
+    elif isinstance(value, list) and value and isinstance(value[0], Wire):
+        for child in value:
+            yield from _unknown_fields(child)
+
+
+def _check_tools(body: GenerationFields) -> None:
+    tools: Any = getattr(body, "tools", None)
+    choice: Any = getattr(body, "tool_choice", None)
+    if tools and choice != "none":
+        raise RequestError(
+            "This server does not support 'tools' yet; send tool_choice 'none' to have them ignored.",
+            "tools",
+            "unsupported_parameter",
+        )
+    if not tools and choice not in (None, "none", "auto"):
+        raise RequestError("'tool_choice' needs 'tools'.", "tool_choice")
+
+
+def _guides(body: GenerationFields) -> Iterator[AskedGuide]:
+    if body.response_format is not None:
+        yield from _response_format(body.response_format)
+    nested = body.structured_outputs
+    candidates = (
+        AskedGuide("structured_outputs", "json_schema", nested and nested.json_),
+        AskedGuide("structured_outputs", "regex", nested and nested.regex),
+        AskedGuide("structured_outputs", "choice", nested and nested.choice),
+        AskedGuide("structured_outputs", "grammar", nested and nested.grammar),
+        AskedGuide("guided_json", "json_schema", body.guided_json),
+        AskedGuide("guided_regex", "regex", body.guided_regex),
+        AskedGuide("guided_choice", "choice", body.guided_choice),
+        AskedGuide("guided_grammar", "grammar", body.guided_grammar),
+        AskedGuide("regex", "regex", body.regex),
+        AskedGuide("grammar", "grammar", body.grammar),
+        AskedGuide("choice", "choice", body.choice),
+    )
+    yield from (candidate for candidate in candidates if candidate.value is not None)
+    if nested and nested.json_object:
+        yield AskedGuide("structured_outputs", "json_object", None)
+
+
+def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
+    name = "response_format"
+    if form.type == "text":
+        return
+    if form.type == "json_object" and form.schema_ is not None:
+        yield AskedGuide(name, "json_schema", form.schema_)
+    elif form.type == "json_object":
+        yield AskedGuide(name, "json_object", None)
+    elif form.type == "json_schema":
+        schema = form.json_schema.schema_ if form.json_schema else form.schema_
+        if schema is None:
+            raise RequestError("'response_format.json_schema.schema' is missing.", name)
+        yield AskedGuide(name, "json_schema", schema)
+    elif form.type == "regex" and form.regex is not None:
+        yield AskedGuide(name, "regex", form.regex)
+    elif form.type in ("grammar", "ebnf") and form.grammar is not None:
+        yield AskedGuide(name, "grammar", form.grammar)
+    elif form.type == "choice" and form.choices is not None:
+        yield AskedGuide(name, "choice", form.choices)
+    else:
+        raise RequestError(
+            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice, "
+            "each with what it names.",
+            name,
+        )

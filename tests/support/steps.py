@@ -1,0 +1,46 @@
+"""Step inputs by hand, for tests of model runners."""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from engine.embedded.models.runner import EmbeddingRows, StepInput
+
+
+class Part(NamedTuple):
+    """`tokens[start : start + length]` of a sequence whose blocks are those of `table` in every group of layers."""
+
+    tokens: list[int]
+    table: list[int]
+    start: int
+    length: int
+    slot: int = 0
+    sampled: int = 1
+
+
+def step_of(
+    parts: list[Part], rows: list[int] | None = None, groups: int = 1, embeddings: EmbeddingRows | None = None
+) -> StepInput:
+    """Put sequences side by side, those of one token first as given. Without `rows`, the logits of every row are wanted.
+
+    Block 7 of one step may be a sequence's, and of the next another's: admissions follow from the tables.
+    """
+    assert [part.length > 1 for part in parts] == sorted(part.length > 1 for part in parts)
+    flat = [token for part in parts for token in part.tokens[part.start : part.start + part.length]]
+    assert len(flat) == sum(part.length for part in parts)
+    return StepInput(
+        tokens=flat,
+        positions=[position for part in parts for position in range(part.start, part.start + part.length)],
+        starts=[part.start for part in parts],
+        lengths=[part.length for part in parts],
+        slots=[part.slot for part in parts],
+        admissions=[1 + hash(tuple(part.table)) % (1 << 30) for part in parts],
+        tables=[[part.table] * groups for part in parts],
+        sampled=[part.sampled for part in parts],
+        rows=list(range(len(flat))) if rows is None else rows,
+        embeddings=embeddings,
+    )
+
+
+def last_rows(parts: list[Part]) -> list[int]:
+    """Return the flat row of each sequence's last token."""
+    return [end - 1 for end in accumulate(part.length for part in parts)]
