@@ -28,7 +28,7 @@ def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The automatic class of transformers that loads this model."""
+    """Return the automatic class of transformers that loads this model."""
     return AutoModelForImageTextToText if family_of(config.model_type).vision else AutoModelForCausalLM
 
 

@@ -152,7 +152,7 @@ def test_without_images_it_is_the_text_model(family: Family) -> None:
 
 
 def test_the_tower_is_not_kept(family: Family) -> None:
-    model: Any = core_of(family).model
+    model: Any = core_of(family).runner
     parameters = sum(parameter.numel() for parameter in model._module.parameters())
     assert parameters <= sum(
         parameter.numel() for name, parameter in family.module.named_parameters() if "vision" not in name
