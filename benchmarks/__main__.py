@@ -21,7 +21,7 @@ from benchmarks.prompts import PromptMaker
 from benchmarks.report import Cell, Report
 from benchmarks.servers import Server, Spec, pinned, serving
 from engine.checkpoints.store import resolve_model
-from server.settings.replica import read_settings
+from server.settings import read_settings
 
 CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
 QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.client import Load, Target, run
 from benchmarks.prompts import PromptMaker
-from server.settings.replica import child_environment
+from server.settings.environment import child_environment
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 600.0

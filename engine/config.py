@@ -1,15 +1,13 @@
-"""What each backend is told, and the one place that turns it into an engine. Nothing heavy is imported before it is chosen."""
+"""What each backend is told. Data only: `engine/create.py` makes engines of it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from engine.kit.processors import ProcessorConfig, register_all
+from engine.kit.processors import ProcessorConfig
 
-if TYPE_CHECKING:
-    from engine.base import Engine
+MAX_IMAGE_PIXELS = 64_000_000
+"""Default limit for the size of an image, width times height, of all its frames."""
 
 
 class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
@@ -24,14 +22,30 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
     max_num_seqs: int = 1024
     token_delay: float = 0.0
 
+    extra_stop_seconds: ClassVar[float] = 0.0
+    """How much longer than other engines this one may take to stop."""
 
-class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
-    """The PyTorch engine. The fields mean what the settings of the same name say (`server/settings/replica.py`); 0 takes the default there."""
+
+class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How PyTorch runs a model, or its vision tower. The fields mean what the settings of the same names say."""
 
     model: str
-    """Folder with config.json, safetensors and tokenizer.json."""
+    """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image
+    processor.
+    """
     device: str = "auto"
     dtype: str = "auto"
+    load_format: str = "auto"
+    threads: int = 0
+
+    extra_stop_seconds: ClassVar[float] = 0.0
+
+
+class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
+    """The PyTorch engine. 0 takes the default that the setting of the same name documents
+    (`server/settings/engine.py`).
+    """
+
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     max_seq_len: int = 0
@@ -45,77 +59,50 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     enable_block_reuse: bool = True
     enable_chunked_prefill: bool = True
     attention: str = "auto"
-    load_format: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
-    threads: int = 0
     cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
     """Instruction set of the compiled path on a CPU."""
     guide_timeout_seconds: float = 15.0
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
-    """How KV blocks move between replicas; empty for not at all."""
+    """How KV blocks move between replicas; empty if they do not."""
     kv_transfer_port: int = 0
-    """On which KV blocks are served by TCP; 0 takes a free one."""
+    """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
-    """How long reading a prompt's KV blocks may take before the prompt is computed here."""
+    """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
     cache_dir: str = ""
     """Folder for code that is compiled for this machine; empty takes the settings' default."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
 
 
+class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
+    """The vision tower of the embedded engine."""
+
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    processor_options: dict[str, Any] = {}
+    """Override the configuration of the model's image processor, by its own names."""
+    timeout_seconds: float = 60.0
+    """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
+
+
 class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
-    """TensorRT-LLM. `arguments` are those of its `LLM`, effective and checked (`engine/trtllm/arguments.py`)."""
+    """TensorRT-LLM. `arguments` are those of its `LLM`, merged and checked (`engine/trtllm/arguments.py`)."""
 
     model: str
     """Folder with config.json, weights and tokenizer."""
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
-    role: Literal["aggregated", "prefill", "decode", "encode"] = "aggregated"
-    max_image_pixels: int = 64_000_000
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     arguments: dict[str, Any] = {}
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
 
-
-class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The vision tower of the embedded engine. Fields that `EmbeddedConfig` has too mean the same."""
-
-    model: str
-    """Folder with config.json, safetensors, tokenizer.json and the configuration of the image processor."""
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    threads: int = 0
-    max_image_pixels: int = 64_000_000
-    processor_options: dict[str, Any] = {}
-    """Over the configuration of the model's image processor, by its own names."""
-    timeout_seconds: float = 60.0
-    """How long an image, or on a GPU a few together, may take before the process that encodes them is replaced."""
+    extra_stop_seconds: ClassVar[float] = 10.0
+    """It has worker processes to end."""
 
 
-EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig
+class TrtllmEncoderConfig(TrtllmConfig, frozen=True, kw_only=True, tag="trtllm_encoder"):
+    """TensorRT-LLM's encoder alone. `arguments` are those of its `MultimodalEncoder`."""
 
 
-def more_stop_seconds(config: EngineConfig) -> float:
-    """How much longer than others this engine may take to stop: TensorRT-LLM has worker processes to end."""
-    return 10.0 if isinstance(config, TrtllmConfig) else 0.0
-
-
-def create_engine(config: EngineConfig) -> Engine:
-    """The engine for `config`, not yet started."""
-    if isinstance(config, FakeConfig):
-        from engine.fake.engine import FakeEngine  # noqa: PLC0415
-
-        return FakeEngine(config)
-    register_all(config.processors)
-    if isinstance(config, TrtllmConfig) and config.role == "encode":
-        from engine.trtllm.encoding_engine import EncodingEngine  # noqa: PLC0415
-
-        return EncodingEngine(config)
-    if isinstance(config, TrtllmConfig):
-        from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
-
-        return TrtllmEngine(config)
-    from engine.embedded.engine import EmbeddedEngine  # noqa: PLC0415
-
-    return EmbeddedEngine(config)
+EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig | TrtllmEncoderConfig

@@ -223,7 +223,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays open, idle: the
     KV blocks are held until it is closed."""
-    prefill_locally: bool = False
-    """On a decode replica, compute the prompt there: without this it refuses a request that has no handoff."""
     trace: dict[str, str] = {}
     """W3C trace context (`traceparent`, `tracestate`) of what the request is a part of, for a backend that traces by itself."""

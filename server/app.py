@@ -7,29 +7,19 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
-from routers import encode, internal, models, operations, proxy, tokenize
-from routers.endpoints import ENDPOINTS
+from routers import operations
 from server import __version__
-from server.compose.engine import served_name
+from server.compose.model import served_name
 from server.http import errors, openapi
 from server.http.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
 from server.lifespan import make_lifespan
 from server.metrics import http as http_metrics
 from server.metrics.page import ServerMetrics
+from server.roles import role_of
 from server.settings import Settings
 
 if TYPE_CHECKING:
     from server.http.tracing import Tracing
-
-PUBLIC = (*(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router)
-ROUTERS = {
-    "aggregated": PUBLIC,
-    "decode": PUBLIC,
-    "prefill": (internal.router, encode.router, internal.no_public_routes("a prefill replica")),
-    "encode": (encode.router, internal.no_public_routes("an encode replica")),
-    "router": (proxy.router,),
-}
-"""Routers by role, besides the operations."""
 
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
@@ -45,7 +35,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (*ROUTERS[settings.disaggregation_mode], operations.router):
+    for router in (*role_of(settings).routers(), operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
         openapi.install(app)

@@ -1,5 +1,5 @@
-"""`python -m server`: reads the settings, opens the port, and serves by one process or several; `config` shows with what, `doctor` whether
-this machine can.
+"""The command line, `python -m server`: serve (the default), `config` to print the settings, `doctor` to check this
+machine.
 """
 
 import logging
@@ -11,19 +11,22 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
-from server.settings.replica import EngineArgsError, Settings, provide, read_settings, role_shortage, visible_devices
+from server.roles import missing_setting, role_of
+from server.settings import EngineArgsError, Settings, read_settings
+from server.settings.environment import provide, visible_devices
 
 COMMANDS = ("serve", "config", "doctor")
-"""What the first argument may be; `serve` is what is meant without."""
+"""Values of the first argument; `serve` is the default."""
 _WRONG_SETTINGS = 2
 _ENVIRONMENT = {
-    # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else runs; those that never
-    # spin are slow to wake (docs/log.md has the figures).
+    # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
+    # runs; those that never spin are slow to wake (docs/log.md has the figures).
     "GOMP_SPINCOUNT": "20000",
     # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
     "UCX_CUDA_IPC_CACHE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread would keep a gigabyte.
+    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread
+    # would keep a gigabyte.
     "PILLOW_BLOCK_SIZE": "64m",
 }
 """Defaults that libraries read when they are loaded, for this process and those that it starts."""
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Run a command and return the exit code. Serving lasts until a signal."""
     started = time.monotonic()
     if "--version" in arguments:
         sys.stdout.write(f"trellis {__version__}\n")
@@ -59,15 +62,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _listing(settings: Settings) -> list[str]:
-    """What `config` prints; making it finds what is wrong with the engine's arguments."""
+    """Return what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
     from server.compose import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
 
     return list(engine_args.listing(settings))
 
 
 def _check_servable(settings: Settings) -> None:
-    """Raises SettingsError for what the role lacks, and for more ranks than there are GPUs."""
-    if (lacking_of_role := role_shortage(settings)) is not None:
+    """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
+    if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
     if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
         _check_instruction_set(settings)
@@ -78,7 +81,7 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
             ) from error
-    if settings.engine == "trtllm" and not settings.engine_address and settings.disaggregation_mode != "router":
+    if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
 
@@ -90,7 +93,7 @@ def _check_servable(settings: Settings) -> None:
 
 
 def _check_instruction_set(settings: Settings) -> None:
-    """Raises SettingsError for one that this processor lacks."""
+    """Raise SettingsError if this processor lacks the instruction set."""
     from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
     from engine.errors import EngineFailure  # noqa: PLC0415
 
@@ -101,7 +104,7 @@ def _check_instruction_set(settings: Settings) -> None:
 
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
-    """Serve with `settings`; several API processes are started with the same `arguments`."""
+    """Serve with `settings`. Several API processes are started with the same `arguments`."""
     from server.process import launch, logs, serving  # noqa: PLC0415
 
     for name, value in _ENVIRONMENT.items():
@@ -120,7 +123,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
 
 
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:
-    """One line for each wrong setting, with its name and without its value, which may be a secret."""
+    """Yield one line for each wrong setting, with its name but without its value, which may be a secret."""
     if isinstance(error, EngineArgsError):
         yield from error.faults
         return

@@ -1,7 +1,8 @@
-"""`python -m server doctor`: is this machine fit for these settings? One line for each finding, and a cure for each problem.
+"""`python -m server doctor`: checks whether this machine fits the settings, and names a cure for each problem.
 
-The `check_*` functions judge facts and are pure, but for those that say what they look at; `findings` gathers the facts. Nothing is loaded,
-downloaded or changed, and no GPU memory is taken: it can run beside a server, whose port it then reports as taken.
+The `check_*` functions judge facts and are pure, unless they say what they read; `findings` gathers the facts. Nothing
+is loaded, downloaded or changed, and no GPU memory is used: it can run beside a server, whose port it then reports as
+taken.
 """
 
 import json
@@ -20,7 +21,9 @@ from engine.trtllm.arguments import Effective
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.process.serving import listen
-from server.settings.replica import DEFAULT_MODEL, EngineArgsError, Settings, role_shortage, visible_devices
+from server.roles import missing_setting, role_of
+from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
+from server.settings.environment import visible_devices
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -37,7 +40,7 @@ _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """What was seen. A problem keeps the server from starting or breaks it under load; a warning may."""
+    """The result of a check. A problem keeps the server from starting or breaks it under load; a warning may do so."""
 
     level: Literal["ok", "warning", "problem"]
     text: str
@@ -55,7 +58,7 @@ def run(settings: Settings) -> int:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """Everything that is checked, in the order in which a start would stumble over it."""
+    """Yield the results of all checks, in the order in which a start would fail."""
     on_gpu = settings.engine == "trtllm" or settings.device.startswith("cuda")
     ranks = 1
     yield check_python((sys.version_info.major, sys.version_info.minor))
@@ -98,9 +101,12 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 
 def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
-    """Driver, compute capability, and that the GPUs are alike. Without any, a problem only where one is `needed`."""
+    """Check driver, compute capability, and that the GPUs are alike. No GPU is a problem only if one is `needed`."""
     if not gpus:
-        cure = "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, and --gpus all"
+        cure = (
+            "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, "
+            "and --gpus all"
+        )
         yield (
             Finding("problem", "no NVIDIA GPU answers", cure)
             if needed
@@ -136,7 +142,7 @@ def check_hidden(present: int, devices: str | None, *, needed: bool) -> Finding:
 
 
 def installed(package: str) -> str | None:
-    """Version of an installed package, which is not imported; None if there is none."""
+    """Return the version of an installed package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -156,7 +162,7 @@ def check_tensorrt_llm(version: str | None) -> Finding:
 
 
 def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Finding]]:
-    """The ranks that the effective arguments ask for, or what is wrong with the arguments."""
+    """Return the ranks that the effective arguments need, or what is wrong with the arguments."""
     try:
         return parallelism(settings), []
     except EngineArgsError as error:
@@ -166,9 +172,9 @@ def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Findi
 
 
 def check_role(settings: Settings) -> Iterator[Finding]:
-    """What a role other than the whole lacks, and does to arguments that have no other fault."""
-    role, lacking = settings.disaggregation_mode, role_shortage(settings)
-    if role == "aggregated" and lacking is None:
+    """Check that the role has what it needs, and list what it does to the engine's arguments."""
+    role, lacking = role_of(settings), missing_setting(settings)
+    if not role.needs and lacking is None:
         return
     found = effective(settings) if settings.engine == "trtllm" else Effective()
     effects = [
@@ -178,7 +184,7 @@ def check_role(settings: Settings) -> Iterator[Finding]:
     ]
     effects += [f"ignores {name}" for name in found.ignored]
     if lacking is None:
-        yield Finding("ok", "; ".join([f"role {role}", *effects]))
+        yield Finding("ok", "; ".join([f"role {role.name}", *effects]))
     else:
         yield Finding(
             "problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica"
@@ -186,7 +192,7 @@ def check_role(settings: Settings) -> Iterator[Finding]:
 
 
 def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
-    """Whether the ranks have their GPUs, on this node or with others."""
+    """Check that there are GPUs for all ranks, on this node or together with others."""
     if (lacking := shortage(gpus, needs)) is not None:
         return Finding("problem", *lacking)
     text = f"{needs.said} needs {needs.ranks} GPU(s), {gpus} are visible"
@@ -198,7 +204,7 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
 
 
 def check_model(model: str) -> Iterator[Finding]:
-    """The folder's files, their names only; of an id on the Hugging Face hub nothing is looked up."""
+    """Check the names of the folder's files. A Hugging Face id is not looked up."""
     folder = Path(model).expanduser()
     if model == DEFAULT_MODEL:
         yield Finding("ok", f"model {model}: built in")
@@ -218,7 +224,7 @@ def check_model(model: str) -> Iterator[Finding]:
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """Reads the list of files and the index of the weights."""
+    """Check the list of files and the index of the weights, which are read."""
     missing = [
         pattern for pattern in ("config.json", "tokenizer.json", "*.safetensors") if not any(folder.glob(pattern))
     ]
@@ -245,7 +251,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
-    """Weights against a GPU's memory, both in bytes. Nothing to say where the memory is unknown."""
+    """Compare the weights with a GPU's memory, both in bytes. An unknown memory (0) is not checked."""
     if not memory:
         return
     share = weights / ranks
@@ -260,7 +266,7 @@ def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Opens the port for a moment."""
+    """Check the port by opening it for a moment."""
     try:
         listen(host, port).close()
     except OSError as error:
@@ -290,7 +296,7 @@ def check_shared_memory(free: int | None, ranks: int) -> Finding:
 
 
 def check_limits(memlock: int, stack: int) -> Iterable[Finding]:
-    """Limits in bytes. Locked memory is what RDMA and UCX send from; too little ends a KV transfer, not the start."""
+    """Check limits in bytes. RDMA and UCX send from locked memory: too little breaks KV transfer, not the start."""
     unlimited = resource.RLIM_INFINITY
     if memlock == unlimited:
         yield Finding("ok", "locked memory is unlimited")
@@ -321,7 +327,7 @@ def check_files(limit: int) -> Finding:
 
 
 def check_disk(cache: Path) -> Finding:
-    """Looks at the folder, or at the nearest above it that exists."""
+    """Check the folder, or its nearest parent that exists."""
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
         return Finding(

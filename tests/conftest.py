@@ -92,7 +92,7 @@ def one_thread() -> None:
 def smollm2() -> Path:
     """Folder of the default model, converted into the user's cache on first use."""
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - most tests do without
-    from server.settings.replica import Settings  # noqa: PLC0415
+    from server.settings import Settings  # noqa: PLC0415
 
     settings = Settings()
     return resolve_model(settings.model, settings.cache_dir)

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ HOMES = {
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
-    "server/settings/replica.py": "the settings",
+    "server/settings/environment.py": "beside pydantic-settings",
 }
+# Class names that still mean several things: to be emptied.
+DOUBLES = {
+    "Answer", "CompletionLogprobs", "Embeddings", "Layer", "Mapping", "Memory", "Method", "Model", "Owner", "Prefill",
+    "Process", "Prompts", "Replica", "Run", "Running", "Service", "Step", "Welcome",
+}  # fmt: skip
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 
@@ -62,6 +68,17 @@ def imports(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_at_once(nodes: list[ast.stmt]) -> Iterator[str]:
+    """Dotted names that importing a module imports: not those in functions, nor those for type checkers."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(node)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from imported_at_once(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported_at_once([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
 
 
 def within(file: str, homes: tuple[str, ...]) -> bool:
@@ -101,6 +118,31 @@ def test_backends_do_not_know_each_other() -> None:
     assert wrong == []
 
 
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    modules = {name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in PRODUCT}
+    graph = {
+        module: {
+            found
+            for imported in imported_at_once(parsed(path).body)
+            if (found := imported if imported in modules else imported.rpartition(".")[0]) in modules
+        }
+        for module, path in modules.items()
+    }
+    assert len(graph["server.app"]) > 5, "imports are found"
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Of the product; leading and trailing underscores do not tell names apart."""
+    homes: dict[str, set[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.strip("_"), set()).add(name(path))
+    doubles = {each: sorted(files) for each, files in homes.items() if len(files) > 1 and each not in DOUBLES}
+    assert doubles == {}
+
+
 def test_nothing_runs_what_it_reads() -> None:
     wrong = []
     for path in PRODUCT:
@@ -130,7 +172,8 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 @pytest.mark.parametrize("module", ["server.app", "server.cli", "engine.fake", "engine.process.host"])
 def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'xgrammar', 'gguf', 'tensorrt_llm'}} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "xgrammar", "gguf", "tensorrt_llm"}
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"
 

@@ -20,8 +20,8 @@ from benchmarks.gpu.worker import Job, Measure, Measured, Started, work
 from benchmarks.servers import Server, Spec, serving, tail
 from benchmarks.summary import Summary
 from engine.config import EmbeddedConfig
-from server.compose.engine import engine_config
-from server.settings.replica import read_settings
+from server.compose.config import engine_config
+from server.settings import read_settings
 
 DEFAULTS = {
     "device": "cuda",

@@ -22,9 +22,10 @@ from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.worker import measure
 from engine.base import Engine
-from engine.config import EmbeddedConfig, create_engine
-from server.compose.engine import engine_config
-from server.settings.replica import read_settings
+from engine.config import EmbeddedConfig
+from engine.create import create_engine
+from server.compose.config import engine_config
+from server.settings import read_settings
 
 
 def main() -> None:

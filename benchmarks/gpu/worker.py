@@ -24,7 +24,8 @@ from benchmarks.report import Cell
 from benchmarks.servers import ROOT, tail
 from benchmarks.summary import Sample, Summary, summarise
 from engine.base import Engine
-from engine.config import EmbeddedConfig, create_engine
+from engine.config import EmbeddedConfig
+from engine.create import create_engine
 from engine.errors import EngineError
 from engine.types import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprobs
 

@@ -16,7 +16,7 @@ _ORPHANS_PAUSE = 0.02
 log = logging.getLogger(__name__)
 
 
-class _Running(NamedTuple):
+class _ActiveFetch(NamedTuple):
     fetch: Fetch
     reading: Reading
     started: float
@@ -35,7 +35,7 @@ class Fetches:
     def __init__(self, scheduler: Scheduler, timeout_seconds: float) -> None:
         self._scheduler = scheduler
         self._timeout_seconds = timeout_seconds
-        self._running: list[_Running] = []
+        self._running: list[_ActiveFetch] = []
         self._orphans: list[_Orphan] = []
         self._succeeded = 0
         self._failed = 0
@@ -65,7 +65,7 @@ class Fetches:
             except TransferError as error:
                 self._scheduler.release_orphan(self._compute_here(fetch.sequence, str(error)))
             else:
-                self._running.append(_Running(fetch, reading, started))
+                self._running.append(_ActiveFetch(fetch, reading, started))
 
     def poll(self) -> bool:
         """Take note of readings that have ended; return whether one has."""
@@ -84,7 +84,7 @@ class Fetches:
         self._running.remove(entry)
         self._cancel(entry.reading, tables)
 
-    def _ended(self, entry: _Running) -> bool:
+    def _ended(self, entry: _ActiveFetch) -> bool:
         """Return whether a reading has succeeded, failed or taken too long, having done what follows from that."""
         elapsed = time.monotonic() - entry.started
         sequence = entry.fetch.sequence

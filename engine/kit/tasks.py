@@ -1,17 +1,56 @@
-"""Several works at the same time."""
+"""Tasks that end with a block of code, several works at the same time, and work in threads."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order. The first error ends the others, and is raised as it is."""
+    """Run coroutines at the same time and return their results in order. The first error cancels the others and is
+    raised as it is.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except* Exception as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `work` during the block. At the end it is cancelled, and an error that it raised before is raised."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, run in a daemon thread, so that a download does not hold up a shutdown."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
+        if not future.cancelled():
+            settle_future(value)
+
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], Any]
+        try:
+            outcome = (future.set_result, work())
+        except Exception as error:  # raised where the future is awaited
+            outcome = (future.set_exception, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future

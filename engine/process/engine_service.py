@@ -1,7 +1,8 @@
 """The engine as a hosted service."""
 
 from engine.base import Engine
-from engine.config import EngineConfig, create_engine, more_stop_seconds
+from engine.config import EngineConfig
+from engine.create import create_engine
 from engine.kv_events import KvEvent
 from engine.process.attachments import attach, detach
 from engine.process.service import Interface, Method, Topic
@@ -32,5 +33,5 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
     },
-    more_stop_seconds=more_stop_seconds,
+    more_stop_seconds=lambda config: config.extra_stop_seconds,
 )

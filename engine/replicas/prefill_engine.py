@@ -197,7 +197,7 @@ class _RemotePrefill:
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)
         self._verdict.set_result("")  # there is no handoff
-        self._generate(replace(self._request, prefill_locally=True))
+        self._generate(self._request)
 
     def _generate(self, request: GenerateRequest) -> DeltaStream:
         local = self._engine.local.generate(request)

@@ -1,6 +1,7 @@
-"""The arguments of `LLM`: layers of them merged, checked against TensorRT-LLM 1.2.1, and cut down to what AutoDeploy or an encoder takes.
+"""The arguments of TensorRT-LLM's `LLM`: merged from layers, checked against 1.2.1, and reduced to what AutoDeploy or
+an encoder takes.
 
-All of it is pure: it needs neither a GPU nor the package, so that a wrong key is named at the start and not after minutes of loading.
+Neither a GPU nor the package is needed, so that a wrong key is named at the start and not after minutes of loading.
 """
 
 import copy
@@ -14,28 +15,30 @@ from pydantic import ValidationError
 from engine.trtllm.llm_args import AutoDeployLlmArgs, TorchLlmArgs
 
 Backend = Literal["pytorch", "_autodeploy"]
-Role = Literal["aggregated", "prefill", "decode", "encode"]
 
 EVENT_BUFFER_SIZE = 100_000
-"""KV-cache events that the engine keeps for the publisher, unless something else is set."""
+"""Number of KV-cache events that the engine keeps for the publisher, unless set otherwise."""
 KV_TRANSFER_TIMEOUT_MS = 60_000
-"""How long blocks are kept for a replica that decodes, unless something else is set: longer than any transfer takes, and as long as a
-request waits for its turn by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost would keep theirs.
+"""How long blocks are kept for a decode replica, unless set otherwise: longer than any transfer takes, and as long as a
+request waits for the engine by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost
+would keep their blocks.
 """
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 AUTODEPLOY_REFUSES = (
     "build_config", "scheduler_config", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
-    "moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp", "cp_config",
+    "moe_cluster_parallel_size", "moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp",
+    "cp_config",
 )  # fmt: skip
 ENCODER_TAKES = ("max_batch_size", "max_num_tokens", "trust_remote_code", "tensor_parallel_size", "dtype")
-"""The arguments of `MultimodalEncoder` that are ours to set: those that it names, and two of those that it passes on."""
+"""Arguments of `MultimodalEncoder` that can be set: those that it names, and two of those that it passes on."""
 DONE_HERE = ("num_postprocess_workers", "postprocess_tokenizer_dir")
-"""Arguments for workers that make text of tokens, which is done above the engine, and through which tokens would not come back."""
+"""Arguments for workers that detokenize, which the server does itself, and through which token ids would not come back.
+"""
 ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Layer:
+class ArgumentLayer:
     """Arguments from one place; a later layer overrides an earlier one, key by nested key."""
 
     name: str
@@ -44,8 +47,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Effective:
-    """What all layers come to. `origins` names for each dotted key the layer that set it last; `ignored` has what was set for nothing,
-    and why.
+    """The result of all layers. `origins` names for each dotted key the layer that set it last; `ignored` maps
+    arguments that have no effect to the reason.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -53,19 +56,21 @@ class Effective:
     ignored: dict[str, str] = field(default_factory=dict)
 
     def value(self, path: str) -> Any:
-        """The argument of a dotted key of `origins`."""
+        """Return the argument of a dotted key of `origins`."""
         value: Any = self.arguments
         for part in path.split("."):
             value = value[part]
         return value
 
 
-def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict[str, Any]:
-    """What we set unless somebody says otherwise: no running request is ever evicted, and batch sizes are tuned at run time. An encoder
-    takes one request at a time.
+ENCODER_DEFAULTS = {"max_batch_size": 1}
+"""What we set for an encoder unless overridden: it takes one request at a time."""
+
+
+def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
+    """Return what we set for an engine unless overridden: no running request is evicted, and batch sizes are tuned at
+    run time.
     """
-    if role == "encode":
-        return {"max_batch_size": 1}
     return {
         "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
         "scheduler_config": {
@@ -81,30 +86,38 @@ def defaults(free_gpu_memory_fraction: float, role: Role = "aggregated") -> dict
     }
 
 
-def forced(arguments: Mapping[str, Any], role: Role, publish_kv_events: bool) -> Iterator[Layer]:
-    """What the role and the publisher need whatever is set. `arguments` are those of all layers before."""
-    if publish_kv_events and role != "encode":
+def forced(
+    arguments: Mapping[str, Any],
+    *,
+    role_arguments: Mapping[str, Any] | None = None,
+    moves_kv_blocks: bool = False,
+    publish_kv_events: bool = False,
+) -> Iterator[ArgumentLayer]:
+    """Yield what the role and the publisher need, whatever is set. `arguments` are those of all layers before."""
+    if publish_kv_events:
         events = (
             {}
             if _get(arguments, "kv_cache_config", "event_buffer_max_size")
             else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
         )
-        yield Layer(
+        yield ArgumentLayer(
             "publishing",
             {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})},
         )
     said = arguments.get("cache_transceiver_config") or {}
-    if role in ("prefill", "decode") and isinstance(said, Mapping):
+    if moves_kv_blocks and isinstance(said, Mapping):
         if not said.get("backend"):
-            yield Layer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
+            yield ArgumentLayer("role", {"cache_transceiver_config": {"backend": "DEFAULT"}})
         if "kv_transfer_timeout_ms" not in said:  # null is said, too: no limit
-            yield Layer("role", {"cache_transceiver_config": {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}})
-    if role == "prefill":
-        yield Layer("role", {"disable_overlap_scheduler": True})
+            yield ArgumentLayer(
+                "role", {"cache_transceiver_config": {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}}
+            )
+    if role_arguments:
+        yield ArgumentLayer("role", role_arguments)
 
 
-def merge(layers: Sequence[Layer]) -> Effective:
-    """All layers in order, deep-merged. Nothing of them is changed."""
+def merge(layers: Sequence[ArgumentLayer]) -> Effective:
+    """Merge all layers in order, nested keys too. The layers are not changed."""
     effective = Effective()
     for layer in layers:
         _update(effective.arguments, layer.values, layer.name, effective.origins, "")
@@ -112,7 +125,7 @@ def merge(layers: Sequence[Layer]) -> Effective:
 
 
 def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
-    """One line for each argument that 1.2.1 would refuse, with its dotted name; empty if all is well."""
+    """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none."""
     model = AutoDeployLlmArgs if backend == "_autodeploy" else TorchLlmArgs
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
@@ -124,10 +137,10 @@ def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str
     return list(_contradictions(arguments))
 
 
-def taken(effective: Effective, role: Role, backend: str = "pytorch") -> Effective:
-    """What the role's class, `LLM` or `MultimodalEncoder`, is given of the arguments; the others are ignored."""
+def taken(effective: Effective, backend: str = "pytorch", *, encoder: bool = False) -> Effective:
+    """Return the arguments that `LLM`, or `MultimodalEncoder` for an `encoder`, is given; the others are ignored."""
     names = effective.arguments.keys()
-    if role == "encode":
+    if encoder:
         ignored = dict.fromkeys(sorted(names - set(ENCODER_TAKES)), "an encoder does not take it")
     else:
         refused = sorted(names & set(AUTODEPLOY_REFUSES)) if backend == "_autodeploy" else []
@@ -141,29 +154,29 @@ def taken(effective: Effective, role: Role, backend: str = "pytorch") -> Effecti
 
 
 def encoder_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """What `MultimodalEncoder` refuses of arguments without other `problems`."""
+    """Return what `MultimodalEncoder` refuses in arguments without other `problems`."""
     dtype = arguments.get("dtype", "auto")
     return [] if dtype in ENCODER_DTYPES else [f"dtype: an encoder takes {', '.join(ENCODER_DTYPES)}"]
 
 
 def parallel_sizes(arguments: Mapping[str, Any], backend: str = "pytorch") -> dict[str, int]:
-    """The arguments that say how many ranks the engine has, those that are 1 left out; AutoDeploy has its own."""
+    """Return the arguments that set the number of ranks, without those that are 1; AutoDeploy has its own."""
     names = ("world_size",) if backend == "_autodeploy" else PARALLEL_SIZES
     return {name: size for name in names if (size := int(arguments.get(name) or 1)) > 1}
 
 
 def gpus_per_replica(arguments: Mapping[str, Any], backend: str = "pytorch") -> int:
-    """Ranks of the engine: tensor times pipeline times context parallel."""
+    """Return the engine's ranks: tensor times pipeline times context parallel size."""
     return math.prod(parallel_sizes(arguments, backend).values())
 
 
 def attention_dp_size(arguments: Mapping[str, Any]) -> int:
-    """Ranks that each hold a KV cache of their own."""
+    """Return the number of ranks that each have a KV cache of their own."""
     return int(arguments.get("tensor_parallel_size") or 1) if arguments.get("enable_attention_dp") else 1
 
 
 def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What the types allow and the engine refuses later."""
+    """Yield what the types allow and the engine refuses later."""
     graphs = arguments.get("cuda_graph_config") or {}
     sizes, most = graphs.get("batch_sizes"), graphs.get("max_batch_size")
     if sizes and most and most != max(sizes):
@@ -184,7 +197,9 @@ def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:
-    """Mappings merge, an empty one adds nothing; everything else, and a mapping in the place of something else, replaces."""
+    """Merge mappings; an empty one adds nothing. Other values replace, and so does a mapping in the place of another
+    value.
+    """
     for name, value in values.items():
         dotted, old = f"{path}{name}", target.get(name)
         if isinstance(value, Mapping) and value:

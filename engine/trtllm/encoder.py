@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmEncoderConfig
 from engine.encoder import ImageInput
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.trtllm import library
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class TrtllmEncoder:
     """Images in, handles of embeddings on the GPU out. `load_seconds` is known once it has started."""
 
-    def __init__(self, config: TrtllmConfig) -> None:
+    def __init__(self, config: TrtllmEncoderConfig) -> None:
         self._config = config
         self._encoder: Any = None
         self.load_seconds = 0.0

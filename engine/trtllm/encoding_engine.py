@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from engine import handoff
-from engine.config import TrtllmConfig
+from engine.config import TrtllmEncoderConfig
 from engine.errors import EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.stream import DeltaStream, EventFeed, Latest
 from engine.kv_events import KvEvent
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class EncodingEngine:
     """What an encode replica's engine process runs. It has no tokens, no KV blocks, and nothing to tell of them."""
 
-    def __init__(self, config: TrtllmConfig) -> None:
+    def __init__(self, config: TrtllmEncoderConfig) -> None:
         self._config = config
         self._inner = TrtllmEncoder(config)
         self._info: EngineInfo | None = None

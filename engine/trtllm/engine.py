@@ -139,8 +139,6 @@ class TrtllmEngine:
         threading.Thread(target=self._watch, args=(self._llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        if self._config.role == "decode" and request.handoff is None and not request.prefill_locally:
-            return DeltaStream.failed(InvalidRequest("a decode replica needs a handoff", "handoff"))
         try:
             self._check(request)
             return self._begin(request) if request.media is None else self._decode_first(request, request.media)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmEncoderConfig
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure
 from engine.handoff import decode_encoding
@@ -16,7 +16,7 @@ from engine.types import Encoding, GenerateRequest, Media, SamplingParams
 class HostedEncoder:
     """With an `address` an encoder is served there already, by a process that is somebody else's to keep; without, by one of its own."""
 
-    def __init__(self, config: TrtllmConfig, address: str = "", log_level: str = "info") -> None:
+    def __init__(self, config: TrtllmEncoderConfig, address: str = "", log_level: str = "info") -> None:
         self._process = None if address else EngineProcess(config, log_level=log_level)
         self._client = (
             EngineClient(address)

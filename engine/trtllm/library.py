@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
@@ -39,7 +39,7 @@ def load(config: TrtllmConfig) -> Any:
         ) from (None if absent else error)
     limit_pixels(config.max_image_pixels)
     try:
-        if config.role == "encode":
+        if isinstance(config, TrtllmEncoderConfig):
             return MultimodalEncoder(**{**arguments, "model": config.model})
         # Nulls bypass this function, which would fail to make nested configurations of them.
         classes = update_llm_args_with_extra_dict(

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import MAX_IMAGE_PIXELS
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
     """Limits for each file; how many one request may have is the caller's to check."""
 
     max_image_bytes: int = 20 << 20
-    max_image_pixels: int = 64_000_000
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     timeout_seconds: float = 30.0
     """For a fetch in all: name, connection, redirects and body. Waiting for others (`concurrency`) does not count."""
     concurrency: int = 16

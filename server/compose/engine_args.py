@@ -1,4 +1,6 @@
-"""From the settings to the arguments of TensorRT-LLM's `LLM`: defaults < settings < EXTRA_ENGINE_ARGS < OVERRIDE_ENGINE_ARGS < forced."""
+"""Settings to the arguments of TensorRT-LLM's `LLM`: defaults < settings < EXTRA_ENGINE_ARGS < OVERRIDE_ENGINE_ARGS <
+forced.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,8 +11,9 @@ import yaml
 
 from engine.errors import EngineFailure
 from engine.trtllm.arguments import (
+    ENCODER_DEFAULTS,
+    ArgumentLayer,
     Effective,
-    Layer,
     attention_dp_size,
     defaults,
     encoder_problems,
@@ -21,8 +24,9 @@ from engine.trtllm.arguments import (
     problems,
     taken,
 )
-from server.compose.engine import embedded_config, has_engine
-from server.settings.replica import EngineArgsError, Settings
+from server.compose.config import embedded_config
+from server.roles import role_of
+from server.settings import EngineArgsError, Settings
 
 _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
@@ -38,34 +42,42 @@ _OF_KV_CACHE = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How many ranks one replica has, and who says so: `said` is for people."""
+    """The number of ranks of one replica. `said` names for people what sets it."""
 
     ranks: int
     per_node: int
-    """GPUs of a node; 0 takes those that are visible."""
+    """Number of GPUs in a node; 0 takes the visible ones."""
     said: str
 
 
 def effective(settings: Settings) -> Effective:
-    """All layers merged and checked, less what the role does not take; a router's are those of its replicas. Raises EngineArgsError."""
-    role = "aggregated" if settings.disaggregation_mode == "router" else settings.disaggregation_mode
+    """Merge and check all layers, and drop the arguments that the role does not take. Raises EngineArgsError."""
+    role = role_of(settings)
+    encoder = role.core == "encoder"
     layers = [
-        Layer("default", defaults(settings.free_gpu_memory_fraction, role)),
-        Layer("setting", _from_settings(settings)),
-        Layer("EXTRA_ENGINE_ARGS", _from_file(settings)),
-        Layer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
+        ArgumentLayer("default", ENCODER_DEFAULTS if encoder else defaults(settings.free_gpu_memory_fraction)),
+        ArgumentLayer("setting", _from_settings(settings)),
+        ArgumentLayer("EXTRA_ENGINE_ARGS", _from_file(settings)),
+        ArgumentLayer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
     ]
-    layers += forced(merge(layers).arguments, role, settings.publish_kv_events)
+    layers += forced(
+        merge(layers).arguments,
+        role_arguments=role.trtllm_arguments,
+        moves_kv_blocks=role.moves_kv_blocks,
+        publish_kv_events=settings.publish_kv_events and not encoder,
+    )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if role == "encode" else [])
+    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if encoder else [])
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
-    return taken(found, role, backend)
+    return taken(found, backend, encoder=encoder)
 
 
 def parallelism(settings: Settings) -> Parallelism:
-    """The ranks of the effective arguments, each number with the layer that set it. Raises EngineArgsError."""
+    """Return the ranks that the effective arguments need, each number with the layer that set it. Raises
+    EngineArgsError.
+    """
     found = effective(settings)
     backend = _backend(found, settings)
     sizes = parallel_sizes(found.arguments, backend) or {"tensor_parallel_size": 1}
@@ -76,17 +88,20 @@ def parallelism(settings: Settings) -> Parallelism:
 
 
 def listing(settings: Settings) -> Iterator[str]:
-    """Lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are not shown."""
+    """Yield lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are
+    not shown.
+    """
     yield "# settings"
     for name in type(settings).model_fields:
         origin = "set" if name in settings.model_fields_set else "default"
         yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
-    if settings.engine == "embedded" and has_engine(settings) and not settings.engine_address:
+    if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
         yield "# the embedded engine computes with"
         yield from _computing(settings)
     if settings.engine == "trtllm":
         found = effective(settings)
-        yield f"# arguments of tensorrt_llm.{'llmapi.MultimodalEncoder' if settings.disaggregation_mode == 'encode' else 'LLM'}"
+        name = "llmapi.MultimodalEncoder" if role_of(settings).core == "encoder" else "LLM"
+        yield f"# arguments of tensorrt_llm.{name}"
         for path, layer in sorted(found.origins.items()):
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         for name, reason in found.ignored.items():
@@ -94,7 +109,7 @@ def listing(settings: Settings) -> Iterator[str]:
 
 
 def _computing(settings: Settings) -> Iterator[str]:
-    """Lines on the device, the type and the code, if the model's folder is there to be looked at. Raises EngineArgsError."""
+    """Yield lines on the device, the type and the code, if the model's folder is present. Raises EngineArgsError."""
     from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
     from engine.embedded.models.load import forecast  # noqa: PLC0415 - torch: most commands do without
 
@@ -113,7 +128,7 @@ def _backend(found: Effective, settings: Settings) -> str:
 
 
 def _from_settings(settings: Settings) -> dict[str, Any]:
-    """What was set, under the names that it has there; the settings' own defaults are those of other backends."""
+    """Return the settings that were set, by TensorRT-LLM's names. Defaults of settings are those of other backends."""
     said = settings.model_fields_set
     values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
     values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
@@ -153,7 +168,7 @@ def _mapping(content: Any, setting: str) -> Mapping[str, Any]:
 
 
 def _origin(found: Effective, fault: str) -> str:
-    """The layer of the argument that a line of `problems` begins with, or of the first one below it."""
+    """Return the layer that set the argument that begins a line of `problems`, or the first one nested in it."""
     path = fault.partition(":")[0]
     return next(
         (layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")),

@@ -1,4 +1,4 @@
-"""The publisher of KV-cache events, in one API process of a replica; readiness and requests depend on it."""
+"""Settings to the publisher of KV-cache events, of which one API process of a replica has one."""
 
 import fcntl
 from contextlib import AsyncExitStack
@@ -8,20 +8,17 @@ from engine.base import Engine
 from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
 from engine.replicas.publisher.sink import Sink
-from routers.state import ReplicaState
-from server.metrics.kv_events import KvEventMetrics
-from server.metrics.page import ServerMetrics
+from server.compose.composition import Composition
+from server.metrics.kv_events import watch_publisher
 from server.settings import Settings
 
 
-def publish_events(
-    settings: Settings, metrics: ServerMetrics, replica: ReplicaState, engine: Engine, stack: AsyncExitStack
-) -> None:
-    """Publish the events of a started engine until `stack` is closed, unless another process of the replica does.
-
-    Raises EngineFailure if an address is taken.
+def publish_events(to: Composition, engine: Engine) -> None:
+    """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises
+    EngineFailure if an address is taken.
     """
-    if not settings.publish_kv_events or not _elected(metrics.folder, stack):
+    settings = to.settings
+    if not settings.publish_kv_events or not _elected(to.metrics.folder, to.stack):
         return
     publisher = Publisher(
         engine,
@@ -33,25 +30,25 @@ def publish_events(
         ),
         _buses(settings),
     )
-    stack.push_async_callback(publisher.close)
+    to.stack.push_async_callback(publisher.close)
     publisher.start()
-    replica.checks["kv_events"] = lambda: (
-        f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else ""
+    to.health.check(
+        "kv_events",
+        lambda: f"KV-cache events are no longer published: {publisher.failure}." if publisher.failure else "",
     )
-    metrics.watch(KvEventMetrics(metrics.registry, replica.model_name, publisher).update)
+    watch_publisher(to.metrics.polled, publisher)
 
 
 def _buses(settings: Settings) -> list[Sink]:
-    """What carries events besides ZMQ. Raises EngineFailure if its library is not installed."""
+    """Return what carries events besides ZMQ. Raises EngineFailure if its library is not installed."""
     if not settings.nats_url:
         return []
     return [NatsSink(settings.nats_url, settings.nats_subject, settings.kv_events_buffer)]
 
 
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Return whether this is the only process, or the first to ask of those that share `folder`.
-
-    The lock ends with the process, so that the one that replaces it takes over.
+    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock
+    ends with the process, so that its successor can publish.
     """
     if folder is None:
         return True

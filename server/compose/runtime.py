@@ -1,4 +1,4 @@
-"""How this replica runs: what routers and people ask it at /v1/models and /server_info."""
+"""Facts of the running replica, for routers and people: /v1/models and /server_info."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -12,20 +12,21 @@ from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
 from routers.state import ReplicaState
 from server import __version__
-from server.compose.engine import has_engine
+from server.roles import role_of
 from server.settings import Settings
 
 _PACKAGES = ("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13")
 _HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
-"""Ends of the names of settings whose values stay here: they hold secrets, or may, or other machines' addresses."""
+"""Ends of the names of settings whose values are not shown: they may hold secrets or addresses of other machines."""
 
 
 def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
-    """What can be said now: facts of the engine are None before it has started, and where there is none."""
-    publishes = settings.publish_kv_events and has_engine(settings)
+    """Return what is known now. Facts of the engine are None before it has started, and where there is none."""
+    role = role_of(settings)
+    publishes = settings.publish_kv_events and role.has_engine
     runtime = Runtime(
-        role=settings.disaggregation_mode,
-        backend=settings.engine if settings.disaggregation_mode != "router" else None,
+        role=role.name,
+        backend=settings.engine if role.has_model else None,
         peers={name: Peers(known=known, available=available) for name, (known, available) in _counts(replica).items()},
         kv_events_port=_port(settings.kv_events_endpoint) if publishes else None,
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
@@ -36,13 +37,13 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
 
 
 def shown_settings(settings: Settings) -> dict[str, object]:
-    """Every setting as JSON; of what is hidden, whether it is set."""
+    """Return every setting as JSON; of hidden ones, whether they are set."""
     return {name: _shown(name, getattr(settings, name)) for name in Settings.model_fields}
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Of the server and of the packages that matter, as far as they are installed beside it."""
+    """Return the versions of the server and of relevant packages, as far as they are installed."""
     found = {"trellis": __version__, "python": python_version()}
     for package in _PACKAGES:
         try:
@@ -74,7 +75,7 @@ def _counts(replica: ReplicaState) -> Mapping[str, tuple[int, int]]:
 
 
 def _port(endpoint: str) -> int | None:
-    """Of the first data-parallel rank; the others' follow."""
+    """Return the port of the first data-parallel rank; those of other ranks follow it."""
     return urlsplit(endpoint.replace("*", "0.0.0.0")).port if endpoint.startswith("tcp://") else None
 
 

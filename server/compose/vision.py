@@ -1,9 +1,8 @@
-"""Settings to what puts images into prompts."""
+"""Settings to what puts media into prompts."""
 
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
-from engine.encoder import Encoder, PromptEncoder
 from multimodal.media.backend_vision import BackendVision
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
@@ -11,19 +10,18 @@ from multimodal.media.loader import MediaLoader
 from multimodal.media.vision import Vision
 from multimodal.text.prompt import ImagePrompts
 from multimodal.text.tokenizer import Tokenizer
-from server.metrics.page import ServerMetrics
-from server.settings import Settings
+from server.compose.composition import Composition
+from server.compose.encoders import Encoders
+from server.metrics.embedding_cache import watch_cache
 
 
 def image_prompts(
-    settings: Settings,
-    folder: Path | None,
-    encoder: Encoder | None,
-    prompt_encoder: PromptEncoder | None,
-    tokenizer: Tokenizer,
-    metrics: ServerMetrics,
+    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
 ) -> ImagePrompts | None:
-    """What the processor of this replica needs for images; None if the model takes none."""
+    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
+    none.
+    """
+    settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
@@ -36,8 +34,8 @@ def image_prompts(
     if encoder is not None:
         hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
-        metrics.watch_cache(cache)
+        watch_cache(to.metrics.polled, cache)
         return Vision(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendVision(MediaLoader(limits), settings.max_images, prompt_encoder)
+        return BackendVision(MediaLoader(limits), settings.max_images, encoders.prompt_encoder)
     return None

@@ -1,4 +1,4 @@
-"""A replica's own check of itself: when nothing has happened for a while, a real request of one token, or a tiny image to encode."""
+"""The canary: when a replica is idle, it sends itself a real request of one token, or a tiny image to encode."""
 
 import asyncio
 import logging
@@ -14,7 +14,8 @@ from engine.errors import EngineError
 from engine.types import GenerateRequest, SamplingParams
 
 CACHE_SALT = "trellis-health-check"
-"""Of the KV blocks of these requests, which no other request can then reuse."""
+"""Cache salt of canary requests, so that no other request can reuse their KV blocks."""
+OUTCOMES = ("ok", "failed", "timeout")
 _SIDE = 32
 _LONGEST_LOOK = 1.0
 
@@ -24,10 +25,11 @@ Probe = Callable[[], Awaitable[object]]
 
 
 class Canary:
-    """Runs `probe` once `activity` has been the same for `idle_seconds`, and until it succeeds every `idle_seconds` from then on.
+    """Runs `probe` once `activity` has not changed for `idle_seconds`; after a failure every `idle_seconds`, until it
+    succeeds.
 
-    `activity` is a number that changes with all that is done, the probe itself included. `up` says whether trying makes sense. `observe`
-    is told each outcome: ok, failed or timeout.
+    `activity` returns a number that changes with all work, the probe itself included. `up` returns whether a probe
+    makes sense. `observe` is called with each outcome, one of `OUTCOMES`.
     """
 
     def __init__(
@@ -40,18 +42,18 @@ class Canary:
         self._reason = ""
 
     def reason(self) -> str:
-        """Why the last probe failed; empty if it did not."""
+        """Return why the last probe failed; empty if it succeeded."""
         return self._reason
 
     async def run(self, idle_seconds: float, timeout_seconds: float) -> None:
-        """Until cancelled."""
+        """Probe until cancelled."""
         while True:
             await self._idle(idle_seconds)
             if self._up():
                 self._note(await self._outcome(timeout_seconds))
 
     async def _idle(self, seconds: float) -> None:
-        """Return after `seconds` in which nothing was done; after a failure, whatever is done."""
+        """Wait until nothing was done for `seconds`; after a failure, for `seconds` in any case."""
         loop = asyncio.get_running_loop()
         since, seen = loop.time(), self._activity()
         while (left := since + seconds - loop.time()) > 0:
@@ -60,7 +62,7 @@ class Canary:
                 since, seen = loop.time(), now
 
     async def _outcome(self, seconds: float) -> str:
-        """Why the replica is not well; empty if it is."""
+        """Run the probe. Returns why it failed; empty if it succeeded."""
         try:
             async with asyncio.timeout(seconds):
                 await self._probe()
@@ -80,8 +82,8 @@ class Canary:
         self._reason = reason
 
 
-def engine_probe(engine: Engine, role: str) -> Probe:
-    """One token from `engine`, the way that a replica of this role computes."""
+def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
+    """Return a probe that computes one token."""
 
     async def probe() -> None:
         request = GenerateRequest(
@@ -89,8 +91,7 @@ def engine_probe(engine: Engine, role: str) -> Probe:
             prompt_token_ids=(1 % engine.info.vocab_size,),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             cache_salt=CACHE_SALT,
-            prefill_only=role == "prefill",
-            prefill_locally=role == "decode",
+            prefill_only=prefill_only,
         )
         async with aclosing(engine.generate(request)) as stream:
             await anext(stream)
@@ -99,7 +100,7 @@ def engine_probe(engine: Engine, role: str) -> Probe:
 
 
 def encoder_probe(encoder: Encoder) -> Probe:
-    """One tiny image."""
+    """Return a probe that encodes one tiny image."""
 
     async def probe() -> None:
         await encoder.encode([ImageInput(tiny_image())])
@@ -108,7 +109,7 @@ def encoder_probe(encoder: Encoder) -> Probe:
 
 
 def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
-    """One tiny image of `prompt`, which has a placeholder for it."""
+    """Return a probe that encodes one tiny image of `prompt`, which has a placeholder for it."""
 
     async def probe() -> None:
         await encoder.encode(prompt, [ImageInput(tiny_image())])
@@ -117,7 +118,7 @@ def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
 
 
 def tiny_image() -> bytes:
-    """A white PNG of 32 by 32 pixels."""
+    """Return a white PNG of 32 by 32 pixels."""
     header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
     rows = (b"\0" + b"\xff" * 3 * _SIDE) * _SIDE
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))

@@ -1,4 +1,4 @@
-"""A thread that sees that the event loop stands still, which nothing on the loop can, and says where."""
+"""A thread that detects a blocked event loop and logs every thread's stack."""
 
 import asyncio
 import faulthandler
@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 _PARTS = 10
-"""Beats and looks in the time that is allowed."""
+"""Number of heartbeats, and of looks at them, in the time that is allowed."""
 
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Says within `seconds` that the event loop stands still: in the log, with the stacks of all threads, once each time, and to `report`.
+    """Detects within `seconds` that the event loop is blocked: logs the stacks of all threads, once each time, and
+    calls `report`.
 
-    `report` is called in the thread, with True and, once the loop turns again, with False.
+    `report` is called in the thread, with True and, once the loop runs again, with False.
     """
 
     def __init__(self, seconds: float, report: Callable[[bool], None]) -> None:
@@ -30,12 +31,14 @@ class Watchdog:
         self.blocked = False
 
     def reason(self) -> str:
-        """Why the replica is not ready; empty if it turns. Seen by others only just after."""
+        """Return why the replica is not ready; empty if the loop runs. Nobody can ask while it is blocked, but right
+        after.
+        """
         return "The event loop stood still." if self.blocked else ""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch the loop that runs this, meanwhile."""
+        """Watch the running event loop during the block."""
         self._beat = time.monotonic()
         beating = asyncio.create_task(self._beats(), name="watchdog")
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -58,20 +61,20 @@ class Watchdog:
         while not self._stopped.wait(self._pause):
             now = time.monotonic()
             stopped, looked = now - looked > 3 * self._pause, now
-            if stopped:  # the whole process was: the loop has had no chance either
+            if stopped:  # the whole process was stopped, and the loop with it
                 self._beat = max(self._beat, now)
             late = now - self._beat > self._allowed
             if late and not self.blocked:
-                log.error("the event loop has stood still for %.1f s:\n%s", now - self._beat, stacks())
+                log.error("the event loop has been blocked for %.1f s:\n%s", now - self._beat, stacks())
             if late != self.blocked:
                 self.blocked = late
                 self._report(late)
                 if not late:
-                    log.warning("the event loop turns again")
+                    log.warning("the event loop runs again")
 
 
 def stacks() -> str:
-    """Where every thread of this process is."""
+    """Return the stack of every thread of this process."""
     with tempfile.TemporaryFile("w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -7,7 +7,6 @@ own spans are not used, since they take four times as long on the event loop; it
 """
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import trace
 from server import __version__
-from server.compose.engine import served_name
+from server.compose.model import served_name
+from server.roles import role_of
 from server.settings import Settings
 
 MAX_WAITING = 8192
@@ -40,8 +40,6 @@ CLOSE_SECONDS = 1.0
 _BATCH, _PAUSE_MS = 256, 500
 """Spans in one message, and the pause between messages while fewer wait."""
 _SEND_SECONDS = 5.0
-_SWITCH_SECONDS = 0.0005
-"""Longest time that the sending thread keeps the GIL from the event loop: a tenth of Python's default."""
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
 
@@ -58,14 +56,13 @@ class Tracing:
         about = {
             "service.name": settings.otel_service_name,
             "service.version": __version__,
-            "trellis.role": settings.disaggregation_mode,
+            "trellis.role": role_of(settings).name,
             "trellis.engine": settings.engine,
             "gen_ai.request.model": served_name(settings),
         }
         self.resource = _Process(Resource.create(about).attributes)
         # While the collector is away the library would log four lines a second.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        sys.setswitchinterval(_SWITCH_SECONDS)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
         self.queue = _Queue(self._exporter)
         self._sampler = TraceIdRatioBased(settings.otel_sample_ratio)
@@ -102,7 +99,7 @@ class Tracing:
 
 
 class _Process(Resource):
-    """The resource of all spans. The exporter hashes it for each one; the library's hash makes JSON of it every time."""
+    """The resource of all spans. The exporter hashes it for each one, and the library's hash makes JSON every time."""
 
     __hash__ = object.__hash__
 

@@ -1,4 +1,4 @@
-"""What the engine says of itself as Prometheus metrics, under TensorRT-LLM's names: its facts, and the newest of its statistics."""
+"""Metrics of the engine under TensorRT-LLM's names: its facts, and its newest statistics."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ class _Collector:
 
 
 class InfoCollector(_Collector):
-    """What the engine said of itself when it had started."""
+    """Facts that the engine reported when it had started."""
 
     def __init__(self, info: EngineInfo, model_name: str) -> None:
         super().__init__(model_name)
@@ -34,22 +34,24 @@ class InfoCollector(_Collector):
 
     def collect(self) -> Iterable[Metric]:
         info = self._info
-        yield self._gauge("model_load_time_seconds", "How long the model took to load", info.load_seconds)
+        yield self._gauge("model_load_time_seconds", "Seconds that loading the model took", info.load_seconds)
         yield self._gauge(
-            "model_context_length", "Most tokens, prompt and output together, of a sequence", info.context_length
+            "model_context_length",
+            "Maximum number of tokens of a sequence, prompt and output together",
+            info.context_length,
         )
-        yield self._gauge("model_max_num_seqs", "Most sequences in one step", info.max_num_seqs)
-        yield self._gauge("model_max_num_batched_tokens", "Most tokens in one step", info.max_num_tokens)
+        yield self._gauge("model_max_num_seqs", "Maximum number of sequences in one step", info.max_num_seqs)
+        yield self._gauge("model_max_num_batched_tokens", "Maximum number of tokens in one step", info.max_num_tokens)
         yield self._gauge("kv_cache_block_size", "Tokens in a KV block", info.block_size)
         yield self._gauge("data_parallel_size", "Ranks with a KV cache of their own", info.data_parallel_size)
         yield self._gauge("tensor_parallel_size", "Ranks that share each layer", info.tensor_parallel_size)
 
 
 class EngineCollector(_Collector):
-    """One moment of the engine, under TensorRT-LLM's names."""
+    """The engine's newest statistics."""
 
     def __init__(self, stats: IterationStats, model_name: str, queued: float, speed: float) -> None:
-        """`queued`: sequences that wait before the engine. `speed`: of its latest transfers, in bytes a second."""
+        """`queued`: sequences that wait before the engine. `speed`: of the latest KV transfers, in bytes per second."""
         super().__init__(model_name)
         self._stats = stats
         self._queued = queued
@@ -65,13 +67,15 @@ class EngineCollector(_Collector):
         )
         yield self._gauge(
             "kv_cache_utilization",
-            "Part of the KV blocks in use",
+            "Fraction of the KV blocks in use",
             blocks.used_num_blocks / max(blocks.max_num_blocks, 1),
         )
-        yield self._gauge("kv_cache_hit_rate", "Part of the prompts' blocks that were reused", blocks.cache_hit_rate)
+        yield self._gauge(
+            "kv_cache_hit_rate", "Fraction of the prompts' blocks that were reused", blocks.cache_hit_rate
+        )
         yield self._gauge("kv_cache_max_blocks", "KV blocks", blocks.max_num_blocks)
-        yield self._gauge("kv_cache_used_blocks", "KV blocks that live sequences hold", blocks.used_num_blocks)
-        yield self._gauge("kv_cache_free_blocks", "KV blocks that can be taken", blocks.free_num_blocks)
+        yield self._gauge("kv_cache_used_blocks", "KV blocks that sequences reference", blocks.used_num_blocks)
+        yield self._gauge("kv_cache_free_blocks", "KV blocks that can be allocated", blocks.free_num_blocks)
         yield self._counter("kv_cache_reused_blocks", "Blocks of prompts found in the cache", blocks.reused_blocks)
         yield self._counter("kv_cache_missed_blocks", "Blocks of prompts not found in the cache", blocks.missed_blocks)
         yield self._counter(
@@ -82,7 +86,7 @@ class EngineCollector(_Collector):
         )
         yield self._counter(
             "num_preemptions",
-            "Sequences that lost their KV blocks to others and were computed again",
+            "Sequences that gave up their KV blocks and were computed again",
             stats.num_preemptions,
         )
         yield self._counter("iterations", "Steps of the engine", stats.iteration)
@@ -91,29 +95,39 @@ class EngineCollector(_Collector):
         yield from self._collect_transfers(stats)
 
     def _collect_batch(self, batch: InflightBatchingStats) -> Iterable[Metric]:
-        """What the latest step ran."""
+        """Yield metrics of the latest step."""
         yield self._gauge("num_requests_scheduled", "Sequences in the latest step", batch.num_scheduled_requests)
-        yield self._gauge("num_context_requests", "Those of them whose prompts it computed", batch.num_context_requests)
-        yield self._gauge("num_generation_requests", "Those of them that it generated for", batch.num_gen_requests)
+        yield self._gauge(
+            "num_context_requests", "Sequences of the latest step whose prompts it computed", batch.num_context_requests
+        )
+        yield self._gauge(
+            "num_generation_requests",
+            "Sequences of the latest step that it generated a token for",
+            batch.num_gen_requests,
+        )
         yield self._gauge("num_context_tokens", "Prompt tokens in the latest step", batch.num_ctx_tokens)
 
     def _collect_transfers(self, stats: IterationStats) -> Iterable[Metric]:
-        """Of KV blocks that go from replica to replica."""
+        """Yield metrics of KV blocks that move between replicas."""
         yield self._gauge(
             "num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests
         )
-        yield self._gauge("kv_cache_held_blocks", "Their KV blocks", stats.num_held_blocks)
+        yield self._gauge("kv_cache_held_blocks", "KV blocks that are kept for other replicas", stats.num_held_blocks)
         yield self._gauge(
             "num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests
         )
         yield self._counter("kv_transfer_success", "Prompts whose KV blocks were read", stats.kv_transfer_success_total)
         yield self._counter(
-            "kv_transfer_failure", "Prompts computed again, as reading them failed", stats.kv_transfer_failure_total
+            "kv_transfer_failure",
+            "Prompts computed again because reading their KV blocks failed",
+            stats.kv_transfer_failure_total,
         )
         yield self._counter("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes)
         yield self._counter(
-            "kv_transfer_latency_seconds", "Time that reading them took", stats.kv_transfer_latency_seconds
+            "kv_transfer_latency_seconds", "Seconds that reading KV blocks took", stats.kv_transfer_latency_seconds
         )
         yield self._gauge(
-            "kv_transfer_speed_gb_s", "Speed of the latest such reads in GB (1e9 bytes) a second", self._speed / 1e9
+            "kv_transfer_speed_gb_s",
+            "Speed of the latest reads of KV blocks in GB (1e9 bytes) per second",
+            self._speed / 1e9,
         )

@@ -1,4 +1,4 @@
-"""What is measured of HTTP, by prometheus-fastapi-instrumentator, with labels that no client can choose."""
+"""Metrics of HTTP by prometheus-fastapi-instrumentator, with labels that clients cannot choose."""
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -10,7 +10,9 @@ _SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
-    """Measure every request by its route's template (`none` for what has no route), method (`other` for a rare one) and class of status."""
+    """Measure every request by its route's template (`none` without a route), method (`other` for rare ones) and class
+    of status.
+    """
     measure = default(registry=registry, latency_lowr_buckets=_SECONDS_BY_ROUTE)
     assert measure is not None, "the registry is the application's own"
 

@@ -1,59 +1,64 @@
 """Metrics of the publisher of KV-cache events, which runs in one API process of a replica."""
 
-from collections import defaultdict
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from collections.abc import Callable
+from functools import partial
 
 from engine.replicas.publisher.publisher import Publisher
 from engine.replicas.publisher.sink import BUSES
+from server.metrics.polled import Polled
 
 
-class KvEventMetrics:
-    """The publisher's own counts as Prometheus metrics of one model; `update` brings them up to date."""
+def watch_publisher(polled: Polled, publisher: Publisher) -> None:
+    """Show the counts of a publisher that has started: by data-parallel rank, and by bus."""
+    ranks, channels = publisher.ranks, publisher.zmq.channels
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, publisher: Publisher) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"trtllm_kv_event_{name}", text, ["model_name", *labels], registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            family = Gauge(
-                f"trtllm_kv_event_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livemax"
-            )
-            return family.labels(model_name)
-
-        self._model_name = model_name
-        self._publisher = publisher
-        self._of_rank = [
-            counter("published_events", "KV-cache events published", "dp_rank"),
-            counter("published_messages", "Messages of KV-cache events published", "dp_rank"),
-            counter("published_bytes", "Bytes of these messages", "dp_rank"),
-            counter("replayed_messages", "Messages of KV-cache events sent again", "dp_rank"),
-            counter("id_gap_events", "KV-cache events lost before they came here, by gaps in their ids", "dp_rank"),
-        ]
-        self._dropped: dict[str, Counter] = {}
-        self._waiting: dict[str, Gauge] = {}
-        for bus in BUSES:
-            text = f"Messages of KV-cache events that {bus.upper()} could not take in time"
-            self._dropped[bus] = counter(f"{bus}_dropped_messages", text).labels(model_name)
-            self._waiting[bus] = gauge(
-                f"{bus}_waiting_messages", f"Messages of KV-cache events that wait for {bus.upper()}"
-            )
-        self._seen: defaultdict[Counter, int] = defaultdict(int)
-        gauge("buffer_capacity", "Messages of KV-cache events that are kept to be sent again").set(
-            publisher.config.buffer
+    def by_rank(name: str, text: str, count: Callable[[int], int]) -> None:
+        numbers = {str(number): number for number in range(len(ranks))}
+        polled.counters(
+            f"trtllm_kv_event_{name}",
+            text,
+            "dp_rank",
+            lambda: {label: count(number) for label, number in numbers.items()},
         )
-        self._up = gauge("publisher_up", "1 while KV-cache events are published, 0 once that has failed")
 
-    def update(self) -> None:
-        for number, (rank, channel) in enumerate(zip(self._publisher.ranks, self._publisher.zmq.channels, strict=True)):
-            counts = (rank.events, rank.messages, rank.bytes, channel.replayed, rank.converter.lost)
-            for family, count in zip(self._of_rank, counts, strict=True):
-                self._count(family.labels(self._model_name, str(number)), count)
-        for sink in self._publisher.buses:
-            self._count(self._dropped[sink.name], sink.dropped)
-            self._waiting[sink.name].set(sink.waiting)
-        self._up.set(self._publisher.failure is None)
+    by_rank("published_events", "KV-cache events published", lambda rank: ranks[rank].events)
+    by_rank("published_messages", "Messages of KV-cache events published", lambda rank: ranks[rank].messages)
+    by_rank("published_bytes", "Bytes of these messages", lambda rank: ranks[rank].bytes)
+    by_rank("replayed_messages", "Messages of KV-cache events sent again", lambda rank: channels[rank].replayed)
+    by_rank(
+        "id_gap_events",
+        "KV-cache events lost before the publisher, by gaps in their ids",
+        lambda rank: ranks[rank].converter.lost,
+    )
+    for bus in BUSES:
+        polled.counter(
+            f"trtllm_kv_event_{bus}_dropped_messages",
+            f"Messages of KV-cache events dropped because {bus.upper()} was too slow",
+            partial(_dropped, publisher, bus),
+        )
+        polled.gauge(
+            f"trtllm_kv_event_{bus}_waiting_messages",
+            f"Messages of KV-cache events that wait for {bus.upper()}",
+            partial(_waiting, publisher, bus),
+            "livemax",
+        )
+    polled.gauge(
+        "trtllm_kv_event_buffer_capacity",
+        "Number of KV-cache event messages kept for sending again",
+        lambda: publisher.config.buffer,
+        "livemax",
+    )
+    polled.gauge(
+        "trtllm_kv_event_publisher_up",
+        "1 while KV-cache events are published, 0 once that has failed",
+        lambda: publisher.failure is None,
+        "livemax",
+    )
 
-    def _count(self, counter: Counter, count: int) -> None:
-        counter.inc(count - self._seen[counter])
-        self._seen[counter] = count
+
+def _dropped(publisher: Publisher, bus: str) -> int:
+    return sum(sink.dropped for sink in publisher.buses if sink.name == bus)
+
+
+def _waiting(publisher: Publisher, bus: str) -> int:
+    return sum(sink.waiting for sink in publisher.buses if sink.name == bus)

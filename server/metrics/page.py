@@ -1,7 +1,8 @@
-"""The server's own metrics: of the engine, of the queue before it and of the event loop; and the page that shows all of them.
+"""The registry of an application, the metrics of its engine, queue and event loop, and the page that shows all metrics.
 
-With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR), so that any of
-them can show the sum. What the engine says of itself is not summed: each process asks the same engine.
+With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR),
+so that any of them can show the sum. What the engine reports of itself is not summed: each process asks the same
+engine.
 """
 
 import asyncio
@@ -16,10 +17,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
 from engine.types import EngineInfo
-from multimodal.media.cache import EmbeddingCache
-from routers.state import ReplicaState
-from server.metrics.embedding_cache import CacheMetrics
 from server.metrics.engine import EngineCollector, InfoCollector
+from server.metrics.polled import Polled
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -28,7 +27,7 @@ _STATS_PAUSE = 0.1
 
 
 class _Collected:
-    """Metrics that have been collected already, for a registry."""
+    """Metrics that are already collected, for a registry."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -38,7 +37,9 @@ class _Collected:
 
 
 class ServerMetrics:
-    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API processes."""
+    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
+    processes.
+    """
 
     def __init__(self, model_name: str, folder: Path | None) -> None:
         self.registry = CollectorRegistry()
@@ -47,32 +48,34 @@ class ServerMetrics:
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
         self._speed = 0.0
-        self._updates: list[Callable[[], None]] = []
-        self._queued = Gauge(
+        self._engine: AdmissionEngine | None = None
+        self.polled = Polled(self.registry, {"model_name": model_name})
+        """For numbers that are shown with the label model_name."""
+        self.polled_unlabelled = Polled(self.registry, {})
+        self._updates = [self.polled.update, self.polled_unlabelled.update]
+        self.polled.gauge(
             "trtllm_num_requests_queued",
-            "Sequences that wait in the API processes for their turn in the engine",
-            ["model_name"],
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        ).labels(model_name)
+            "Sequences that wait in the API processes for the engine",
+            lambda: self._engine.waiting if self._engine is not None else 0,
+            "livesum",
+        )
         self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds",
-            "How late the event loop runs a timer",
+            "Seconds by which the event loop runs a timer late",
             registry=self.registry,
             buckets=_LAG_BUCKETS,
         )
         self._last_lag = Gauge(
             "event_loop_lag_last_seconds",
-            "The latest event_loop_lag_seconds",
+            "Latest value of event_loop_lag_seconds",
             registry=self.registry,
             multiprocess_mode="livemax",
         )
 
     def render(self) -> bytes:
-        """The page in Prometheus' text format."""
-        for update in self._updates:
-            update()
+        """Return the page in Prometheus' text format."""
+        self._poll()
         source = self.registry if self.folder is None else MultiProcessCollector(CollectorRegistry(), str(self.folder))  # type: ignore[no-untyped-call]
         counted = list(source.collect())  # once, as it reads the files of all processes
         page = CollectorRegistry()
@@ -90,24 +93,23 @@ class ServerMetrics:
         return generate_latest(page)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Have metrics of this process brought up to date by `update`, cheap, when a page is rendered and often in between."""
+        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be
+        cheap.
+        """
         self._updates.append(update)
 
     @property
     def iteration(self) -> int:
-        """Steps that the engine has made, as far as it has said."""
+        """Number of steps that the engine has reported."""
         return self._stats.iteration if self._stats is not None else 0
 
-    def watch_cache(self, cache: EmbeddingCache) -> None:
-        """Report on this process' embedding cache, at most one in its life."""
-        self.watch(CacheMetrics(self.registry, self._model_name, cache).update)
-
     async def watch_engine(self, engine: AdmissionEngine) -> None:
-        """Keep the newest statistics, and the facts of the engine that they are of. Ends when the engine closes."""
+        """Keep the engine's newest facts and statistics. Ends when the engine closes."""
+        self._engine = engine
         self._info = engine.info
         self._step = Histogram(
             "trtllm_iteration_duration_seconds",
-            "The engine's steps, sampled: at most ten a second, in each API process",
+            "Duration of the engine's steps, sampled: at most ten per second in each API process",
             ["model_name"],
             registry=self.registry,
             buckets=_STEP_BUCKETS,
@@ -120,18 +122,21 @@ class ServerMetrics:
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
-    async def watch_loop(self, replica: ReplicaState) -> None:
-        """Measure the event loop's lag, and note the length of the queue and what else is watched, until cancelled."""
+    async def watch_loop(self) -> None:
+        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until
+        cancelled.
+        """
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
             lag = max(time.perf_counter() - due, 0.0)
             self._lag.observe(lag)
             self._last_lag.set(lag)
-            engine = replica.engine
-            self._queued.set(engine.waiting if engine is not None else 0)
-            for update in self._updates:  # for the pages that other processes render
-                update()
+            self._poll()
+
+    def _poll(self) -> None:
+        for update in self._updates:
+            update()
 
     def _note(self, stats: IterationStats) -> None:
         before, self._stats = self._stats, stats

@@ -1,7 +1,8 @@
-"""One of several API processes, `python -m server.process.child FD FOLDER FLAGS…`: serves on the socket that `server/process/launch.py` bound for it.
+"""One of several API processes, `python -m server.process.child FD FOLDER FLAGS…`, started by
+`server/process/launch.py`.
 
-FD is that socket, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. Standard input brings the launcher's orders
-(`serving.DRAIN`), and ends with it.
+FD is a bound socket to serve on, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. The launcher
+writes orders (`serving.DRAIN`) to standard input, which ends with it.
 """
 
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 def main() -> int:
     started = time.monotonic()
     from server.process import logs, serving  # noqa: PLC0415
-    from server.settings.replica import read_settings  # noqa: PLC0415
+    from server.settings import read_settings  # noqa: PLC0415
 
     descriptor, folder, *arguments = sys.argv[1:]
     settings = read_settings(arguments)

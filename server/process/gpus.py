@@ -1,4 +1,6 @@
-"""The GPUs of this node, as the driver and CUDA_VISIBLE_DEVICES show them, and whether a replica's ranks fit: CUDA is not initialised."""
+"""The GPUs of this node, as the driver and CUDA_VISIBLE_DEVICES show them, and whether a replica's ranks fit. CUDA is
+not initialized.
+"""
 
 import re
 import subprocess
@@ -27,7 +29,7 @@ class Gpu:
 
 
 def nvidia_smi() -> str | None:
-    """What the driver says of its GPUs, one line each; None without a driver that answers."""
+    """Return the driver's description of its GPUs, one line each; None if no driver answers."""
     try:
         result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -36,7 +38,7 @@ def nvidia_smi() -> str | None:
 
 
 def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
-    """The GPUs in the answer of `nvidia-smi`; lines of another form, such as errors, are none."""
+    """Parse the output of `nvidia-smi`. Lines of another form, such as errors, are skipped."""
     gpus = []
     for line in (text or "").splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -47,7 +49,9 @@ def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
 
 
 def visible(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES shows: numbers, beginnings of UUIDs or MIG devices, up to the first that is none of these."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows: numbers, prefixes of UUIDs or MIG devices, up to the first
+    invalid entry.
+    """
     if devices is None or not gpus:
         return tuple(gpus)
     shown = []
@@ -65,7 +69,9 @@ def visible(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
 
 
 def shortage(gpus: int, needs: Parallelism) -> tuple[str, str] | None:
-    """Why the ranks do not fit the `gpus` of this node, and the cure; None if they do, here or together with other nodes."""
+    """Return why the ranks do not fit on the `gpus` of this node, and the cure; None if they fit, here or together with
+    other nodes.
+    """
     if needs.per_node > gpus:
         return f"gpus_per_node is {needs.per_node}, {gpus} GPU(s) are visible", f"set GPUS_PER_NODE to {gpus} at most"
     if needs.ranks <= (needs.per_node or gpus) or needs.per_node:

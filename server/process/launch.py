@@ -21,13 +21,16 @@ from pathlib import Path
 from prometheus_client.multiprocess import mark_process_dead
 
 from engine.errors import EngineFailure
+from engine.kit.tasks import background, in_thread
 from engine.process.child import EngineProcess
 from engine.process.supervisor import End, Supervisor
-from server.compose import engine as compose
+from server.compose.config import engine_config
+from server.compose.model import model_folder
 from server.http.errors import printable
+from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
-from server.process.tasks import background, in_thread, one_line
-from server.settings.replica import Settings, child_environment
+from server.settings import Settings
+from server.settings.environment import child_environment
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +90,8 @@ class Launcher:
             return
         try:
             async with AsyncExitStack() as stack:
-                folder = await in_thread(partial(compose.model_folder, self._settings))
-                config = compose.engine_config(self._settings, folder)
+                folder = await in_thread(partial(model_folder, self._settings))
+                config = engine_config(self._settings, folder)
                 process = EngineProcess(config, self._address, self._settings.engine_on_death, self._settings.log_level)
                 stack.push_async_callback(process.close)
                 await process.start()

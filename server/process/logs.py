@@ -1,5 +1,6 @@
-"""Log lines, for people or for machines: one line each, whatever users sent, with the id of the request they belong to, and, for machines,
-that of its trace."""
+"""Log lines as text or JSON: one line each, whatever clients sent, with the id of the request, and in JSON with that of
+its trace.
+"""
 
 import json
 import logging
@@ -10,19 +11,21 @@ from typing import Literal
 
 from engine import trace
 from server.http.errors import printable
-from server.settings.replica import provide
+from server.settings.environment import provide
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that this task works for."""
+"""Id of the request that this task works for."""
 
 _MAX_MESSAGE = 4096
 _OF_TENSORRT_LLM = {"debug": "VERBOSE", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
-"""LOG_LEVEL in the words of TLLM_LOG_LEVEL: those that both halves of TensorRT-LLM know, in capitals as its C++ half wants them."""
+"""Values of TLLM_LOG_LEVEL by LOG_LEVEL: names that both halves of TensorRT-LLM know, in capitals as its C++ half
+requires.
+"""
 
 
 def configure(level: str, form: Literal["text", "json"]) -> None:
-    """Send the logs of the whole process to standard error. TensorRT-LLM, which reads its level when it is imported, gets the same one
-    unless TLLM_LOG_LEVEL is set.
+    """Send the logs of the whole process to standard error. TensorRT-LLM reads its level when it is imported: it gets
+    the same one, unless TLLM_LOG_LEVEL is set.
     """
     provide("TLLM_LOG_LEVEL", _OF_TENSORRT_LLM[level])
     handler = logging.StreamHandler(sys.stderr)
@@ -37,12 +40,13 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         of_request = f"[{request_id.get()}] " if request_id.get() else ""
-        line = f"{_moment(record)} {record.levelname} {record.name}: {of_request}{printable(record.getMessage(), _MAX_MESSAGE)}"
+        message = printable(record.getMessage(), _MAX_MESSAGE)
+        line = f"{_moment(record)} {record.levelname} {record.name}: {of_request}{message}"
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object; extra fields are those of `extra={"fields": {…}}`."""
+    """One JSON object per line, with the extra fields of `extra={"fields": {…}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -59,6 +63,14 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info is not None:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
+
+
+def one_line(error: Exception) -> str:
+    """Return the first and the last line of an error: of the last words of a process, the last line is the error
+    itself.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
 
 
 def _moment(record: logging.LogRecord) -> str:

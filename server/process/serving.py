@@ -1,10 +1,11 @@
-"""One API process on uvicorn: listens at once, says when it is ready, drains on a signal, ends with an exit code."""
+"""One API process on uvicorn: listens at once, logs when it is ready, drains on a signal, returns an exit code."""
 
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from functools import partial
@@ -21,12 +22,15 @@ from server.http.errors import printable
 from server.settings import Settings
 
 FAILURE = 1
-"""Exit code of a server that could not go on, and has said why."""
+"""Exit code of a server that failed and has logged the reason."""
 _CLOSE_SECONDS = 3
-"""How long answers may take to get out once the engine has closed."""
+"""Seconds to send the last answers once the engine has closed."""
+
+_SWITCH_SECONDS = 0.0005
+"""How long the thread that sends traces may keep the interpreter from the event loop: a tenth of Python's default."""
 
 DRAIN, CUT_OFF = b"d", b"c"
-"""What a launcher tells its children."""
+"""Orders of the launcher to its children."""
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +42,13 @@ def serve(
     metrics_folder: Path | None = None,
     parent: int | None = None,
 ) -> int:
-    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the process' start.
+    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the
+    process' start.
 
-    The descriptor `parent` brings DRAIN, and perhaps CUT OFF after it; its end is like DRAIN.
+    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; its end means DRAIN.
     """
+    if settings.otel_endpoint:
+        sys.setswitchinterval(_SWITCH_SECONDS)
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
         http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
@@ -55,7 +62,7 @@ def serve(
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    server = Server(config, settings.shutdown_grace_seconds, started)
+    server = DrainingServer(config, settings.shutdown_grace_seconds, started)
     if parent is not None:
         threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
     server.run(sockets=[listener])
@@ -63,7 +70,9 @@ def serve(
 
 
 def listen(host: str, port: int, share: bool = False) -> socket.socket:
-    """A socket bound to the address, not yet listening. With `share` several processes can bind to it. Raises OSError."""
+    """Return a socket bound to the address, not yet listening. With `share` several processes can bind to it. Raises
+    OSError.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -84,11 +93,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
-    """Keeps the port open while it drains, so that probes and new requests get an answer.
+class DrainingServer(uvicorn.Server):
+    """A server that keeps the port open while it drains, so that probes and new requests get an answer.
 
-    The first signal lets running requests finish, within the grace period; at its end, or at a second signal, the engine is closed and
-    they end with an error. A third signal ends the process where it stands; the engine process notices and ends too.
+    The first signal lets running requests finish within the grace period. At its end, or at a second signal, the engine
+    is closed and they end with an error. A third signal kills the process; the engine process notices and ends too.
     """
 
     def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
@@ -116,8 +125,8 @@ class Server(uvicorn.Server):
             signal.raise_signal(sig)
 
     def obey(self, parent: int) -> None:
-        """Read from the launcher until it has gone. It speaks beside the signals, and may repeat what they said: a service manager sends
-        them to every process of a service, in any order.
+        """Follow the launcher's orders until it has gone. They may repeat signals: a service manager sends these to
+        every process of a service, in any order.
         """
         while order := os.read(parent, 64):
             self._drain()
@@ -149,11 +158,11 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what still runs, by closing the engine, and the encoders and fetches under it, and then everything else."""
+        """End running requests by closing the engine, its encoders and fetches, and then everything else."""
         replica = self._replica
         replica.draining = True
         if replica.running:
-            log.warning("%d requests are cut off", replica.running)
+            log.warning("ending %d running requests", replica.running)
         if replica.service is not None:
             await replica.service.close()
         await super().shutdown(sockets)
@@ -190,12 +199,12 @@ class Server(uvicorn.Server):
 
 
 def _computing(info: EngineInfo) -> str:
-    """In what and by what an engine computes; nothing of the fake one."""
+    """Return the type, device and code that an engine computes with; nothing for the fake one."""
     how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
     return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
 
 
 def _calm_collector() -> None:
-    """Have garbage collections pause the event loop seldom and briefly; figures are in docs/log.md."""
-    gc.freeze()  # what is loaded now stays, and need not be walked
+    """Make garbage collections, which pause the event loop, rare and short (figures in docs/log.md)."""
+    gc.freeze()  # what is loaded now stays, and is not traversed again
     gc.set_threshold(50_000, 20, 100)

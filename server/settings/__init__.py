@@ -1,5 +1,6 @@
-"""Every setting, parsed once and frozen, one file per subject."""
+"""Every setting, read once at start and frozen, one file per subject."""
 
-from server.settings.replica import Settings
+from server.settings.engine import DEFAULT_MODEL
+from server.settings.reading import EngineArgsError, Settings, example, read_settings
 
-__all__ = ["Settings"]
+__all__ = ["DEFAULT_MODEL", "EngineArgsError", "Settings", "example", "read_settings"]

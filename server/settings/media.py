@@ -1,61 +1,70 @@
-"""Settings of images: what a request may bring, and where it is encoded. `server/settings/replica.py` makes them part of a replica's."""
+"""Settings of images: what a request may contain, and where images are encoded."""
 
 import json
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings
 
-from server.settings.types import Names, Urls
+from multimodal.media.limits import MediaLimits
+from server.settings.types import Names, PathOrNone, Urls
 
 
 class MediaSettings(BaseSettings):
     """Limits of images and of fetching them, the cache of embeddings, and encode replicas."""
 
     # Images
-    max_images: int = Field(32, ge=0, description="Most images in a chat; 0 takes none")
-    max_image_mb: float = Field(20.0, gt=0, description="Largest image file in MiB")
+    max_images: int = Field(32, ge=0, description="Maximum number of images in a chat; 0 refuses images")
+    max_image_mb: float = Field(
+        MediaLimits.max_image_bytes / (1 << 20), gt=0, description="Maximum size of an image file in MiB"
+    )
     max_image_pixels: int = Field(
-        64_000_000, ge=1, description="Largest image in pixels, width times height, of all frames"
+        MediaLimits.max_image_pixels,
+        ge=1,
+        description="Maximum size of an image in pixels: width times height, of all its frames",
     )
-    media_timeout_seconds: float = Field(30.0, gt=0, description="How long fetching an image may take")
-    media_concurrency: int = Field(16, ge=1, le=1024, description="Images that are fetched at the same time")
+    media_timeout_seconds: float = Field(
+        MediaLimits.timeout_seconds, gt=0, description="Seconds that fetching an image may take"
+    )
+    media_concurrency: int = Field(
+        MediaLimits.concurrency, ge=1, le=1024, description="Maximum number of images that are fetched at the same time"
+    )
     media_allowed_hosts: Names = Field(
-        (), description="Comma-separated hosts to fetch images from; empty allows all public ones"
+        MediaLimits.allowed_hosts,
+        description="Comma-separated hosts to fetch images from; empty allows all public hosts",
     )
-    media_allow_private: bool = Field(False, description="Fetch images from private and loopback addresses too")
-    allowed_local_media_path: Path | None = Field(
-        None, description="Folder that file:// images may be in; empty allows none"
+    media_allow_private: bool = Field(
+        MediaLimits.allow_private, description="Also fetch images from private and loopback addresses"
+    )
+    allowed_local_media_path: PathOrNone = Field(
+        MediaLimits.local_folder, description="Folder that file:// images may be in; empty allows none"
     )
     embedding_cache_mb: float = Field(
-        256.0, ge=0, description="Memory for embeddings of images in MiB, which are then not encoded again"
+        256.0, ge=0, description="Memory for the embeddings of images in MiB; a cached image is not encoded again"
     )
-    image_processor_options: str = Field("", description="JSON object of options for the model's image processor")
+    image_processor_options: str = Field("", description="JSON object with options for the model's image processor")
 
     # Encode replicas
     encode_urls: Urls = Field(
         (),
-        description="Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port",
+        description="Comma-separated encode replicas that encode images for this one: http://host:port, or "
+        "dns+http://name:port",
     )
     encode_fallback: Literal["local", "refuse"] = Field(
         "local",
-        description="Without an encode replica, this one encodes images itself (local, and loads what that takes) or answers 503",
+        description="When no encode replica answers: local encodes images here (and loads the encoder), refuse "
+        "answers 503",
     )
     encode_attempts: int = Field(
-        3, ge=1, description="Most encode replicas that are asked for an image, one after the other"
+        3, ge=1, description="Maximum number of encode replicas tried for an image, one after another"
     )
     encode_inline_kb: int = Field(
         1024,
         ge=0,
         le=1 << 15,
-        description="Embeddings of up to so many KiB come within an encode replica's answer, others by transfer",
+        description="Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by "
+        "transfer",
     )
-
-    @field_validator("allowed_local_media_path", mode="before")
-    @classmethod
-    def _no_folder(cls, value: object) -> object:
-        return None if value == "" else value
 
     @field_validator("image_processor_options", mode="after")
     @classmethod

@@ -1,19 +1,12 @@
-"""Settings of what a replica tells others about itself: events, traces and its own health. `server/settings/replica.py` makes them part of all."""
+"""Settings of logs, KV-cache events, traces, and the checks that a replica makes of itself."""
 
-import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import BaseSettings
 
-_SOCKET = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]*]+):(\d{1,5})|ipc://\S+")
-
-
-def _socket(value: str) -> str:
-    found = _SOCKET.fullmatch(value)
-    if value and (found is None or int(found[2] or 0) > 65535):
-        raise ValueError("must be tcp://*:port, tcp://address:port or ipc://path")
-    return value
+from engine.replicas.publisher.publisher import PublisherConfig
+from server.settings.types import ListenAddress, default
 
 
 def _web(value: str) -> str:
@@ -28,58 +21,73 @@ def _nats(value: str) -> str:
     return value
 
 
-_SocketAddress = Annotated[str, AfterValidator(_socket)]
+class LogSettings(BaseSettings):
+    """Log lines."""
+
+    # Logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged")
+    log_format: Literal["text", "json"] = Field("text", description="Format of log lines: text for people, or JSON")
+    access_log: bool = Field(False, description="Log every request")
 
 
 class ObservabilitySettings(BaseSettings):
     """Where KV-cache events and traces go, and how the replica checks itself."""
 
     # KV-cache events, if publish_kv_events is set
-    kv_events_endpoint: _SocketAddress = Field(
+    kv_events_endpoint: ListenAddress = Field(
         "tcp://*:5557",
         min_length=1,
         description="ZMQ address on which KV-cache events are published, with PUBLISH_KV_EVENTS",
     )
-    kv_events_replay_endpoint: _SocketAddress = Field(
-        "",
-        description="ZMQ address that sends missed KV-cache events again, tcp://*:5560 for example; empty offers none",
+    kv_events_replay_endpoint: ListenAddress = Field(
+        default(PublisherConfig, "replay_endpoint"),
+        description="ZMQ address that sends missed KV-cache events again, tcp://*:5560 for example; empty disables it",
     )
-    kv_events_topic: str = Field("", description="Topic of the KV-cache events, for subscribers of several replicas")
+    kv_events_topic: str = Field(
+        default(PublisherConfig, "topic"),
+        description="Topic of the KV-cache events, for subscribers to several replicas",
+    )
     kv_events_buffer: int = Field(
-        10_000, ge=1, description="Messages of KV-cache events that are kept to be sent again"
+        default(PublisherConfig, "buffer"), ge=1, description="Number of KV-cache event messages kept for sending again"
     )
     nats_url: Annotated[str, AfterValidator(_nats)] = Field(
-        "", description="NATS server that KV-cache events go to as well, nats://host:4222 for example; empty uses none"
+        "",
+        description="NATS server that also receives the KV-cache events, nats://host:4222 for example; empty "
+        "disables it",
     )
     nats_subject: str = Field(
-        "trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$", description="NATS subject of the KV-cache events"
+        "trellis.kv_events",
+        min_length=1,
+        pattern=r"^[^\s*>]+$",
+        description="NATS subject of the KV-cache events",
     )
 
     # Traces
     otel_endpoint: Annotated[str, AfterValidator(_web)] = Field(
         "",
         validation_alias=AliasChoices("otel_endpoint", "otel_exporter_otlp_traces_endpoint"),
-        description="OTLP (HTTP) collector of traces, http://collector:4318 for example; empty traces nothing",
+        description="OTLP (HTTP) collector of traces, http://collector:4318 for example; empty disables tracing",
     )
     otel_service_name: str = Field("trellis", min_length=1, description="Name of this service in traces")
     otel_sample_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="Part of the requests that are traced, of those whose client has not decided it with a traceparent",
+        description="Fraction of requests that are traced, unless the client's traceparent decides",
     )
 
     # Health
     canary_seconds: float = Field(
         0.0,
         ge=0,
-        description="Idle seconds after which the replica tries itself with a request of one token; 0 never does",
+        description="Idle seconds after which the replica sends itself a canary request of one token; 0 disables it",
     )
     canary_timeout_seconds: float = Field(
-        10.0, gt=0, description="How long that may take before the replica is not ready"
+        10.0, gt=0, description="Seconds a canary request may take before the replica reports not ready"
     )
     watchdog_seconds: float = Field(
         5.0,
         gt=0,
-        description="How long the event loop may stand still before its stack is logged and the replica is not ready",
+        description="Seconds the event loop may be blocked before its stack is logged and the replica reports not "
+        "ready",
     )

@@ -1,10 +1,21 @@
-"""Kinds of settings that several of them have: lists with commas, and addresses of replicas."""
+"""Types of settings: lists separated by commas, addresses, and defaults that the configuration structs keep."""
 
-from typing import Annotated
+import re
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 from pydantic_settings import NoDecode
+
+_LISTEN = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]*]+):(\d{1,5})|ipc://\S+")
+_CONNECT = re.compile(r"(tcp://(\[[^\s\]]+\]|[^\s:/\[\]*]+):\d{1,5}|ipc://\S+)")
+
+
+def default(struct: type[msgspec.Struct], field: str) -> Any:
+    """Return the default of a struct's field, so that the setting of the same meaning does not repeat it."""
+    return next(each.default for each in msgspec.structs.fields(struct) if each.name == field)
 
 
 def _comma_separated(value: object) -> object:
@@ -16,7 +27,7 @@ def _comma_separated(value: object) -> object:
     return parts
 
 
-def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+def _replica_urls(value: tuple[str, ...]) -> tuple[str, ...]:
     for url in value:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "dns+http") or not parts.hostname or parts.port is None:
@@ -26,6 +37,31 @@ def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _listen_address(value: str) -> str:
+    found = _LISTEN.fullmatch(value)
+    if value and (found is None or int(found[2] or 0) > 65535):
+        raise ValueError("must be tcp://*:port, tcp://address:port or ipc://path")
+    return value
+
+
+def _connect_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(_CONNECT.fullmatch, value)):
+        raise ValueError("each must be tcp://host:port or ipc://path")
+    return value
+
+
+def _none_if_empty(value: object) -> object:
+    return None if value == "" else value
+
+
+def _expanded(value: Path | None) -> Path | None:
+    return value.expanduser() if value is not None else None
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
-Urls = Annotated[Names, AfterValidator(_addresses)]
+Secret = Annotated[SecretStr | None, BeforeValidator(_none_if_empty)]
+Urls = Annotated[Names, AfterValidator(_replica_urls)]
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+ConnectAddresses = Annotated[Names, AfterValidator(_connect_addresses)]
+PathOrNone = Annotated[Path | None, BeforeValidator(_none_if_empty), AfterValidator(_expanded)]

@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 from server.doctor import check_limits
-from server.settings.replica import Settings, role_shortage
+from server.roles import missing_setting
+from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
@@ -69,7 +70,7 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
             "disaggregation_mode": role,
             "prefill_urls": environment.get("PREFILL_URLS", ""),
         }
-        assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and service["deploy"]["replicas"] == 2
     assert decode["environment"]["PREFILL_URLS"] == "dns+http://prefill:8000"
     assert decode["networks"]["disaggregated"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
@@ -85,7 +86,7 @@ def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> Non
         assert {name.lower() for name in environment} <= Settings.model_fields.keys()
         urls = {name: environment.get(name.upper(), "") for name in ("prefill_urls", "encode_urls")}
         given = {"internal_secret": "s", "disaggregation_mode": role, **urls}
-        assert role_shortage(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and environment["MODEL"] == decode["MODEL"]
         assert service["profiles"] == gateway["profiles"] == ["epd"]
     assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == (

@@ -75,7 +75,8 @@ def test_gpus(present: tuple[Gpu, ...], level: str) -> None:
 @pytest.mark.parametrize(
     ("version", "level"),
     [
-        (None, "problem"), ("1.2.1", "ok"), ("1.2.1.post1", "ok"), ("1.2.1+cu130", "ok"), ("1.2.0", "warning"), ("1.2.10", "warning"),
+        (None, "problem"), ("1.2.1", "ok"), ("1.2.1.post1", "ok"), ("1.2.1+cu130", "ok"), ("1.2.0", "warning"),
+        ("1.2.10", "warning"),
         ("1.1.0", "problem"), ("1.3.0rc4", "problem"),
     ],
 )  # fmt: skip
@@ -195,7 +196,9 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_for_tensorrt_llm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit, wherever the four come from."""
+    """Without a GPU it is a problem; with two by the driver's word, a replica of four does not fit, wherever the four
+    come from.
+    """
     override = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}'
     settings = Settings(
         engine="trtllm", port=0, cache_dir=tmp_path, tensor_parallel_size=1, override_engine_args=override
@@ -208,8 +211,8 @@ def test_a_run_for_tensorrt_llm(
     out = capsys.readouterr().out
     assert "2 GPU(s): NVIDIA H200, 140 GiB each" in out
     assert (
-        "tensor_parallel_size 2 (OVERRIDE_ENGINE_ARGS) x pipeline_parallel_size 2 (OVERRIDE_ENGINE_ARGS) needs 4 GPU(s), 2 are visible"
-        in out
+        "tensor_parallel_size 2 (OVERRIDE_ENGINE_ARGS) x pipeline_parallel_size 2 (OVERRIDE_ENGINE_ARGS) needs 4 "
+        "GPU(s), 2 are visible" in out
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.run(settings) == 1

@@ -1,9 +1,12 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from engine.config import FakeConfig
 from engine.embedded.models.native import levels
 from server.cli import explain, main
-from server.compose.engine import engine_config
-from server.settings.replica import Settings, example, read_settings
+from server.compose.config import engine_config
+from server.settings import Settings, example, read_settings
 from tests.support.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +37,37 @@ def test_example_file_sets_the_defaults(tmp_path: Path, monkeypatch: pytest.Monk
     defaults = Settings()
     monkeypatch.chdir(tmp_path)
     assert Settings() == defaults
+
+
+def literal_defaults(files: Iterable[Path], value: Callable[[ast.expr], ast.expr]) -> Iterator[tuple[str, str, Any]]:
+    """Class, field and default of the annotated fields whose default, found by `value`, is a literal."""
+    for path in files:
+        classes = (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+        )
+        for each in classes:
+            for field in each.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
+                    default = value(field.value)
+                    if isinstance(default, ast.Constant):
+                        yield each.name, field.target.id, default.value
+
+
+def test_no_default_is_written_twice() -> None:
+    """What settings are handed to (engine configurations and limits) has the defaults; the settings refer to them."""
+    settings = {
+        name: default
+        for _, name, default in literal_defaults(
+            (ROOT / "server/settings").glob("*.py"),
+            lambda call: call.args[0] if isinstance(call, ast.Call) and call.args else call,
+        )
+    }
+    assert settings["port"] == 8000, "settings are found"
+    product = [path for package in ("engine", "multimodal", "routers") for path in (ROOT / package).rglob("*.py")]
+    ours = [path for path in product if not path.name.startswith("llm_")]  # those are TensorRT-LLM's
+    fields = [field for field in literal_defaults(ours, lambda value: value) if field[0].endswith(("Config", "Limits"))]
+    assert ("EmbeddedConfig", "max_batch_size", 32) in fields
+    assert [(owner, name) for owner, name, default in fields if name in settings and settings[name] == default] == []
 
 
 def test_help_shows_every_setting_with_default_and_description() -> None:
@@ -190,7 +224,8 @@ def test_the_fake_engine_obeys_the_batch_size_that_is_set() -> None:
 )
 def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there: str | None, seen: str) -> None:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
-    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text'); print(os.environ['TLLM_LOG_LEVEL'])"
+    code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text');"
+    code += "print(os.environ['TLLM_LOG_LEVEL'])"
     variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen

@@ -1,4 +1,6 @@
-"""Traces as a collector gets them: one for each request, from its client through every replica, with its stages and without its text."""
+"""Traces as a collector gets them: one for each request, from its client through every replica, with its stages and
+without its text.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -267,9 +269,7 @@ async def test_the_context_goes_on_into_tensorrt_llm(
         return result
 
     monkeypatch.setattr(trt.LLM, "generate_async", noting)
-    engine = TrtllmEngine(
-        TrtllmConfig(model=str(tmp_path), role="aggregated", arguments={"enable_iter_perf_stats": True})
-    )
+    engine = TrtllmEngine(TrtllmConfig(model=str(tmp_path), arguments={"enable_iter_perf_stats": True}))
     await engine.start()
     try:
         for trace in ({}, {"traceparent": PARENT, "tracestate": "vendor=one"}):

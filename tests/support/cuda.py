@@ -93,8 +93,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
         patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
         from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
 
-    make, multiply = torch.tensor, torch._scaled_mm
-    monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: make(*a, **k))
+    multiply = torch._scaled_mm
+    for module in (attention, runner):
+        monkeypatch.setattr(module, "to_device", lambda values, dtype, _: torch.tensor(values, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, out_dtype, **k: multiply(*a, out_dtype=torch.float32, **k))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

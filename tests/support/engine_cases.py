@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, create_engine
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
+from engine.create import create_engine
 from engine.kv_events import KvEvent, Stored
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient

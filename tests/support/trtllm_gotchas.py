@@ -14,7 +14,7 @@ from engine.config import TrtllmConfig
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import GenerateRequest, SamplingParams
 from server.compose.engine_args import effective
-from server.settings.replica import read_settings
+from server.settings import read_settings
 from tests.support.trtllm import PROMPT, found, model_folder, trt  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +54,7 @@ def arguments_of(role: str, override: dict[str, Any] | None = None) -> dict[str,
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, role: Any = "aggregated", **arguments: Any) -> AsyncIterator[TrtllmEngine]:
-    async with TrtllmEngine(
-        TrtllmConfig(model=str(folder), role=role, arguments=arguments_of(role, arguments))
-    ) as engine:
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), arguments=arguments_of(role, arguments))) as engine:
         yield engine
 
 

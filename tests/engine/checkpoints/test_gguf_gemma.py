@@ -173,7 +173,7 @@ def gemma() -> Path:
     """Folder of the packaged model, converted into the user's cache on first use."""
     if any(importlib.util.find_spec(package) is None for package in PACKAGED[NAME].packages):
         pytest.skip(f"not installed: {PACKAGED[NAME].install}")
-    from server.settings.replica import Settings  # noqa: PLC0415
+    from server.settings import Settings  # noqa: PLC0415
 
     return resolve_model(NAME, Settings().cache_dir)
 

@@ -244,7 +244,7 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
 
 
 def builtin_name() -> str:
-    from server.settings.replica import Settings  # noqa: PLC0415
+    from server.settings import Settings  # noqa: PLC0415
 
     return resolve_model(BUILTIN, Settings().cache_dir).name
 

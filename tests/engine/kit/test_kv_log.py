@@ -4,7 +4,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from engine.config import FakeConfig, create_engine
+from engine.config import FakeConfig
+from engine.create import create_engine
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
 from engine.replicas.publisher.convert import Converter

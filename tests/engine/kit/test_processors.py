@@ -21,7 +21,7 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.logits import create, unregister
 from engine.kit.processors import ForcedSequence, HelloWorld, ProcessorConfig, Temperature, register_all
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
-from server.compose.engine import default_processors, engine_config, spelled
+from server.compose.config import default_processors, engine_config, spelled
 from server.settings import Settings
 from tests.support.engine_cases import (
     FAKE_TRTLLM,

@@ -34,7 +34,7 @@ from engine.trtllm.disaggregation import (
 )
 from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, Media, SamplingParams
 from server.compose.engine_args import effective
-from server.settings.replica import read_settings
+from server.settings import read_settings
 from tests.support.trtllm import found, trt  # noqa: F401 - a fixture
 from tests.support.trtllm_contract_api import API, ATTRIBUTES, constructor, kind_of, signature
 

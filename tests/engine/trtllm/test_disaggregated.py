@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from engine import handoff
-from engine.config import FakeConfig, TrtllmConfig
+from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.trtllm import disaggregation
@@ -49,7 +49,7 @@ async def engine(role: Any) -> AsyncIterator[TrtllmEngine]:
         | ({"disable_overlap_scheduler": True} if role == "prefill" else {})
         | {"enable_iter_perf_stats": True}
     )
-    running = TrtllmEngine(TrtllmConfig(model=".", role=role, arguments=arguments))
+    running = TrtllmEngine(TrtllmConfig(model=".", arguments=arguments))
     await running.start()
     try:
         yield running
@@ -114,13 +114,10 @@ async def test_an_end_at_the_first_token_leaves_nothing_to_decode() -> None:
     assert (handed.first.finish_reason, handed.first.stop_reason, handed.state) == ("stop", first, b"")
 
 
-async def test_decode_refuses_a_request_without_a_handoff_unless_it_says_so() -> None:
+async def test_decode_computes_a_prompt_without_a_handoff_itself() -> None:
+    """As it has to for short prompts, without a prefill replica, and for the canary."""
     async with engine("decode") as decode:
-        with pytest.raises(InvalidRequest, match="handoff") as caught:
-            await all_of(decode.generate(request()))
-        assert caught.value.param == "handoff"
-        local = await all_of(decode.generate(msgspec.structs.replace(request(), prefill_locally=True)))
-    assert tokens(local) == tokens(await expected(request()))
+        assert tokens(await all_of(decode.generate(request()))) == tokens(await expected(request()))
 
 
 async def test_a_handoff_of_another_engine_or_prompt_is_refused() -> None:
@@ -175,7 +172,7 @@ async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.Monkey
 
 
 async def test_an_engine_without_a_transceiver_says_so() -> None:
-    running = TrtllmEngine(TrtllmConfig(model=".", role="prefill", arguments={"disable_overlap_scheduler": True}))
+    running = TrtllmEngine(TrtllmConfig(model=".", arguments={"disable_overlap_scheduler": True}))
     await running.start()
     try:
         with pytest.raises(InvalidRequest, match="cache_transceiver_config"):
@@ -186,7 +183,7 @@ async def test_an_engine_without_a_transceiver_says_so() -> None:
 
 async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
     """Handles are used up at prefill; what decode needs of them are the hashes."""
-    encoder = TrtllmEncoder(TrtllmConfig(model=".", role="encode", arguments={"max_batch_size": 1}))
+    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=".", arguments={"max_batch_size": 1}))
     await encoder.start()
     try:
         assert encoder.healthy and encoder.load_seconds > 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmEncoderConfig
 from engine.errors import InvalidRequest
 from engine.handoff import decode_encoding, decode_handoff, encode, handoff_of
 from engine.trtllm import disaggregation, library
@@ -166,7 +166,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
     """They are read from the result, unwrapped from a tuple, passed with text so that they are not dropped, and not
     passed to generation, which gets the expanded prompt.
     """
-    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
+    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
         encoding = decode_encoding(encode(await encoder.encode("w5 <image> w6", [picture()])))

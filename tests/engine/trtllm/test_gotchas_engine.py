@@ -106,7 +106,7 @@ async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, cap
     nulls = dict.fromkeys(API["json_schemas"]["iteration_stats"])
     assert iteration_stats(nulls).kv_cache_stats.max_num_blocks == 0
     assert arguments_of("aggregated")["enable_iter_perf_stats"] is True
-    published = merge(list(forced({}, "aggregated", publish_kv_events=True))).arguments
+    published = merge(list(forced({}, publish_kv_events=True))).arguments
     assert published["kv_cache_config"]["event_buffer_max_size"] > 0
     assert problems({"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}})
 

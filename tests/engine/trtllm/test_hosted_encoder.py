@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.config import TrtllmConfig, create_engine
+from engine.config import TrtllmEncoderConfig
+from engine.create import create_engine
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.process.child import EngineProcess
 from engine.trtllm.disaggregation import EncoderState
@@ -26,10 +27,10 @@ IMAGES = [picture("red"), picture("blue")]
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrtllmConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrtllmEncoderConfig:
     monkeypatch.setenv("PYTHONPATH", FAKE_TRTLLM)
     monkeypatch.syspath_prepend(FAKE_TRTLLM)
-    return TrtllmConfig(model=str(model_folder(tmp_path)), role="encode", max_image_pixels=1000)
+    return TrtllmEncoderConfig(model=str(model_folder(tmp_path)), max_image_pixels=1000)
 
 
 @asynccontextmanager
@@ -47,7 +48,7 @@ def hashes(encoding: Encoding) -> list[list[int]]:
     return state.multimodal_hashes
 
 
-async def test_it_encodes_as_the_encoder_itself(config: TrtllmConfig) -> None:
+async def test_it_encodes_as_the_encoder_itself(config: TrtllmEncoderConfig) -> None:
     itself = TrtllmEncoder(config)
     await itself.start()
     expected = hashes(await itself.encode(TEXT, IMAGES))
@@ -70,7 +71,7 @@ async def test_it_encodes_as_the_encoder_itself(config: TrtllmConfig) -> None:
         await encoder.encode(TEXT, IMAGES)
 
 
-async def test_a_killed_encoder_comes_back(config: TrtllmConfig) -> None:
+async def test_a_killed_encoder_comes_back(config: TrtllmEncoderConfig) -> None:
     async with started(HostedEncoder(config)) as encoder:
         assert encoder._process is not None and encoder._process.pid is not None
         os.kill(encoder._process.pid, signal.SIGKILL)
@@ -83,7 +84,7 @@ async def test_a_killed_encoder_comes_back(config: TrtllmConfig) -> None:
         assert (await encoder.encode(TEXT, IMAGES)).state
 
 
-async def test_several_api_processes_share_one(config: TrtllmConfig) -> None:
+async def test_several_api_processes_share_one(config: TrtllmEncoderConfig) -> None:
     process = EngineProcess(config)
     await process.start()
     try:
@@ -96,12 +97,12 @@ async def test_several_api_processes_share_one(config: TrtllmConfig) -> None:
         await process.close()
 
 
-async def test_one_that_cannot_load_says_why(config: TrtllmConfig) -> None:
+async def test_one_that_cannot_load_says_why(config: TrtllmEncoderConfig) -> None:
     with pytest.raises(EngineFailure, match="cannot load"):
         await HostedEncoder(msgspec.structs.replace(config, arguments={"no_such": 1})).start()
 
 
-async def test_its_engine_takes_prompts_with_images_alone(config: TrtllmConfig) -> None:
+async def test_its_engine_takes_prompts_with_images_alone(config: TrtllmEncoderConfig) -> None:
     engine = create_engine(config)
     assert isinstance(engine, EncodingEngine)
     with pytest.raises(EngineNotReady):

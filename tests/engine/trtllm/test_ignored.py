@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.trtllm.arguments import AUTODEPLOY_REFUSES, ENCODER_TAKES
 from server.cli import main
-from server.compose.engine import engine_config
+from server.compose.config import engine_config
 from server.compose.engine_args import effective
-from server.settings.replica import EngineArgsError, read_settings
+from server.settings import EngineArgsError, read_settings
 
 CONTRACT = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text())
 
@@ -103,7 +103,7 @@ def test_an_encoder_takes_few_arguments_and_one_request(
     ]
     with caplog.at_level(logging.WARNING):
         config = engine_config(read_settings(flags), Path("folder"))
-    assert isinstance(config, TrtllmConfig) and config.role == "encode" and "kv_cache_config" not in config.arguments
+    assert isinstance(config, TrtllmEncoderConfig) and "kv_cache_config" not in config.arguments
     assert [record.args for record in caplog.records] == [("kv_cache_config", "an encoder does not take it")]
     signature = CONTRACT["callables"]["tensorrt_llm.llmapi.MultimodalEncoder.__init__"]["params"]
     named = {parameter["name"] for parameter in signature} - {"self", "model", "kwargs"}

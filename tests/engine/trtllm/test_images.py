@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.encoder import ImageInput
 from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import decode_encoding, decode_handoff, encode
@@ -48,7 +48,7 @@ def showing(*files: bytes, **fields: Any) -> GenerateRequest:
 
 async def encoded(folder: Path, *files: bytes) -> Encoding:
     """What an encode replica makes of images, as it travels."""
-    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
+    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
         return decode_encoding(encode(await encoder.encode(TEXT, [ImageInput(data) for data in files])))

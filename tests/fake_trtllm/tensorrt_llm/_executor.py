@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.base import Engine
-from engine.config import EngineConfig, create_engine
+from engine.config import EngineConfig
+from engine.create import create_engine
 from engine.kv_events import Cleared
 from engine.types import EngineInfo
 from tensorrt_llm import _test

@@ -1,4 +1,6 @@
-"""Arguments of TensorRT-LLM's `LLM`: our models of them against the contract, the layers, and what is refused before a GPU is needed."""
+"""Arguments of TensorRT-LLM's `LLM`: our models of them against the contract, the layers, and what is refused before a
+GPU is needed.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ from engine.trtllm import llm_args, llm_configs
 from engine.trtllm.arguments import (
     EVENT_BUFFER_SIZE,
     KV_TRANSFER_TIMEOUT_MS,
-    Layer,
+    ArgumentLayer,
     attention_dp_size,
     defaults,
     forced,
@@ -23,7 +25,8 @@ from engine.trtllm.arguments import (
 )
 from server.cli import main
 from server.compose.engine_args import effective
-from server.settings.replica import EngineArgsError, read_settings
+from server.roles import ROLES
+from server.settings import EngineArgsError, read_settings
 
 CONTRACT = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text())
 MODELS = CONTRACT["models"] | {"LoraConfig": CONTRACT["dataclasses"]["LoraConfig"]}
@@ -112,7 +115,7 @@ mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 @given(st.lists(mappings, max_size=4))
 def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dict[str, Any]]) -> None:
     before = json.dumps(layers)
-    found = merge([Layer(str(index), values) for index, values in enumerate(layers)])
+    found = merge([ArgumentLayer(str(index), values) for index, values in enumerate(layers)])
     assert json.dumps(layers) == before, "layers are not changed"
     expected: dict[str, Any] = {}
     for values in layers:
@@ -125,7 +128,9 @@ def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dic
 
 
 def updated(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The plain definition of a deep merge; an empty mapping replaces what is no mapping, and adds nothing to one that is."""
+    """The plain definition of a deep merge; an empty mapping replaces what is no mapping, and adds nothing to one that
+    is.
+    """
     out = dict(old)
     for name, value in new.items():
         if isinstance(value, dict) and (value or isinstance(old.get(name), dict)):
@@ -143,17 +148,15 @@ def leaves(tree: dict[str, Any], path: str = "") -> list[str]:
 
 
 def test_roles_and_publishing_have_the_last_word() -> None:
-    assert [layer.values for layer in forced({}, "aggregated", publish_kv_events=False)] == []
-    publishing = merge(list(forced({"backend": "_autodeploy"}, "aggregated", publish_kv_events=True))).arguments
+    assert [layer.values for layer in forced({}, publish_kv_events=False)] == []
+    publishing = merge(list(forced({"backend": "_autodeploy"}, publish_kv_events=True))).arguments
     assert (
         publishing["kv_cache_config"] == {"event_buffer_max_size": EVENT_BUFFER_SIZE}
         and publishing["backend"] == "pytorch"
     )
-    kept = merge(
-        list(forced({"kv_cache_config": {"event_buffer_max_size": 7}}, "aggregated", publish_kv_events=True))
-    ).arguments
+    kept = merge(list(forced({"kv_cache_config": {"event_buffer_max_size": 7}}, publish_kv_events=True))).arguments
     assert "kv_cache_config" not in kept
-    prefill = merge(list(forced({}, "prefill", publish_kv_events=False))).arguments
+    prefill = merge(list(forced({}, role_arguments=ROLES["prefill"].trtllm_arguments, moves_kv_blocks=True))).arguments
     transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS}
     assert prefill == {"cache_transceiver_config": transceiver, "disable_overlap_scheduler": True}
 
@@ -170,7 +173,7 @@ def test_roles_and_publishing_have_the_last_word() -> None:
 def test_what_a_layer_says_of_the_transceiver_wins_over_the_roles_defaults(
     said: dict[str, Any], added: dict[str, Any] | None
 ) -> None:
-    decode = merge(list(forced({"cache_transceiver_config": said}, "decode", publish_kv_events=False))).arguments
+    decode = merge(list(forced({"cache_transceiver_config": said}, moves_kv_blocks=True))).arguments
     assert decode == ({} if added is None else {"cache_transceiver_config": added})
 
 

@@ -1,4 +1,6 @@
-"""The metrics page: well-formed, nothing twice, nothing of a user's choice in it, the same from any process; and what names its metrics."""
+"""The metrics page: well-formed, nothing twice, nothing of a user's choice in it, the same from any process; and what
+names its metrics.
+"""
 
 import asyncio
 import json
@@ -69,7 +71,9 @@ async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str)
 
 
 async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
-    """Paths, methods, model names, headers and queries make no label: the series are the same before and after, whatever comes."""
+    """Paths, methods, model names, headers and queries make no label: the series are the same before and after,
+    whatever comes.
+    """
     async with application(served_model_name='a"}\n\\') as (client, _):
         for method in ("GET", "POST"):
             for path in ("/v1/models/x", "/nowhere", "/v1/chat/completions", "/metrics"):
@@ -146,7 +150,9 @@ def test_requests_with_a_grammar_are_counted() -> None:
 
 
 async def test_steps_and_the_speed_of_transfers() -> None:
-    """Each step that is seen counts once, and none before the first; the speed is that of what was read since the statistics before."""
+    """Each step that is seen counts once, and none before the first; the speed is that of what was read since the
+    statistics before.
+    """
     metrics = ServerMetrics("m", None)
     engine = _Reported(
         [

@@ -45,7 +45,8 @@ def test_the_answer_of_nvidia_smi() -> None:
 @pytest.mark.parametrize(
     ("devices", "shown"),
     [
-        (None, [H200, SPARK]), ("0,1", [H200, SPARK]), ("1", [SPARK]), (" 1 , 0", [SPARK, H200]), ("", []), ("-1", []), ("0,2,1", [H200]),
+        (None, [H200, SPARK]), ("0,1", [H200, SPARK]), ("1", [SPARK]), (" 1 , 0", [SPARK, H200]), ("", []), ("-1", []),
+        ("0,2,1", [H200]),
         ("GPU-b2", [SPARK]), ("GPU-", []), ("GPU-c", []), ("NoDevFiles", []),
     ],
 )  # fmt: skip

@@ -139,7 +139,8 @@ def test_client_that_does_not_read_cannot_stop_the_end() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         content = json.dumps({**LONG, "max_tokens": 30000}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         time.sleep(1)
         server.process.send_signal(signal.SIGTERM)

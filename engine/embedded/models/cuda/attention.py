@@ -77,9 +77,7 @@ class CudaAttention:
                 blocks += table[known:]
                 self._tabled[slot] = (admission, len(table))
         if cells:
-            update = torch.tensor([cells, blocks], dtype=torch.int64, pin_memory=True).to(
-                self._device, non_blocking=True
-            )
+            update = to_device([cells, blocks], torch.int64, self._device)
             self.tables.view(-1)[update[0]] = update[1].int()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +134,7 @@ class CudaAttention:
         counts = [-(-end // cache.block_size) for end in ends]
         blocks = [block for (table,), count in zip(tables, counts, strict=True) for block in table[:count]]
         last = torch.tensor([(end - 1) % cache.block_size + 1 for end in ends], dtype=torch.int32)
-        indices = torch.tensor(blocks, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
+        indices = to_device(blocks, torch.int32, self._device)
         sizes = self._heads, cache.heads, cache.head_dim, cache.block_size
         # FlashInfer takes FlashAttention-3 where it can; over float8 keys with such queries that is its version 2.
         paged.plan(begun, _offsets(counts), indices, last, *sizes, kv_data_type=cache.data.dtype, **common)
@@ -146,6 +144,11 @@ class CudaAttention:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         return ragged, flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor on the device. Pinned memory keeps the copy from waiting for what the device does."""
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
-from engine.embedded.models.cuda.attention import CudaAttention
+from engine.embedded.models.cuda.attention import CudaAttention, to_device
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.load import UnsupportedModelError, dtype_of
@@ -175,7 +175,7 @@ class CudaRunner(TorchRunner):
         return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
 
     def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(indices, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
+        return to_device(indices, torch.int64, self.device)
 
     def _warm_up(self) -> None:
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""

@@ -10,7 +10,7 @@ from engine.embedded.kv.blocks import BlockKey
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.source import Reading
 from engine.embedded.scheduler import Fetch
-from engine.embedded.sequence import Sequence
+from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.types import GenerateRequest, SamplingParams
 from tests.engine.embedded.test_scheduler import SIZE, UNDER_PRESSURE, Machine, Step, Windows, expected, machine, make
 
@@ -208,3 +208,43 @@ def test_every_sequence_gets_its_output_whoever_computes_its_prompt(
         elif name not in aborted:
             assert sequence.tokens == expected(prompt, sequence.request.sampling.max_tokens)
     assert scheduler.blocks.stats().used_num_blocks == 0 and scheduler.held_blocks == 0
+
+
+def test_a_tier_offers_a_part_of_a_prompt_and_the_rest_is_computed() -> None:
+    tier = Tier(random.Random(0))
+    scheduler = machine(blocks=16, seqs=2, budget=64, sources=(tier,)).scheduler
+    replica = Replica(scheduler, 64, 2, chunked=True)
+    sequence, prompt = make("a", list(range(18)), 3), list(range(18))
+    tier.keys.update(sequence.extend_keys(SIZE)[:3])
+    scheduler.add(sequence)
+    assert scheduler.schedule() == [] and sequence.status is SequenceStatus.FETCHING
+    [fetch] = scheduler.take_fetches()
+    assert (fetch.sequence, fetch.source, fetch.position, fetch.missing) == (sequence, tier, 12, [[0, 1, 2]])
+    replica.write(fetch, sequence.tables, 0)
+    scheduler.fetched(fetch)
+    assert (sequence.status, sequence.computed, sequence.cached_tokens) == (SequenceStatus.RUNNING, 12, 12)
+    replica.run()
+    assert sequence.tokens == expected(prompt, 3)
+
+
+def test_blocks_that_are_here_are_not_read_again() -> None:
+    tier = Tier(random.Random(0))
+    scheduler = machine(blocks=16, seqs=2, budget=64, sources=(tier,)).scheduler
+    replica = Replica(scheduler, 64, 2, chunked=True)
+    first, second, third = (
+        make("first", list(range(9)), 1),
+        make("second", list(range(21)), 1),
+        make("third", list(range(9)), 1),
+    )
+    scheduler.add(first)
+    replica.run()
+    tier.keys.update(second.extend_keys(SIZE)[:4])
+    scheduler.add(second)
+    scheduler.schedule()
+    [fetch] = scheduler.take_fetches()
+    assert (fetch.position, fetch.missing) == (16, [[2, 3]])
+    tables = scheduler.abandon(second, again=False)
+    assert second.status is SequenceStatus.FINISHED and scheduler.orphans == [tables]
+    scheduler.release_orphan(tables)
+    scheduler.add(third)
+    assert len(scheduler.schedule()) == 1 and scheduler.take_fetches() == [], "all that is offered is in the pool"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import engine.embedded.engine as embedded_engine
-from engine.config import EmbeddedConfig, FakeConfig, create_engine
+from engine.config import EmbeddedConfig, FakeConfig
+from engine.create import create_engine
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.blocks import event_hash
 from engine.fake.engine import FakeEngine

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import FakeConfig, create_engine
+from engine.config import FakeConfig
+from engine.create import create_engine
 from engine.errors import EngineFailure
 from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.sink import Message

@@ -13,7 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from engine.config import FakeConfig, create_engine
+from engine.config import FakeConfig
+from engine.create import create_engine
 from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
 from engine.kv_events import Created, KvEvent, Removed

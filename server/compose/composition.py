@@ -1,0 +1,39 @@
+"""What a composer works with."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from routers.state import ReplicaState
+from server.health.readiness import Health
+from server.metrics.page import ServerMetrics
+from server.roles import Role
+from server.settings import Settings
+
+Failed = Callable[[], Awaitable[str]]
+"""Waits until a part has failed for good, and returns the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """A replica while it is composed. A composer makes a part from the settings, gives it to `replica`, registers its
+    metrics and its readiness checks, and leaves to `stack` what ends it.
+    """
+
+    settings: Settings
+    role: Role
+    replica: ReplicaState
+    metrics: ServerMetrics
+    health: Health
+    stack: AsyncExitStack
+
+    @property
+    def internal_secret(self) -> str:
+        return self.settings.internal_secret.get_secret_value() if self.settings.internal_secret else ""
+
+
+async def never() -> str:
+    """The `Failed` of a part that cannot fail for good."""
+    waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    return await waiting

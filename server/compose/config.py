@@ -1,0 +1,90 @@
+"""Settings to what the chosen backend is told."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from engine.checkpoints.facts import read_model_facts
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
+from engine.errors import EngineFailure
+from engine.kit.processors import HelloWorld, ProcessorConfig
+from multimodal.text.tokenizer import Tokenizer
+from server.compose.model import served_name
+from server.roles import role_of
+from server.settings import Settings
+
+_HELLO_WORLD = "hello_world"
+
+log = logging.getLogger(__name__)
+
+
+def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
+    """Return what the chosen backend is told. The fields for the embedded engine have the settings' names."""
+    if settings.engine == "fake":
+        default = FakeConfig()
+        batch_is_set = "max_batch_size" in settings.model_fields_set
+        return FakeConfig(
+            model=str(folder or served_name(settings)),
+            token_delay=settings.fake_token_delay_ms / 1e3,
+            context_length=settings.max_seq_len or default.context_length,
+            max_num_seqs=settings.max_batch_size if batch_is_set else default.max_num_seqs,
+        )
+    if settings.engine == "trtllm":
+        from server.compose import engine_args  # noqa: PLC0415 - other engines do without
+
+        found = engine_args.effective(settings)
+        for name, reason in found.ignored.items():
+            log.warning("the argument %s is ignored: %s", name, reason)
+        arguments = dict(found.arguments)
+        kind = TrtllmConfig if role_of(settings).has_engine else TrtllmEncoderConfig
+        return kind(
+            model=str(folder),
+            backend=arguments.pop("backend", settings.backend),
+            max_image_pixels=settings.max_image_pixels,
+            arguments=arguments,
+            processors=_processors(settings, folder),
+        )
+    return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+
+
+def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
+    """Return what the embedded engine is told, without logits processors."""
+    names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
+    values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
+    if not role_of(settings).moves_kv_blocks:
+        values["kv_transfer"] = ""
+    return EmbeddedConfig(model=str(folder), **values)
+
+
+def default_processors(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the logits processors of every request."""
+    return (_HELLO_WORLD,) if settings.enable_test_logits_processor else ()
+
+
+def spelled(text: bytes, tokenizer: Tokenizer) -> list[int]:
+    """Return tokens whose bytes are exactly `text`, the longest first; encoding could add a space at the beginning."""
+    ordinary = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
+    ids = {tokenizer.bytes_of(token): token for token in ordinary}
+    token_ids: list[int] = []
+    while text:
+        size = next((size for size in range(len(text), 0, -1) if text[:size] in ids), 0)
+        if not size:
+            raise EngineFailure(f"ENABLE_TEST_LOGITS_PROCESSOR: no token of the model begins {text.decode()!r}")
+        token_ids.append(ids[text[:size]])
+        text = text[size:]
+    return token_ids
+
+
+def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfig, ...]:
+    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot
+    spell the text.
+    """
+    if not settings.enable_test_logits_processor or folder is None:
+        return ()
+    ends = read_model_facts(folder).eos_token_ids
+    if not ends:
+        raise EngineFailure("ENABLE_TEST_LOGITS_PROCESSOR: the model names no token that ends a sequence")
+    token_ids = spelled(HelloWorld.TEXT.encode(), Tokenizer.load(folder))
+    log.warning("ENABLE_TEST_LOGITS_PROCESSOR: every answer is %r", HelloWorld.TEXT)
+    return (ProcessorConfig(_HELLO_WORLD, "hello_world", {"token_ids": token_ids, "eos_token_id": ends[0]}),)

@@ -1,0 +1,40 @@
+"""Settings to a model: its name, its folder, and what turns text into tokens and back."""
+
+from pathlib import Path
+
+from multimodal.text.templates import ChatTemplate
+from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
+from server.roles import role_of
+from server.settings import DEFAULT_MODEL, Settings
+
+
+def served_name(settings: Settings) -> str:
+    """Return the model's name in requests: the one set, else that of the folder or hub id."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    if settings.engine == "fake" and settings.model == DEFAULT_MODEL:
+        return "fake"
+    folder = Path(settings.model).expanduser()
+    return folder.resolve().name if folder.is_dir() else settings.model
+
+
+def model_folder(settings: Settings) -> Path | None:
+    """Return the folder of the model, downloaded and converted first if needed, which may take minutes. None if the
+    fake engine runs without one.
+    """
+    if settings.engine == "fake":
+        folder = Path(settings.model).expanduser()
+        return folder if folder.is_dir() else None
+    from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
+
+    weights = role_of(settings).has_model and settings.load_format != "dummy"
+    return resolve_model(settings.model, settings.cache_dir, weights=weights)
+
+
+def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Load the tokenizer and the chat template, if there is one, of a model folder; without a folder, those that map
+    bytes to tokens.
+    """
+    tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()
+    source = settings.chat_template.read_text() if settings.chat_template is not None else tokenizer.chat_template
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens) if source else None

@@ -1,0 +1,178 @@
+"""The roles of a replica, one record each. What differs between roles is a field here; nothing else asks for the role
+by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from server.settings import Settings
+
+RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
+"""The values of DISAGGREGATION_MODE."""
+Core = Literal["engine", "encoder", "router"]
+"""What a replica's requests need: an engine, encoders alone, or a router to other replicas."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A setting that a role cannot do without. `why` completes the error message."""
+
+    setting: str
+    met: Callable[[Settings], bool]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a replica of one role serves and has. The defaults are those of `aggregated`."""
+
+    name: RoleName
+    routers: Callable[[], tuple[APIRouter, ...]]
+    """Returns the routers it mounts besides the operations; a call, since importing them takes a second."""
+    entrance: str = "/v1"
+    """Path of its requests: public under /v1, internal elsewhere."""
+    core: Core = "engine"
+    """What its requests need, and what is composed (`server/lifespan.py`)."""
+    has_text: bool = True
+    """Whether requests are text, which takes a tokenizer and a chat template."""
+    prefill_only: bool = False
+    """Whether requests end with the first token, their KV blocks kept for another replica."""
+    remote_prefill: bool = False
+    """Whether prompts are computed by other replicas."""
+    serves_encodings: bool = False
+    """Whether it encodes media for other replicas."""
+    needs: tuple[Need, ...] = ()
+    trtllm_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of TensorRT-LLM's LLM that the role forces."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether tokens are computed here."""
+        return self.core == "engine"
+
+    @property
+    def has_model(self) -> bool:
+        """Whether weights are loaded here; a router takes only the tokenizer of its model."""
+        return self.core != "router"
+
+    @property
+    def moves_kv_blocks(self) -> bool:
+        """Whether KV blocks are sent to other replicas or read from them."""
+        return self.prefill_only or self.remote_prefill
+
+
+def role_of(settings: Settings) -> Role:
+    """Return the record of the role that DISAGGREGATION_MODE names."""
+    return ROLES[settings.disaggregation_mode]
+
+
+def missing_setting(settings: Settings) -> tuple[str, str] | None:
+    """Return the first setting that the role lacks, and why it is needed; None if it lacks nothing."""
+    for need in (*role_of(settings).needs, _ENCODE_SECRET):
+        if not need.met(settings):
+            return f"--{need.setting.replace('_', '-')} ({need.setting.upper()})", need.why
+    return None
+
+
+def _has_secret(settings: Settings) -> bool:
+    return settings.internal_secret is not None
+
+
+def _secret(role: RoleName) -> Need:
+    return Need("internal_secret", _has_secret, f"the role {role} needs it: replicas authenticate each other with it")
+
+
+def _one_api_process(role: RoleName, why: str) -> Need:
+    return Need("api_processes", lambda settings: settings.api_processes == 1, f"the role {role} has one: {why}")
+
+
+_ENCODE_SECRET = Need(
+    "internal_secret",
+    lambda settings: not settings.encode_urls or _has_secret(settings),
+    "ENCODE_URLS needs it: replicas authenticate each other with it",
+)
+
+
+def _public() -> tuple[APIRouter, ...]:
+    from routers import models, tokenize  # noqa: PLC0415
+    from routers.endpoints import ENDPOINTS  # noqa: PLC0415
+
+    return *(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router
+
+
+def _prefill() -> tuple[APIRouter, ...]:
+    from routers import encode, internal  # noqa: PLC0415
+
+    return internal.router, encode.router, internal.no_public_routes("a prefill replica")
+
+
+def _encode() -> tuple[APIRouter, ...]:
+    from routers import encode, internal  # noqa: PLC0415
+
+    return encode.router, internal.no_public_routes("an encode replica")
+
+
+def _forwarding() -> tuple[APIRouter, ...]:
+    from routers import proxy  # noqa: PLC0415
+
+    return (proxy.router,)
+
+
+ROLES: Mapping[str, Role] = {
+    role.name: role
+    for role in (
+        Role(name="aggregated", routers=_public),
+        Role(
+            name="prefill",
+            routers=_prefill,
+            entrance="/prefill",
+            has_text=False,
+            prefill_only=True,
+            serves_encodings=True,
+            needs=(_secret("prefill"),),
+            trtllm_arguments={"disable_overlap_scheduler": True},
+        ),
+        Role(
+            name="decode",
+            routers=_public,
+            remote_prefill=True,
+            needs=(
+                _secret("decode"),
+                Need(
+                    "prefill_urls",
+                    lambda settings: bool(settings.prefill_urls),
+                    "the role decode needs it: it lists the prefill replicas",
+                ),
+            ),
+        ),
+        Role(
+            name="encode",
+            routers=_encode,
+            entrance="/encode",
+            core="encoder",
+            has_text=False,
+            serves_encodings=True,
+            needs=(_secret("encode"), _one_api_process("encode", "each would load the model's vision tower")),
+        ),
+        Role(
+            name="router",
+            routers=_forwarding,
+            core="router",
+            needs=(
+                Need(
+                    "route_urls",
+                    lambda settings: bool(settings.route_urls),
+                    "the role router needs it: it lists the replicas to choose from",
+                ),
+                _one_api_process("router", "it tracks the load of all replicas"),
+            ),
+        ),
+    )
+}
+assert ROLES.keys() == set(get_args(RoleName))

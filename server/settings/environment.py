@@ -1,0 +1,18 @@
+"""The environment variables of this process, which nothing else reads but pydantic-settings."""
+
+import os
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Return the environment for a child process: this process's own and `variables`."""
+    return {**os.environ, **variables}
+
+
+def provide(name: str, value: str) -> None:
+    """Set an environment variable for this process and its children, unless it is already set."""
+    os.environ.setdefault(name, value)
+
+
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
