@@ -38,7 +38,7 @@ from benchmarks.summary import Sample
 from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
-from engine.encoder import ImageInput
+from engine.media import MediaInput
 from engine.transfer.base import Read
 from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
@@ -126,7 +126,7 @@ async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
             for count in AT_ONCE:
                 seconds = []
                 for _ in range(3):
-                    images = [ImageInput(photo(side, rng)) for _ in range(count)]
+                    images = [MediaInput(photo(side, rng)) for _ in range(count)]
                     began = time.perf_counter()
                     await asyncio.gather(*(encoder.encode([image]) for image in images))
                     seconds.append(time.perf_counter() - began)

@@ -105,4 +105,4 @@ class TrtllmEncoderConfig(TrtllmConfig, frozen=True, kw_only=True, tag="trtllm_e
     """TensorRT-LLM's encoder alone. `arguments` are those of its `MultimodalEncoder`."""
 
 
-EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig | TrtllmEncoderConfig
+EngineConfig = FakeConfig | EmbeddedConfig | TrtllmConfig

@@ -1,7 +1,7 @@
 """Makes the engine of a configuration: the only module that imports the backends, each only when it is chosen."""
 
 from engine.base import Engine
-from engine.config import EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
+from engine.config import EngineConfig, FakeConfig, TrtllmConfig
 from engine.kit.processors import register_all
 
 
@@ -12,10 +12,6 @@ def create_engine(config: EngineConfig) -> Engine:
 
         return FakeEngine(config)
     register_all(config.processors)
-    if isinstance(config, TrtllmEncoderConfig):
-        from engine.trtllm.encoding_engine import EncodingEngine  # noqa: PLC0415
-
-        return EncodingEngine(config)
     if isinstance(config, TrtllmConfig):
         from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
 

@@ -1,56 +1,46 @@
-"""The second seam: images in, embeddings out. What encodes them may be a process here, another replica, or TensorRT-LLM's own encoder."""
+"""The seam for encoders: media in, embeddings out. An encoder is a process here, other replicas, or TensorRT-LLM's."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
-from engine.transfer.shared_bytes import Data
-from engine.types import Encoding
+from engine.media import EncodedMedia, Encoding, MediaInput
 
-Detail = Literal["auto", "low", "high"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class ImageInput(msgspec.Struct, frozen=True):
-    """An image as it came: the bytes of a PNG, JPEG, WEBP or GIF file, checked to be one and to be within the limits, not yet decoded."""
-
-    data: bytes
-    detail: Detail = "auto"
-    """`low` has it scaled down to 512 pixels a side at most before the model's own processing; the others leave it as it is."""
-
-
-class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt needs of an image: the text that takes the place of its placeholder, and embeddings for the image tokens in it."""
-
-    text: str
-    """As the model's processor expands one placeholder, special tokens included. Tokenised, it has `rows` image tokens."""
-    rows: int
-    data: Data
-    """The embeddings, row by row: contiguous [rows, hidden size of the language model], of `dtype`."""
-    dtype: Dtype
-    grid: tuple[int, int, int] = (0, 0, 0)
-    """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
+Encoded: TypeAlias = list[EncodedMedia] | Encoding
+"""One `EncodedMedia` for each file, in order; or all media of a prompt together, from an encoder that needs the
+prompt."""
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be known of an encoder to write prompts for it. Encoders with equal fingerprints make equal embeddings."""
+    """What prompts for an encoder are written by. Encoders with equal fingerprints make equal embeddings.
 
-    fingerprint: str
-    """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its options."""
-    placeholder: str
-    """What the chat template writes for one image, to be replaced by `EncodedImage.text`."""
-    image_token_id: int
+    TensorRT-LLM's encoder leaves all fields empty: the backend expands its prompts.
+    """
+
+    fingerprint: str = ""
+    """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its
+    options."""
+    placeholder: str = ""
+    """What the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
+    image_token_id: int = -1
     """The token whose embeddings are replaced."""
-    hidden_size: int
-    dtype: str
-    """Of the embeddings."""
+    hidden_size: int = 0
+    """Of the language model."""
+    dtype: str = ""
+    """Type of the embeddings."""
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether `encode` takes all media of a prompt together with its text, and returns an `Encoding`."""
+        return not self.placeholder
 
 
 class Encoder(Protocol):
-    """One model's vision tower. Everything runs on the event loop that called `start`; no call blocks it.
+    """One model's encoder of media. Everything runs on the event loop that called `start`; no call blocks it.
 
-    Life: `start` once, then any number of `encode` at once, then `close` once; `close` is safe before and after a failed start.
+    Life: `start` once, then any number of concurrent `encode`, then `close` once; `close` is safe before and after a
+    failed start.
     """
 
     @property
@@ -60,36 +50,24 @@ class Encoder(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether images given now would be encoded. Cheap."""
+        """Whether media given now would be encoded. Cheap."""
         ...
 
     async def start(self) -> None:
-        """Load the tower. Raises EngineFailure, with nothing left running, if it cannot."""
+        """Load the model. Raises EngineFailure, with nothing left running, if that is impossible."""
         ...
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
-        """Encode images, in order. Raises InvalidRequest (param `image`) for what cannot be decoded or is beyond the limits,
-        EngineUnavailable and EngineFailure. Cancelling gives it up.
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoded:
+        """Encode media, in order.
+
+        `prompt`, for an encoder that needs it, is the text that the chat template renders, with a placeholder for each
+        of them and the model's special tokens.
+
+        Raises InvalidRequest (param `image`) for files that cannot be decoded or exceed the limits, EngineUnavailable
+        and EngineFailure. Cancelling aborts.
         """
         ...
 
     async def close(self) -> None:
-        """Give up what runs and free everything."""
+        """Abort running work and free everything."""
         ...
-
-
-class PromptEncoder(Protocol):
-    """What encodes all images of a prompt together, and hands them over by means of its own (TensorRT-LLM's encoder). Its life is that of
-    an `Encoder`.
-    """
-
-    @property
-    def healthy(self) -> bool: ...
-
-    async def start(self) -> None: ...
-
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
-        """`prompt` is text as the chat template makes it, with a placeholder for each image. Raises as `Encoder.encode` does."""
-        ...
-
-    async def close(self) -> None: ...

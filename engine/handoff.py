@@ -1,22 +1,20 @@
-"""The codec of what replicas hand to each other: msgpack, versioned, bounded. Nothing is ever unpickled."""
+"""The codec of handoffs between replicas: msgpack, versioned, bounded. Nothing is ever unpickled."""
 
 from typing import TypeVar
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Delta, Encoding, EngineInfo, Handoff
+from engine.types import Delta, EngineInfo, Handoff
 from protocol import internal
 
 VERSION = 1
 MAX_BYTES = 64 << 20
 
 T = TypeVar("T")
-V = TypeVar("V", Handoff, Encoding)
 
 encode = msgspec.msgpack.Encoder().encode
 _handoffs = msgspec.msgpack.Decoder(Handoff)
-_encodings = msgspec.msgpack.Decoder(Encoding)
 
 
 def handoff_of(backend: str, first: Delta) -> Handoff:
@@ -43,13 +41,16 @@ def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
 
 
 def decode_handoff(data: bytes) -> Handoff:
-    """Raises InvalidRequest for what is no handoff of this version."""
-    return _checked(_handoffs, data, "handoff")
+    """Raises InvalidRequest for bytes that are no handoff of this version."""
+    handoff = decode_bounded(_handoffs, data, MAX_BYTES, "handoff", "handoff")
+    check_version(handoff.version, "handoff")
+    return handoff
 
 
-def decode_encoding(data: bytes) -> Encoding:
-    """Raises InvalidRequest for what is no encoding of this version."""
-    return _checked(_encodings, data, "encoding")
+def check_version(version: int, what: str) -> None:
+    """Raise InvalidRequest for another version than this one."""
+    if version != VERSION:
+        raise InvalidRequest(f"the {what} has version {version}; this replica reads version {VERSION}", what)
 
 
 def decode_bounded(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, most: int, what: str, param: str) -> T:
@@ -60,10 +61,3 @@ def decode_bounded(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, most: int
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the {what} cannot be read: {error}", param) from error
-
-
-def _checked(decoder: "msgspec.msgpack.Decoder[V]", data: bytes, name: str) -> V:
-    value = decode_bounded(decoder, data, MAX_BYTES, name, name)
-    if value.version != VERSION:
-        raise InvalidRequest(f"the {name} has version {value.version}; this replica reads version {VERSION}", name)
-    return value

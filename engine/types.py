@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from engine.transfer.shared_bytes import Data
+from engine.media import MediaSpan, MediaSpans, PromptMedia
 
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
@@ -162,45 +162,6 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
 
 
-class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an encode replica leaves for prefill: a prompt's images as embeddings (`engine/handoff.py` has the codec)."""
-
-    version: int
-    backend: str
-    prompt: str
-    """The text that the images were encoded for, with their placeholders."""
-    state: bytes
-    """Where the embeddings are, in the backend's own terms."""
-
-
-class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An image of a prompt, encoded. In its span of `prompt_token_ids` the model's image tokens, in order, take its embeddings."""
-
-    key: str
-    """64 hex digits (BLAKE3) that name what the embeddings were made of: the file's bytes and how they are encoded."""
-    start: int
-    length: int
-    """The span: from the first to the last token of the image's expansion, other tokens between included."""
-    rows: int
-    """Image tokens in the span."""
-    dtype: str
-    data: Data = b""
-    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere (`handoff`)."""
-    grid: tuple[int, int, int] = (0, 0, 0)
-    """Patches in time, height and width, for models with mRoPE; zeros for others."""
-
-
-class Media(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt with images for a backend that expands and encodes by itself (TensorRT-LLM); `prompt_token_ids` is then not expanded."""
-
-    text: str
-    """The prompt as the chat template makes it, with a placeholder for each image."""
-    images: tuple[bytes, ...]
-    """Files as they came, checked."""
-    details: tuple[Literal["auto", "low", "high"], ...] = ()
-    """Of each image, as `engine/encoder.py: ImageInput` has it; empty for `auto`."""
-
-
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate: n choices and lists of prompts are several requests.
 
@@ -212,12 +173,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
-    images: tuple[Image, ...] = ()
-    """The prompt's images in the order of their spans, which do not overlap."""
-    media: Media | None = None
-    """The prompt's images, to be encoded by the backend itself."""
-    encoding: Encoding | None = None
-    """The prompt's images, encoded elsewhere in the backend's own terms."""
+    media: PromptMedia | None = None
+    """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own terms."""
     handoff: Handoff | None = None
     """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
     prefill_only: bool = False
@@ -225,3 +182,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     KV blocks are held until it is closed."""
     trace: dict[str, str] = {}
     """W3C trace context (`traceparent`, `tracestate`) of what the request is a part of, for a backend that traces by itself."""
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        """The media whose embeddings come with the request; none where the backend encodes."""
+        return self.media.spans if isinstance(self.media, MediaSpans) else ()

@@ -53,7 +53,7 @@ class GenerationMetrics:
 
     def requested(self, request: GenerateRequest) -> None:
         """Count a request, all of whose choices are like `request`."""
-        if request.images or request.media is not None or request.encoding is not None:
+        if request.media is not None:
             self.image_requests.inc()
         if request.sampling.guide is not None:
             self.structured_requests.inc()

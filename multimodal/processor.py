@@ -71,9 +71,7 @@ class Processor:
             request = GenerateRequest(
                 request_id=f"{unique}-{index}",
                 prompt_token_ids=tuple(prompt.ids),
-                images=prompt.images,
                 media=prompt.media,
-                encoding=prompt.encoding,
                 sampling=sampled,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,

@@ -4,10 +4,10 @@
 waits or is computed, then one with the handoff, or with an error envelope. After a handoff that holds KV blocks the answer stays open, and
 silent: it is the lease of the blocks. The client closes it when it needs them no more; the server ends it when they are about to go.
 
-The bodies of requests are a message behind its length, and then what it names the sizes of: the bytes of images, which nobody copies to
-pack them.
+A request's body is a message behind its length, then the bytes of media, whose sizes the message lists; nobody copies them to pack them.
 
-`/encode` is the same for images: an `EncodeInfo`, an `EncodeRequest`, and embeddings (`engine/replicas/encode_answers.py`) in the place of the handoff.
+`/encode` does the same for media: an `EncodeInfo`, an `EncodeRequest`, and an `EncodeAnswer` (`engine/replicas/encode_answers.py`) in the
+place of the handoff.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,18 @@ import msgspec
 
 from protocol.frames import HEADER_BYTES, packed, size_of
 
-VERSION = 2
+VERSION = 3
 MEDIA_TYPE = "application/vnd.msgpack"
 ALIVE_SECONDS = 1.0
 """Pause between the empty frames of a server that is still at it."""
 SILENCE_SECONDS = 3.0
 """Silence after which a client takes the server for stuck."""
-MOST_IMAGES, MOST_IMAGE_BYTES = 8, 32 << 20
-"""Of one request to /encode; a single image may have more bytes. More images go to several replicas at once."""
-MOST_EMBEDDING_BYTES = 16 << 20
-"""Of one image in a prompt for /prefill, on average."""
+MAX_MEDIA = 8
+"""Maximum number of files in one request to /encode, unless they are those of a prompt."""
+MAX_MEDIA_BYTES = 32 << 20
+"""Bytes of the files in one request to /encode. A single file may have more."""
+MAX_EMBEDDING_BYTES = 16 << 20
+"""Average number of bytes allowed for each image of a prompt for /prefill."""
 
 
 class PrefillInfo(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class PrefillInfo(msgspec.Struct, frozen=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):
-    """`request` is an engine request, read only once version and model are known to fit; the bytes of its images follow."""
+    """`request` is an engine request, decoded only once version and model are known to fit; the bytes of its media follow."""
 
     version: int
     model: str
@@ -67,16 +69,16 @@ class EncodeInfo(msgspec.Struct, frozen=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True):
-    """`images` is a list of image inputs (`engine/encoder.py`), read only once version and model are known to fit; their bytes follow."""
+    """`media` is a list of `engine/media.py: MediaInput`, decoded only once version and model are known to fit; their bytes follow."""
 
     version: int
     model: str
-    images: msgspec.Raw
+    media: msgspec.Raw
     sizes: list[int]
     prompt: str = ""
-    """The text with the images' placeholders, for a backend that encodes a whole prompt's images (TensorRT-LLM)."""
+    """The text with a placeholder for each file, for a backend that encodes all media of a prompt together (TensorRT-LLM)."""
     inline: bool = False
-    """Have the embeddings within the answer, whatever their size: reading them has failed."""
+    """Send the embeddings within the answer, whatever their size: reading them from the replica's memory has failed."""
 
 
 H = TypeVar("H", PrefillRequest, EncodeRequest)

@@ -7,7 +7,7 @@ from typing import Any
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError
 from multimodal.request import Ask
-from multimodal.text.messages import Attachment, Conversation
+from multimodal.text.messages import Conversation, MediaRef
 from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
@@ -36,7 +36,7 @@ def conversation(
     """Return the conversation of a body. Raises RequestError."""
     return Conversation(
         messages=[to_template(message) for message in messages],
-        attachments=list(_attachments(messages)),
+        media=list(_media_refs(messages)),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
@@ -63,14 +63,14 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
     return shown
 
 
-def _attachments(messages: Sequence[ChatMessage]) -> Iterator[Attachment]:
+def _media_refs(messages: Sequence[ChatMessage]) -> Iterator[MediaRef]:
     for place, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type == "image_url" and part.image_url is not None:
                 image = part.image_url
                 param = f"messages.{place}.content.{index}.image_url"
                 url, detail = (image, None) if isinstance(image, str) else (image.url, image.detail)
-                yield Attachment(url, detail or "auto", param)
+                yield MediaRef(url, detail or "auto", param)
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, Any]]:

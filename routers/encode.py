@@ -9,13 +9,13 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from engine import trace
-from engine.encoder import ImageInput
 from engine.errors import EngineNotReady
-from engine.process.attachments import attach_images
+from engine.media import MediaInput
+from engine.process.attachments import attach_media
 from engine.replicas.encode_service import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
-from protocol.internal import MEDIA_TYPE, MOST_IMAGE_BYTES, MOST_IMAGES, EncodeRequest, head_of, parts_of
+from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import EncodingDep, HttpOptions, PrefillService, ReplicaDep, RequestId, StateDep
@@ -24,7 +24,7 @@ router = APIRouter(include_in_schema=False)
 _ENVELOPE_BYTES = 1 << 20
 
 _envelopes = msgspec.msgpack.Decoder(EncodeRequest)
-_images = msgspec.msgpack.Decoder(list[ImageInput])
+_media = msgspec.msgpack.Decoder(list[MediaInput])
 
 
 @router.get("/encode")
@@ -42,7 +42,7 @@ async def encode(request: Request, state: StateDep, encoding: EncodingDep, reque
     options = state["http"]
     model = state["replica"].model_name
     service = _service(encoding)
-    most = max(MOST_IMAGE_BYTES, options.max_images * options.max_image_bytes)  # a prompt's images come together
+    most = max(MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes)  # a prompt's images come together
     body = await read_message(request, options, most + _ENVELOPE_BYTES)
     wanted, images = await asyncio.to_thread(_read, body, model, options)
     return LeasedAnswer(_EncodeWork(service, wanted, images, f"the embeddings of {request_id}"), state)
@@ -55,15 +55,15 @@ def _service(service: PrefillService | EncodeService) -> EncodeService:
     return encoding
 
 
-def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, list[ImageInput]]:
+def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, list[MediaInput]]:
     """Decode a request. Raises RequestError, ReplicasDiffer for one of another version or model."""
     try:
         envelope, rest = head_of(raw, _envelopes)
         check_fits(envelope.version, envelope.model, model)
-        images = attach_images(_images.decode(envelope.images), parts_of(rest, envelope.sizes))
+        images = attach_media(_media.decode(envelope.media), parts_of(rest, envelope.sizes))
     except ValueError as error:
         raise RequestError(f"The body is no encode request: {error}", code="malformed_request") from None
-    most = options.max_images if envelope.prompt else MOST_IMAGES
+    most = options.max_images if envelope.prompt else MAX_MEDIA
     if not 0 < len(images) <= most:
         raise RequestError(f"The request has {len(images)} images; from 1 to {most} are taken at once.", "image")
     if (size := max(len(image.data) for image in images)) > options.max_image_bytes:
@@ -74,7 +74,7 @@ def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, 
 class _EncodeWork:
     """The images of one request. Closing it frees their embeddings."""
 
-    def __init__(self, service: EncodeService, request: EncodeRequest, images: list[ImageInput], name: str) -> None:
+    def __init__(self, service: EncodeService, request: EncodeRequest, images: list[MediaInput], name: str) -> None:
         self.held = name
         self._service = service
         self._request = request

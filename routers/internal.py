@@ -15,7 +15,7 @@ from engine.kit.stream import DeltaStream
 from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
-from protocol.internal import MEDIA_TYPE, MOST_EMBEDDING_BYTES, PrefillRequest, head_of, parts_of
+from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import PrefillServiceDep, ReplicaDep, StateDep
@@ -42,7 +42,7 @@ async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
 async def prefill(request: Request, state: StateDep, service: PrefillServiceDep) -> Response:
     """Compute a prompt and its first token, and hold the KV blocks while the answer is open, within the lease."""
     options = state["http"]
-    images = options.max_images * max(MOST_EMBEDDING_BYTES, options.max_image_bytes)
+    images = options.max_images * max(MAX_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
     model = state["replica"].model_name
     wanted = await asyncio.to_thread(_read, body, model) if len(body) > _LARGE else _read(body, model)

@@ -8,12 +8,12 @@ from typing import Annotated, TypedDict, cast
 from fastapi import Depends, Request
 
 from engine.admission import AdmissionEngine
-from engine.encoder import Encoder, PromptEncoder
+from engine.encoder import Encoder
 from engine.errors import EngineNotReady
 from engine.replicas.encode_service import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from multimodal.processor import Processor
-from multimodal.text.prompt import ImagePrompts
+from multimodal.text.prompt import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 from routers.errors import Missing
@@ -27,9 +27,9 @@ class ChatService:
     engine: AdmissionEngine
     processor: Processor
     fields: FieldCheck
-    images: ImagePrompts | None = None
+    images: MediaPrompts | None = None
     """Puts images into chats, if the model takes any."""
-    encoder: Encoder | PromptEncoder | None = None
+    encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
 
     @property

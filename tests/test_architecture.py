@@ -43,11 +43,6 @@ FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
     "server/settings/environment.py": "beside pydantic-settings",
 }
-# Class names that still mean several things: to be emptied.
-DOUBLES = {
-    "Answer", "CompletionLogprobs", "Embeddings", "Layer", "Mapping", "Memory", "Method", "Model", "Owner", "Prefill",
-    "Process", "Prompts", "Replica", "Run", "Running", "Service", "Step", "Welcome",
-}  # fmt: skip
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 
@@ -139,7 +134,7 @@ def test_a_class_name_means_one_thing() -> None:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.strip("_"), set()).add(name(path))
-    doubles = {each: sorted(files) for each, files in homes.items() if len(files) > 1 and each not in DOUBLES}
+    doubles = {each: sorted(files) for each, files in homes.items() if len(files) > 1}
     assert doubles == {}
 
 

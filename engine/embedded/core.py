@@ -113,7 +113,7 @@ class EngineCore:
         """Queue a sequence; its request id must be new."""
         assert sequence.request.request_id not in self._sequences, "request ids are unique"
         self._sequences[sequence.request.request_id] = sequence
-        if sequence.request.images and self.runner.takes_images is not None:
+        if sequence.request.spans and self.runner.takes_images is not None:
             sequence.images = PromptImages(sequence.request, self.runner.takes_images)
         self.scheduler.add(sequence)
         self._stalled = False

@@ -20,7 +20,7 @@ from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.kit.checks import check_images, check_prompt
+from engine.kit.checks import check_embeddings, check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream, Latest
@@ -108,7 +108,7 @@ class EmbeddedEngine:
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         check_prompt(request, self.info.vocab_size, min(self.info.context_length, self._capacity))
-        check_images(request, self._takes_images)
+        check_embeddings(request, self._takes_images)
         if request.prefill_only and request.handoff is not None:
             raise InvalidRequest("a request with a handoff has its prompt computed already", "handoff")
         if not self._config.kv_transfer and request.prefill_only:

@@ -146,7 +146,7 @@ class Sequence:
         """Return the keys of all full blocks of `tokens`."""
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
-            overlaps = overlaps_of(self.request.images, start, block_size)
+            overlaps = overlaps_of(self.request.spans, start, block_size)
             key = block_key(parent, self.tokens[start : start + block_size], overlaps)
             self.keys.append(key)
             if overlaps:

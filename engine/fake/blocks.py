@@ -7,8 +7,8 @@ from hashlib import blake2b
 from engine.kit.kv_log import KvEventLog
 from engine.kit.spans import Overlap, mm_keys_of, overlaps_of
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
+from engine.media import MediaSpan
 from engine.stats import KvCacheStats
-from engine.types import Image
 
 
 class FakeBlocks:
@@ -41,11 +41,8 @@ class FakeBlocks:
     def hashes(self) -> set[int]:
         return {*self._users, *self._idle}
 
-    def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[Image]) -> "FakeSequenceBlocks":
-        """Return the blocks of a new sequence.
-
-        These are the cached blocks of its prompt; at least one token is left to compute.
-        """
+    def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[MediaSpan]) -> "FakeSequenceBlocks":
+        """Blocks for a new sequence: those of its prompt that are known already, as far as a token is left to compute."""
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):
@@ -112,7 +109,7 @@ class FakeBlocks:
 class FakeSequenceBlocks:
     """The blocks of one running sequence: complete ones by key, in order, and at most one incomplete block."""
 
-    def __init__(self, pool: FakeBlocks, block_size: int, salt: str, images: Sequence[Image]) -> None:
+    def __init__(self, pool: FakeBlocks, block_size: int, salt: str, images: Sequence[MediaSpan]) -> None:
         self.keys: list[int] = []
         self._pool = pool
         self._block_size = block_size

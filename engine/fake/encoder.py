@@ -1,12 +1,13 @@
-"""The encoder without a model: deterministic and fast. An image becomes ROWS image tokens, its embeddings are made of its hash."""
+"""The encoder without a model: deterministic and fast. A file becomes ROWS tokens, with embeddings from its hash."""
 
 import asyncio
 from collections.abc import Sequence
 
 from blake3 import blake3
 
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineNotReady, InvalidRequest
+from engine.media import EncodedMedia, MediaInput
 
 PLACEHOLDER = "<image>"
 IMAGE_TOKEN_ID = 259
@@ -16,7 +17,7 @@ _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 
 
 class FakeEncoder:
-    """Takes `seconds` for each image. `rows` is what an image becomes."""
+    """Takes `seconds` for each file, which becomes `rows` tokens."""
 
     def __init__(self, seconds: float = 0.0, rows: int = ROWS) -> None:
         self._seconds = seconds
@@ -25,7 +26,7 @@ class FakeEncoder:
         self._closed = False
         self._running: set[asyncio.Task[None]] = set()
         self.encoded = 0
-        """Images so far."""
+        """Number of files encoded."""
 
     @property
     def info(self) -> EncoderInfo:
@@ -46,13 +47,13 @@ class FakeEncoder:
     async def start(self) -> None:
         self._started = True
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is closed" if self._closed else "the encoder has not started")
-        for image in images:
-            if not image.data.startswith(_SIGNATURES):
+        for file in media:
+            if not file.data.startswith(_SIGNATURES):
                 raise InvalidRequest("an image cannot be decoded", "image")
-        work = asyncio.create_task(asyncio.sleep(self._seconds * len(images)))
+        work = asyncio.create_task(asyncio.sleep(self._seconds * len(media)))
         self._running.add(work)
         try:
             await asyncio.wait({work})
@@ -61,15 +62,15 @@ class FakeEncoder:
             self._running.discard(work)
         if work.cancelled():
             raise EngineNotReady("the encoder is closing")
-        self.encoded += len(images)
-        return [self._encode(image) for image in images]
+        self.encoded += len(media)
+        return [self._encode(file) for file in media]
 
     async def close(self) -> None:
         self._closed = True
         for work in self._running:
             work.cancel()
 
-    def _encode(self, image: ImageInput) -> EncodedImage:
-        seed = blake3(image.detail.encode()).update(image.data)
+    def _encode(self, file: MediaInput) -> EncodedMedia:
+        seed = blake3(file.detail.encode()).update(file.data)
         data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
-        return EncodedImage(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")
+        return EncodedMedia(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from engine.config import FakeConfig
 from engine.errors import EngineError, EngineNotReady, InvalidRequest
 from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
-from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_images, sequence_of, state_of
+from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
 from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream, Latest
@@ -122,7 +122,7 @@ class FakeEngine:
         check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
-        check_images(request)
+        check_media(request)
         check_handoff(request)
         most = len(request.prompt_token_ids) + output_here(request)
         return sequence_of(request, config, num_blocks=-(-most // config.block_size))
@@ -152,7 +152,7 @@ class FakeEngine:
             heapq.heappop(self._waiting)
             self._reserved += sequence.num_blocks
             request = sequence.request
-            sequence.blocks = self._blocks.open(request.prompt_token_ids, request.cache_salt, request.images)
+            sequence.blocks = self._blocks.open(request.prompt_token_ids, request.cache_salt, request.spans)
             self._running[sequence] = None
             admitted += 1
         return admitted

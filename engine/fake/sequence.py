@@ -8,6 +8,7 @@ from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.blocks import FakeSequenceBlocks
 from engine.kit.stream import DeltaStream
+from engine.media import Unexpanded
 from engine.types import FinishReason, GenerateRequest, Handoff
 
 BACKEND = "fake"
@@ -79,19 +80,19 @@ def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -
 
 def state_of(request: GenerateRequest, first: tuple[int, ...]) -> bytes:
     """Return the state of a handoff after the first token."""
-    images = [(image.key, image.start, image.length) for image in request.images]
+    images = [(image.key, image.start, image.length) for image in request.spans]
     return blake2b(repr((request.prompt_token_ids, images, first)).encode(), digest_size=16).digest()
 
 
-def check_images(request: GenerateRequest) -> None:
-    """Check the images of a prompt that has passed `check_prompt`.
+def check_media(request: GenerateRequest) -> None:
+    """Check the media of a prompt that has passed `check_prompt`.
 
-    Raises InvalidRequest for images that are not encoded, and EngineUnavailable for embeddings that are lost.
+    Raises InvalidRequest for media that are not encoded, and EngineUnavailable for embeddings that are lost.
     """
-    if request.media is not None or request.encoding is not None:
+    if isinstance(request.media, Unexpanded):
         raise InvalidRequest("the fake engine takes images as embeddings alone", "prompt")
     reads = request.handoff is not None and request.handoff.state
-    if not reads and not all(image.data for image in request.images):
+    if not reads and not all(image.data for image in request.spans):
         raise EngineUnavailable("the images' embeddings are not here, so that the prompt cannot be computed")
 
 
@@ -108,4 +109,4 @@ def check_handoff(request: GenerateRequest) -> None:
 
 def _digits_of_images(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that stand for the images: digits, in the byte tokenizer's vocabulary."""
-    return tuple((ord(digit) + 3) % vocab_size for image in request.images for digit in image.key[:8])
+    return tuple((ord(digit) + 3) % vocab_size for image in request.spans for digit in image.key[:8])

@@ -4,10 +4,9 @@ import re
 from typing import NamedTuple
 
 from engine.errors import ContextOverflow, InvalidRequest
-from engine.types import GenerateRequest, Image
+from engine.media import ITEM_BYTES, MediaSpan, Unexpanded
+from engine.types import GenerateRequest
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes of embeddings."""
 _PARAM = "prompt"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -43,19 +42,16 @@ def check_prompt(request: GenerateRequest, vocab_size: int, capacity: int) -> No
     _check_spans(request)
 
 
-def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
-    """Whether the images of a prompt, which `check_prompt` has passed, are what the model takes.
-
-    Raises InvalidRequest.
-    """
-    if request.media is not None or request.encoding is not None:
+def check_embeddings(request: GenerateRequest, takes: ImageTokens | None) -> None:
+    """Check that the model takes the media of a prompt that has passed `check_prompt`. Raises InvalidRequest."""
+    if isinstance(request.media, Unexpanded):
         raise InvalidRequest("this engine takes images as embeddings alone", _PARAM)
-    if not request.images:
+    if not request.spans:
         return
     if takes is None:
         raise InvalidRequest("this model takes no images", _PARAM)
     last = -2
-    for number, image in enumerate(request.images):
+    for number, image in enumerate(request.spans):
         span = request.prompt_token_ids[image.start : image.start + image.length]
         if span.count(takes.token_id) != image.rows:
             raise InvalidRequest(
@@ -78,7 +74,7 @@ def check_images(request: GenerateRequest, takes: ImageTokens | None) -> None:
 
 def _check_spans(request: GenerateRequest) -> None:
     end = 0
-    for number, image in enumerate(request.images):
+    for number, image in enumerate(request.spans):
         if image.start < end or image.length < 1 or image.start + image.length > len(request.prompt_token_ids):
             raise InvalidRequest(
                 f"the span of image {number} must lie within the prompt and behind the image before it", _PARAM
@@ -96,7 +92,7 @@ def _check_spans(request: GenerateRequest) -> None:
             raise InvalidRequest(f"image {number} has no embeddings", _PARAM)
 
 
-def _check_grid(number: int, image: Image, merge: int) -> None:
+def _check_grid(number: int, image: MediaSpan, merge: int) -> None:
     time, height, width = image.grid
     if min(image.grid) < 1 or height % merge or width % merge or time * height * width != image.rows * merge**2:
         raise InvalidRequest(

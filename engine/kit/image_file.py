@@ -5,8 +5,8 @@ import io
 import numpy as np
 from PIL import Image
 
-from engine.encoder import ImageInput
 from engine.errors import InvalidRequest
+from engine.media import MediaInput
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 LOW_DETAIL = 512
@@ -30,7 +30,7 @@ def limit_pixels(most: int) -> None:
     Image.MAX_IMAGE_PIXELS = most
 
 
-def pixels(image: ImageInput) -> int:
+def pixels(image: MediaInput) -> int:
     """How many it has by its header; 0 if that cannot be read, which `decode` refuses."""
     try:
         with Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
@@ -39,7 +39,7 @@ def pixels(image: ImageInput) -> int:
         return 0
 
 
-def decode(image: ImageInput, max_pixels: int) -> Image.Image:
+def decode(image: MediaInput, max_pixels: int) -> Image.Image:
     """The first frame, turned as its EXIF says, transparency over white. Raises InvalidRequest."""
     try:
         opened = Image.open(io.BytesIO(image.data), formats=FORMATS)

@@ -1,59 +1,56 @@
-"""The bytes of a request's images, which travel beside the request, so that nobody copies them to pack them: in parts
-of their own, or not at all, where both sides can read the same memory."""
+"""The bytes of a request's media, sent beside the request so that nobody copies them to pack them: in parts of their
+own, or not at all where both sides can read the same memory.
+"""
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec.structs import replace
 
-from engine.encoder import ImageInput
+from engine.media import MediaFiles, MediaInput, MediaSpans
 from engine.transfer.shared_bytes import Data
 from engine.types import GenerateRequest
 
 
 def data_of(request: GenerateRequest) -> list[Data]:
-    """The bytes themselves: of embeddings, then of files."""
-    files = request.media.images if request.media is not None else ()
-    return [*(image.data for image in request.images), *files]
+    """The bytes of embeddings, or of files, in order."""
+    match request.media:
+        case MediaSpans(spans):
+            return [span.data for span in spans]
+        case MediaFiles(_, files):
+            return [file.data for file in files]
+    return []
 
 
 def detach(request: GenerateRequest) -> tuple[GenerateRequest, list[Data]]:
-    """The request without them, and them, in order."""
-    media = request.media
-    if not request.images and media is None:
-        return request, []
-    bare = tuple(msgspec.structs.replace(image, data=b"") for image in request.images)
-    if media is not None:
-        media = msgspec.structs.replace(media, images=(b"",) * len(media.images))
-    return msgspec.structs.replace(request, images=bare, media=media), data_of(request)
-
-
-def count(request: GenerateRequest) -> int:
-    """How many parts `attach` needs."""
-    return len(data_of(request))
+    """Return the request without the bytes of its media, and the bytes."""
+    parts = data_of(request)
+    return attach(request, [b""] * len(parts)), parts
 
 
 def attach(request: GenerateRequest, parts: Sequence[Data]) -> GenerateRequest:
-    """What `detach` has taken apart. Raises ValueError if they do not belong together."""
-    if len(parts) != count(request):
-        raise ValueError(f"{count(request)} parts are needed, not {len(parts)}")
-    if not parts:
-        return request
-    images = tuple(
-        msgspec.structs.replace(image, data=data) for image, data in zip(request.images, parts, strict=False)
-    )
-    media = request.media
-    if media is not None:
-        media = msgspec.structs.replace(media, images=tuple(parts[len(images) :]))
-    return msgspec.structs.replace(request, images=images, media=media)
+    """Put back together what `detach` took apart. Raises ValueError unless there is one part for each medium."""
+    match request.media:
+        case MediaSpans(spans):
+            _check(len(spans), parts)
+            found = tuple(replace(span, data=data) for span, data in zip(spans, parts, strict=True))
+            return replace(request, media=MediaSpans(found))
+        case MediaFiles(text, files):
+            return replace(request, media=MediaFiles(text, tuple(attach_media(files, parts))))
+    _check(0, parts)
+    return request
 
 
-def detach_images(images: Sequence[ImageInput]) -> tuple[list[ImageInput], list[bytes]]:
-    """The same of images that are to be encoded."""
-    return [msgspec.structs.replace(image, data=b"") for image in images], [image.data for image in images]
+def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[bytes]]:
+    """Return media to encode without their bytes, and the bytes."""
+    return [replace(medium, data=b"") for medium in media], [medium.data for medium in media]
 
 
-def attach_images(images: Sequence[ImageInput], parts: Sequence[bytes]) -> list[ImageInput]:
-    """Raises ValueError."""
-    if len(parts) != len(images):
-        raise ValueError(f"{len(images)} parts are needed, not {len(parts)}")
-    return [msgspec.structs.replace(image, data=data) for image, data in zip(images, parts, strict=True)]
+def attach_media(media: Sequence[MediaInput], parts: Sequence[Data]) -> list[MediaInput]:
+    """Put back together what `detach_media` took apart. Raises ValueError unless there is one part for each medium."""
+    _check(len(media), parts)
+    return [replace(medium, data=data) for medium, data in zip(media, parts, strict=True)]
+
+
+def _check(expected: int, parts: Sequence[Data]) -> None:
+    if len(parts) != expected:
+        raise ValueError(f"{expected} parts are needed, not {len(parts)}")

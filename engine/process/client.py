@@ -97,7 +97,7 @@ class ServiceClient(Generic[InfoT]):
 
     async def call(self, method: str, argument: Any) -> Any:
         """Return the result of a call that has one. Raises EngineError; cancelling cancels the call."""
-        done: asyncio.Future[Any] = self._loop.create_future()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(settle_future: Callable[[Any], None], value: Any) -> None:
             if not done.done():

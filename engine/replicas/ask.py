@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine import errors, trace
-from engine.handoff import MAX_BYTES, decode_encoding, decode_handoff
+from engine.handoff import MAX_BYTES, decode_handoff
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaClient, ReplicaConnection
-from engine.replicas.encode_answers import decode_embeddings
+from engine.replicas.encode_answers import decode_answer
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillInfo
 
@@ -70,8 +70,7 @@ class Service(Generic[I, T]):
 
 
 PREFILL = Service("prefill", msgspec.msgpack.Decoder(PrefillInfo), decode_handoff)
-ENCODE = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_embeddings)
-ENCODE_PROMPT = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_encoding)
+ENCODE = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_answer)
 
 
 class _Error(msgspec.Struct):

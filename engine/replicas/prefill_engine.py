@@ -19,9 +19,9 @@ from engine.base import Engine
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
-from engine.kit.spans import expands
 from engine.kit.stream import DeltaStream
 from engine.kv_events import KvEvent
+from engine.media import Unexpanded
 from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_pool import PrefillPool
 from engine.replicas.remote import RemoteObserver, is_final
@@ -138,7 +138,11 @@ class _RemotePrefill:
 
     def _is_short(self) -> bool:
         shortest = self._engine.min_tokens
-        return shortest is not None and len(self._request.prompt_token_ids) < shortest and not expands(self._request)
+        return (
+            shortest is not None
+            and len(self._request.prompt_token_ids) < shortest
+            and not isinstance(self._request.media, Unexpanded)
+        )
 
     async def _prefilled(self) -> RemoteAnswer[Handoff] | None:
         """Return the replica's answer; None if none could prefill and the prompt may be computed here."""
@@ -170,8 +174,9 @@ class _RemotePrefill:
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
         """Have the local engine read the KV blocks. Return why they are lost, or nothing at its first delta."""
-        # The embeddings stay: a sequence that is preempted computes its prompt again.
-        local = self._generate(replace(self._request, handoff=handoff, media=None, encoding=None))
+        # Embeddings stay: a preempted sequence computes its prompt again. Media of a backend's own were used up.
+        media = None if isinstance(self._request.media, Unexpanded) else self._request.media
+        local = self._generate(replace(self._request, handoff=handoff, media=media))
         either: list[asyncio.Future[Any]] = [ended, self._verdict]
         with trace.span("transfer"):
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

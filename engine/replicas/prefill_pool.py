@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import EngineError
-from engine.kit.spans import expands, overlaps_of
+from engine.kit.spans import overlaps_of
+from engine.media import Unexpanded
 from engine.process.attachments import detach
 from engine.replicas.ask import PREFILL, RemoteAnswer
 from engine.replicas.block_keys import block_keys, root_key
@@ -105,10 +106,10 @@ def prompt_keys(request: GenerateRequest, block_size: int) -> list[int]:
     Empty if log-probabilities of the prompt are wanted, since every token is computed then, or if the backend expands
     the prompt.
     """
-    if request.sampling.prompt_logprobs is not None or expands(request):
+    if request.sampling.prompt_logprobs is not None or isinstance(request.media, Unexpanded):
         return []
     tokens = request.prompt_token_ids[:-1]
-    shown = (overlaps_of(request.images, start, block_size) for start in range(0, len(tokens), block_size))
+    shown = (overlaps_of(request.spans, start, block_size) for start in range(0, len(tokens), block_size))
     return list(block_keys(tokens, block_size, root_key(request.cache_salt), shown))
 
 

@@ -1,4 +1,4 @@
-"""Converts between `DisaggregatedParams` and the handoffs and encodings that our replicas exchange."""
+"""Converts `DisaggregatedParams` to and from the handoffs and encodings of our replicas."""
 
 from typing import Any, TypeVar
 
@@ -6,16 +6,17 @@ import msgspec
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
-from engine.kit.spans import expands
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, Held
+from engine.media import Encoding, PromptMedia, Unexpanded
+from engine.types import Delta, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"
 T = TypeVar("T")
 
 
 class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a context worker's DisaggregatedParams. The embeddings' handles are not among them: they were used up there, and a
-    generation worker refuses them.
+    """The fields of a context worker's DisaggregatedParams.
+
+    The embeddings' handles are not among them: they were used up there, and a generation worker refuses them.
     """
 
     ctx_request_id: int
@@ -28,7 +29,7 @@ class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Embeddings of a prompt's media. A handle is the dict of a shared tensor, which may be opened exactly once."""
+    """The encoder's result for a prompt's media. A handle is the dict of a shared tensor, to be opened exactly once."""
 
     multimodal_embedding_handles: list[dict[str, Any]]
     multimodal_hashes: list[list[int]] | None = None
@@ -36,9 +37,10 @@ class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
-def context_keywords(encoding: Encoding | None) -> dict[str, Any]:
-    """Keywords of the DisaggregatedParams of a prefill. Raises InvalidRequest."""
-    return {"request_type": "context_only"} | ({} if encoding is None else _fields(_decoded(encoding, EncoderState)))
+def context_keywords(media: PromptMedia | None) -> dict[str, Any]:
+    """Return keywords of DisaggregatedParams for a prefill. Raises InvalidRequest."""
+    fields = _fields(_decoded(media, EncoderState)) if isinstance(media, Encoding) else {}
+    return {"request_type": "context_only", **fields}
 
 
 def generation_keywords(handoff: Handoff) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def generation_keywords(handoff: Handoff) -> dict[str, Any]:
 
 
 def local_keywords(encoding: Encoding) -> dict[str, Any]:
-    """Return keywords of DisaggregatedParams for a request of which only the images come from elsewhere.
+    """Return keywords of DisaggregatedParams for a request that only has its images encoded elsewhere.
 
     Raises InvalidRequest.
     """
@@ -55,8 +57,9 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
 
 
 def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
-    """`delta`, all that a context-only result of `request` said, with what it holds for decode: that its one token was the last it was
-    allowed ends nothing. Raises EngineFailure.
+    """Return `delta`, the only one of a context-only result, with the state that it keeps for decode.
+
+    Its one token, though the last that was allowed, does not end the request. Raises EngineFailure.
     """
     if delta.finish_reason == "stop":
         return delta
@@ -66,13 +69,15 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
             "the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?"
         )
     state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
-    held = Held(state, tuple(result.prompt_token_ids) if expands(request) else ())
+    held = Held(state, tuple(result.prompt_token_ids) if isinstance(request.media, Unexpanded) else ())
     return msgspec.structs.replace(delta, finish_reason=None, held=held)
 
 
 def encoding_of(result: Any, prompt: str) -> Encoding:
-    """What an encoder's result hands on. Its own parameters have a handle for each image; those of `outputs` are filled too early, and
-    `mm_embedding_handle`, for want of the others, is one. Raises EngineFailure.
+    """Return the encoding in an encoder's result.
+
+    The result's own parameters have a handle for each image; those of `outputs` are filled too early. Without either,
+    `mm_embedding_handle` is the only handle. Raises EngineFailure.
     """
     params = result.disaggregated_params
     values = {} if params is None else _values(params, EncoderState)
@@ -84,8 +89,8 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
     if not handles:
         raise EngineFailure("the encoder returned no embeddings")
     hashes = values.get("multimodal_hashes")
-    if hashes is not None and len(hashes) != len(handles):  # a shared handle: 1.2.1 takes one hash each
-        values["multimodal_hashes"] = None
+    if hashes is not None and len(hashes) != len(handles):
+        values["multimodal_hashes"] = None  # images share a handle: 1.2.1 takes a hash for each handle, or none
     state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
     return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's `MultimodalEncoder`: the vision part of a model alone, for an encode replica. It is a `PromptEncoder`."""
+"""TensorRT-LLM's `MultimodalEncoder`, the vision part of a model alone, as the `Encoder` of an encode replica."""
 
 import asyncio
 import logging
@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from engine.config import TrtllmEncoderConfig
-from engine.encoder import ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.media import Encoding, MediaInput
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
 from engine.trtllm.media import decoded
-from engine.types import Encoding
 
 log = logging.getLogger(__name__)
 
 
 class TrtllmEncoder:
-    """Images in, handles of embeddings on the GPU out. `load_seconds` is known once it has started."""
+    """Encodes all images of a prompt together. The `Encoding` has handles of embeddings on the GPU."""
 
     def __init__(self, config: TrtllmEncoderConfig) -> None:
         self._config = config
         self._encoder: Any = None
-        self.load_seconds = 0.0
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -33,6 +32,12 @@ class TrtllmEncoder:
         await self.close()
 
     @property
+    def info(self) -> EncoderInfo:
+        if self._encoder is None:
+            raise EngineNotReady("the encoder is not running")
+        return EncoderInfo()
+
+    @property
     def healthy(self) -> bool:
         return self._encoder is not None and library.is_alive(self._encoder)
 
@@ -40,16 +45,13 @@ class TrtllmEncoder:
         """Blocks the event loop while the model loads. Raises EngineFailure, with nothing left running."""
         started = time.monotonic()
         self._encoder = library.load(self._config)
-        self.load_seconds = time.monotonic() - started
-        log.info("TensorRT-LLM has loaded the encoder of %s in %.1f s", self._config.model, self.load_seconds)
+        seconds = time.monotonic() - started
+        log.info("TensorRT-LLM has loaded the encoder of %s in %.1f s", self._config.model, seconds)
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
-        """Encode a prompt's `images`, in order: `prompt` is text as a chat template makes it, with the model's placeholders for them and
-        its special tokens, since none are added. Cancelling aborts. Raises InvalidRequest, EngineUnavailable and EngineFailure.
-        """
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoding:
         if self._encoder is None:
             raise EngineNotReady("the encoder is not running")
-        pixels = await decoded(images, self._config.max_image_pixels)
+        pixels = await decoded(media, self._config.max_image_pixels)
         if (encoder := self._encoder) is None:
             raise EngineNotReady("the encoder is closing")
         result = library.encode(encoder, prompt, pixels)
@@ -61,7 +63,7 @@ class TrtllmEncoder:
             raise
         except EngineError:
             raise
-        except Exception as error:  # of TensorRT-LLM's making
+        except Exception as error:  # raised by TensorRT-LLM
             failure = library.translate(error, started=False)
             if isinstance(failure, EngineDied) and library.is_alive(encoder):
                 failure = EngineFailure(f"the encoder failed on this request: {type(error).__name__}: {error}")

@@ -22,13 +22,14 @@ from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
+from engine.media import MediaFiles
 from engine.stats import IterationStats
 from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of
-from engine.trtllm.media import Deferred, inputs_of
+from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import iteration_stats, kv_capacity, poll_kv_events, poll_stats
-from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Media
+from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
 
@@ -141,7 +142,11 @@ class TrtllmEngine:
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
             self._check(request)
-            return self._begin(request) if request.media is None else self._decode_first(request, request.media)
+            return (
+                self._decode_first(request, request.media)
+                if isinstance(request.media, MediaFiles)
+                else self._begin(request)
+            )
         except EngineError as error:
             return DeltaStream.failed(error)
 
@@ -165,14 +170,14 @@ class TrtllmEngine:
         self._stats.close()
         self._events.close()
 
-    def _decode_first(self, request: GenerateRequest, media: Media) -> DeltaStream:
+    def _decode_first(self, request: GenerateRequest, media: MediaFiles) -> DeltaStream:
         """Return the stream of a request that starts after its images are decoded."""
 
         def begin(images: list[Any]) -> DeltaStream:
             self._check(request)  # again, as the engine may have died in the meantime
             return self._begin(request, images)
 
-        deferred = Deferred(inputs_of(media), self._config.max_image_pixels, begin)
+        deferred = Deferred(media.files, self._config.max_image_pixels, begin)
         self._keep(deferred.stream)
         self._spawn(deferred.run())
         return deferred.stream
@@ -203,7 +208,7 @@ class TrtllmEngine:
             raise EngineNotReady("the engine is not running")
         info = self.info
         check_prompt(request, info.vocab_size, info.context_length)
-        if request.images:
+        if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")

@@ -1,61 +1,79 @@
-"""The `PromptEncoder` of an encode replica's API processes: asks the process in which TensorRT-LLM's encoder runs."""
+"""TensorRT-LLM's encoder in a process of its own: loading it takes minutes, and its processor runs on the loop of its
+caller.
+"""
 
-import itertools
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from engine.config import TrtllmEncoderConfig
-from engine.encoder import ImageInput
-from engine.errors import EngineFailure
-from engine.handoff import decode_encoding
-from engine.process.child import EngineProcess
-from engine.process.client import EngineClient
-from engine.types import Encoding, GenerateRequest, Media, SamplingParams
+from engine.encoder import EncoderInfo
+from engine.media import Encoding, MediaFiles, MediaInput
+from engine.process.attachments import attach_media, detach_media
+from engine.process.child import ServiceProcess
+from engine.process.client import ServiceClient
+from engine.process.service import Interface, Method
+from engine.transfer.shared_bytes import Data
+from engine.trtllm.encoder import TrtllmEncoder
 
 
-class HostedEncoder:
-    """With an `address` an encoder is served there already, by a process that is somebody else's to keep; without, by one of its own."""
+def _detach(prompt: MediaFiles) -> tuple[MediaFiles, list[Data]]:
+    bare, parts = detach_media(prompt.files)
+    return MediaFiles(prompt.text, tuple(bare)), [*parts]
+
+
+def _attach(prompt: MediaFiles, parts: Sequence[Data]) -> MediaFiles:
+    return MediaFiles(prompt.text, tuple(attach_media(prompt.files, parts)))
+
+
+ENCODER: Interface[TrtllmEncoderConfig, TrtllmEncoder] = Interface(
+    name="engine.trtllm.hosted_encoder:ENCODER",
+    noun="encoder",
+    config=TrtllmEncoderConfig,
+    create=TrtllmEncoder,
+    info=EncoderInfo,
+    methods={
+        "encode": Method(
+            MediaFiles,
+            Encoding,
+            lambda encoder, prompt: encoder.encode(prompt.files, prompt.text),
+            _detach,
+            _attach,
+            too_large="the prompt, images included, is too large",
+            parameter="prompt",
+        )
+    },
+    topics={},
+    more_stop_seconds=lambda config: config.extra_stop_seconds,
+)
+
+
+class HostedEncoder(ServiceClient[EncoderInfo]):
+    """The `Encoder` of an encode replica's API processes.
+
+    With an `address`, another process keeps the host that serves the encoder there; without, this one starts a host of
+    its own.
+    """
 
     def __init__(self, config: TrtllmEncoderConfig, address: str = "", log_level: str = "info") -> None:
-        self._process = None if address else EngineProcess(config, log_level=log_level)
-        self._client = (
-            EngineClient(address)
-            if self._process is None
-            else EngineClient(self._process.address, self._process.wait_failed)
-        )
-        self._ids = itertools.count()
-
-    @property
-    def healthy(self) -> bool:
-        return self._client.healthy
+        self.process = None if address else ServiceProcess(ENCODER, config, log_level=log_level)
+        if self.process is None:
+            super().__init__(ENCODER, address)
+        else:
+            super().__init__(ENCODER, self.process.address, self.process.wait_failed)
 
     async def start(self) -> None:
-        """Raises EngineFailure, with nothing left running."""
         try:
-            if self._process is not None:
-                await self._process.start()
-            await self._client.start()
+            if self.process is not None:
+                await self.process.start()
+            await super().start()
         except BaseException:  # cancellation included
             await self.close()
             raise
 
-    async def encode(self, prompt: str, images: Sequence[ImageInput]) -> Encoding:
-        """As `TrtllmEncoder.encode`."""
-        media = Media(
-            text=prompt, images=tuple(image.data for image in images), details=tuple(image.detail for image in images)
-        )
-        request_id, nothing = f"encode-{next(self._ids)}", SamplingParams(max_tokens=0)
-        async with aclosing(
-            self._client.generate(
-                GenerateRequest(request_id=request_id, prompt_token_ids=(), sampling=nothing, media=media)
-            )
-        ) as stream:
-            delta = await anext(stream)
-        if delta.held is None:
-            raise EngineFailure("the encoder returned nothing")
-        return decode_encoding(delta.held.state)
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoding:
+        encoding: Encoding = await self.call("encode", MediaFiles(prompt, tuple(media)))
+        return encoding
 
     async def close(self) -> None:
-        await self._client.close()
-        if self._process is not None:
-            await self._process.close()
+        await super().close()
+        if self.process is not None:
+            await self.process.close()

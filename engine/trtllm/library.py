@@ -14,7 +14,7 @@ from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
-from engine.kit.spans import expands
+from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
@@ -81,7 +81,7 @@ def submit(
     try:
         return llm.generate_async(
             inputs=_inputs(request, images),
-            sampling_params=sampling_params(sampling, facts, templated=expands(request)),
+            sampling_params=sampling_params(sampling, facts, templated=isinstance(request.media, Unexpanded)),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             trace_headers=request.trace or None,
@@ -166,9 +166,12 @@ def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
     """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    if request.encoding is not None:
-        return {"prompt": request.encoding.prompt}
-    return list(request.prompt_token_ids) if request.media is None else _with_images(request.media.text, images)
+    match request.media:
+        case Encoding():
+            return {"prompt": request.media.prompt}
+        case MediaFiles():
+            return _with_images(request.media.text, images)
+    return list(request.prompt_token_ids)
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 def _cache_salt(request: GenerateRequest) -> str | None:
     """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
-    images = expands(request) or (request.handoff is not None and request.handoff.prompt_token_ids)
+    images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
     return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
 
 
@@ -187,8 +190,8 @@ def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> An
     if request.handoff is not None:
         return DisaggregatedParams(**generation_keywords(request.handoff))
     if context_only:
-        return DisaggregatedParams(**context_keywords(request.encoding))
-    return None if request.encoding is None else DisaggregatedParams(**local_keywords(request.encoding))
+        return DisaggregatedParams(**context_keywords(request.media))
+    return DisaggregatedParams(**local_keywords(request.media)) if isinstance(request.media, Encoding) else None
 
 
 def _bias_tensor(bias: Any, vocab_size: int) -> Any:

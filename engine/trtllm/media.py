@@ -1,4 +1,4 @@
-"""Image files for TensorRT-LLM, whose own processor takes pixels: decoded in threads, before a request begins."""
+"""Decodes images for TensorRT-LLM, whose processor takes pixels: in threads, before a request begins."""
 
 import asyncio
 import logging
@@ -6,32 +6,25 @@ from collections.abc import Callable, Sequence
 
 from PIL.Image import Image
 
-from engine.encoder import ImageInput
 from engine.errors import EngineError, EngineFailure
 from engine.kit.image_file import decode
 from engine.kit.stream import DeltaStream
-from engine.types import Delta, Media
+from engine.media import MediaInput
+from engine.types import Delta
 
 log = logging.getLogger(__name__)
 
 
-async def decoded(images: Sequence[ImageInput], max_pixels: int) -> list[Image]:
-    """In RGB and upright, one after the other. Raises InvalidRequest (param `image`)."""
+async def decoded(images: Sequence[MediaInput], max_pixels: int) -> list[Image]:
+    """Decode images one after the other, in RGB and upright. Raises InvalidRequest (param `image`)."""
     return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
 
 
-def inputs_of(media: Media) -> list[ImageInput]:
-    """A prompt's images, one by one."""
-    if not media.details:
-        return [ImageInput(data) for data in media.images]
-    return [ImageInput(data, detail) for data, detail in zip(media.images, media.details, strict=True)]
-
-
 class Deferred:
-    """A request that begins once its images are decoded. `stream` is there at once; ended before, it never begins."""
+    """A request that begins once its images are decoded. Its `stream` exists at once; closed early, it never begins."""
 
     def __init__(
-        self, images: Sequence[ImageInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
+        self, images: Sequence[MediaInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
     ) -> None:
         self.stream = DeltaStream(self._abort)
         self._images = images
@@ -40,7 +33,7 @@ class Deferred:
         self._begun: DeltaStream | None = None
 
     async def run(self) -> None:
-        """Until the request has begun; the task that this runs in is cancelled if the stream ends before."""
+        """Decode, then begin the request. The calling task is cancelled if the stream ends before."""
         task = asyncio.current_task()
         assert task is not None
         self.stream.when_done(task.cancel)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import EngineFailure
-from engine.kit.spans import expands
+from engine.media import Unexpanded
 from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 FLOOR = -9999.0
@@ -75,7 +75,7 @@ class Outputs:
 
     def _report(self, result: Any, output: Any) -> PromptReport:
         self._reported = True
-        asked, expanded = self._request.sampling.prompt_logprobs, expands(self._request)
+        asked, expanded = self._request.sampling.prompt_logprobs, isinstance(self._request.media, Unexpanded)
         prompt = tuple(result.prompt_token_ids) if expanded else self._request.prompt_token_ids
         logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], prompt, asked)
         cached = min(result.cached_tokens or 0, len(prompt))

@@ -58,7 +58,7 @@ class Choice:
         self.prompt_index = prompt_index
         """Which of the request's prompts this choice answers."""
         self.prompt_tokens = len(request.prompt_token_ids)
-        self.image_tokens = sum(image.rows for image in request.images)
+        self.image_tokens = sum(image.rows for image in request.spans)
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens = 0

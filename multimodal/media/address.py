@@ -1,4 +1,4 @@
-"""Which hosts and addresses may be fetched from."""
+"""The hosts and addresses that files may be fetched from."""
 
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
@@ -9,42 +9,31 @@ _PRIVATE = [
     ip_network(net)
     for net in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1", "fc00::/7")
 ]
-"""Loopback, private networks and carrier-grade NAT: theirs alone who run the server."""
+"""Loopback, private networks and carrier-grade NAT. They belong to the server's operator."""
 _NEVER = [
     ip_network(net)
     for net in (
-        *(
-            "0.0.0.0/8",
-            "169.254.0.0/16",
-            "224.0.0.0/4",
-            "240.0.0.0/4",
-        ),  # this host, link-local and metadata, multicast, reserved
-        *(
-            "192.0.0.0/24",
-            "192.0.2.0/24",
-            "192.88.99.0/24",
-            "198.18.0.0/15",
-            "198.51.100.0/24",
-            "203.0.113.0/24",
-        ),  # special, examples
-        *(
-            "100.100.100.200",
-            "168.63.129.16",
-            "fd00:ec2::254",
-            "fd20:ce::254",
-        ),  # metadata of Alibaba, Azure, AWS, Google
-        *("2001::/23", "2002::/16"),  # protocols and Teredo, 6to4: an IPv4 address within
-        *("2001:db8::/32", "3fff::/20"),  # examples
+        # This host, link-local and metadata, multicast, reserved.
+        *("0.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "240.0.0.0/4"),
+        # Special purposes and examples.
+        *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+        # Metadata of Alibaba, Azure, AWS and Google.
+        *("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"),
+        # Protocols and Teredo, 6to4: these contain an IPv4 address.
+        *("2001::/23", "2002::/16"),
+        # Examples.
+        *("2001:db8::/32", "3fff::/20"),
     )
 ]
 _GLOBAL_IPV6 = IPv6Network("2000::/3")
-"""All that is assigned. Mapped, compatible and translated IPv4, link-local, site-local and multicast addresses lie outside."""
+"""All global addresses. Mapped, compatible and translated IPv4, link-local, site-local and multicast are not among
+them."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def may_fetch(address: Address, *, allow_private: bool) -> bool:
-    """Whether a connection to `address` may be made."""
-    if isinstance(address, IPv6Address) and address in _NAT64:  # how a network without IPv4 reaches it
+    """Return whether this server may connect to `address`."""
+    if isinstance(address, IPv6Address) and address in _NAT64:  # how a network without IPv4 reaches IPv4 hosts
         return may_fetch(IPv4Address(int(address) & 0xFFFFFFFF), allow_private=False)
     if _within(address, _NEVER):
         return False
@@ -54,7 +43,10 @@ def may_fetch(address: Address, *, allow_private: bool) -> bool:
 
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Whether `host`, in lower case, is one of the names, or below one that begins with a dot; none allow any."""
+    """Return whether `host`, in lower case, is one of the names or below one that begins with a dot.
+
+    No names allow any.
+    """
     return not allowed or any(
         host.endswith(name) if name.startswith(".") else host == name for name in map(str.lower, allowed)
     )

@@ -1,14 +1,13 @@
-"""Encoded images in host memory, least recently used first out: an image that was seen before is not encoded again."""
+"""A cache of encoded media in host memory. The least recently used are evicted first."""
 
 from collections import OrderedDict
 from typing import NamedTuple
 
-from engine.encoder import EncodedImage
-from engine.kit.checks import ITEM_BYTES
+from engine.media import ITEM_BYTES, EncodedMedia
 
 
 class CacheStats(NamedTuple):
-    """Counts since the start, and what is there now."""
+    """Counters since the start, and the current contents."""
 
     hits: int
     misses: int
@@ -16,19 +15,19 @@ class CacheStats(NamedTuple):
     entries: int
     bytes: int
     utilisation: float
-    """Part of the capacity in use; 0 of a cache that holds nothing."""
+    """Fraction of the capacity in use; 0 for a cache without capacity."""
 
 
 class EmbeddingCache:
-    """Embeddings and their text by `multimodal/media/keys.py: image_key`, of at most `capacity_bytes`; with 0 nothing is ever found.
+    """Encoded media by key (`encoded_prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
 
-    `hidden_size` is that of the language model: embeddings are contiguous [rows, hidden size]. It belongs to one event loop.
+    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
     """
 
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
         self._capacity = capacity_bytes
         self._hidden_size = hidden_size
-        self._entries: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._entries: OrderedDict[str, EncodedMedia] = OrderedDict()
         self._bytes = 0
         self._hits = self._misses = self._evictions = 0
 
@@ -37,8 +36,8 @@ class EmbeddingCache:
         utilisation = self._bytes / self._capacity if self._capacity else 0.0
         return CacheStats(self._hits, self._misses, self._evictions, len(self._entries), self._bytes, utilisation)
 
-    def get(self, key: str) -> EncodedImage | None:
-        """The image, which is then the most recently used one."""
+    def get(self, key: str) -> EncodedMedia | None:
+        """Return the media for `key`, now the most recently used, or None."""
         image = self._entries.get(key)
         if image is None:
             self._misses += 1
@@ -47,9 +46,10 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return image
 
-    def put(self, key: str, image: EncodedImage) -> bool:
-        """Keep the image, if it fits the cache at all: one that does not is refused, and evicts nothing. Returns whether it is kept. Raises
-        ValueError for data that is no contiguous [rows, hidden size].
+    def put(self, key: str, image: EncodedMedia) -> bool:
+        """Keep media and return True; media larger than the cache are not kept, and evict nothing.
+
+        Raises ValueError for data that are not contiguous [rows, hidden size].
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
         if len(image.data) != expected:
@@ -69,6 +69,6 @@ class EmbeddingCache:
         return True
 
 
-def _size(image: EncodedImage) -> int:
+def _size(image: EncodedMedia) -> int:
     """Bytes of the embeddings and of the text."""
     return len(image.data) + len(image.text.encode())

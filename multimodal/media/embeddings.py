@@ -1,6 +1,6 @@
-"""Embeddings that clients bring along, as safetensors files: read with every bound checked, and never by anything that runs what it reads.
+"""Reads embeddings that clients send as safetensors files. Every bound is checked, and nothing in a file is executed.
 
-The reader is our own: `safetensors` comes with the embedded engine's libraries only, and would read as many tensors as a file has.
+The reader is our own: `safetensors` is installed with the embedded engine only, and reads any number of tensors.
 """
 
 import math
@@ -68,10 +68,15 @@ class Embeddings:
     data: bytes
     auxiliary: Mapping[str, Tensor]
     """The file's other tensors."""
+    file: bytes
+    """The file as it came, which names the embeddings in caches."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width from `image_grid_thw`, for models with mRoPE; zeros without. Raises InvalidMedia."""
+        """Patches in time, height and width from `image_grid_thw`, for models with mRoPE; zeros without.
+
+        Raises InvalidMedia.
+        """
         tensor = self.auxiliary.get(_GRID)
         if tensor is None:
             return 0, 0, 0
@@ -87,7 +92,8 @@ class Embeddings:
 
 
 def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
-    """The embeddings in a safetensors file: its one tensor or `mm_embeddings`, [rows, hidden size] or [1, rows, hidden size].
+    """The embeddings in a safetensors file: its one tensor or `mm_embeddings`, [rows, hidden size] or [1, rows, hidden
+    size].
 
     Raises InvalidMedia.
     """
@@ -103,7 +109,7 @@ def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
         raise InvalidMedia(f"An image's embeddings must have the shape [rows, {hidden_size}].")
     if not _finite(main):
         raise InvalidMedia("An image's embeddings have values that are not finite.")
-    return Embeddings(shape[0], _DTYPES[main.dtype], main.data, tensors)
+    return Embeddings(shape[0], _DTYPES[main.dtype], main.data, tensors, file)
 
 
 def _tensors(file: bytes) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
-"""GET over http and https, behind a guard: a host's addresses are asked for once, all checked, and one of those is dialled.
+"""GET over http and https, guarded: a host's name is resolved once, all its addresses are checked, and one of them is
+dialled.
 
-The transport is used without httpx's client: no cookies, proxies, credentials or redirects but those that are written here. A connection
-is for one request: a pool would go by address, and give one name the connection whose certificate was checked for another.
+The transport is used without httpx's client: no cookies, proxies or credentials, and only the redirects followed here.
+Each connection serves one request: a pool goes by address, and would give one name a connection whose certificate was
+checked for another.
 """
 
 import asyncio
@@ -19,28 +21,28 @@ from multimodal.media.limits import MediaLimits
 from multimodal.media.url import Url, redirected
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
-"""From a host and a port to addresses, best first. Raises OSError or UnicodeError."""
+"""Return the addresses of a host and port, best first. Raises OSError or UnicodeError."""
 MAX_REDIRECTS = 3
 CONNECT_SECONDS = 5.0
-"""For each address."""
+"""Time to connect to each address."""
 _MAX_ADDRESSES = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class Fetcher:
-    """Fetches files. `transport` and `resolve` are for tests."""
+    """Fetches files. Tests pass their own `transport` and `resolve`."""
 
     def __init__(
         self, limits: MediaLimits, resolve: Resolver | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self._limits = limits
-        # Not the event loop's threads: names that nobody answers for must not hold up what else runs there.
+        # Not the event loop's threads: names that nobody answers for must not delay other work there.
         self._threads = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="media-names")
         self._resolve = resolve or self._look_up
         self._transport = transport or Transport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     async def fetch(self, url: Url) -> bytes:
-        """The body of a 200, redirects followed. Raises MediaError."""
+        """Return the body of a response with status 200, after following redirects. Raises MediaError."""
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 for _ in range(MAX_REDIRECTS + 1):
@@ -55,12 +57,12 @@ class Fetcher:
         raise MediaError(f"An image's URL redirects more than {MAX_REDIRECTS} times.")
 
     async def aclose(self) -> None:
-        """Close what is open; threads that still look up names are left to end by themselves."""
+        """Close all connections. Threads that still resolve names end by themselves."""
         await self._transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _get(self, url: Url) -> bytes | Url:
-        """The body, or where the answer redirects to."""
+        """Return the body, or the URL that the response redirects to."""
         response = await self._dial(url, await self._addresses(url))
         try:
             if response.status_code in _REDIRECTS and (location := response.headers.get("location")):
@@ -72,7 +74,7 @@ class Fetcher:
             await response.aclose()
 
     async def _addresses(self, url: Url) -> list[Address]:
-        """What the host's name stands for; one address that may not be fetched from refuses them all."""
+        """Resolve the URL's host. Raises MediaError if any of its addresses may not be fetched from."""
         if not host_allowed(url.host, self._limits.allowed_hosts):
             raise MediaError("This server does not fetch images from the host of an image's URL.")
         try:
@@ -86,7 +88,7 @@ class Fetcher:
         return list(dict.fromkeys(found))[:_MAX_ADDRESSES]
 
     async def _dial(self, url: Url, addresses: list[Address]) -> httpx.Response:
-        """The head of the answer from the first address that takes a connection."""
+        """Return the response, without its body, of the first address that accepts a connection."""
         for address in addresses[:-1]:
             try:
                 return await self._transport.handle_async_request(self._request(url, address))
@@ -95,7 +97,7 @@ class Fetcher:
         return await self._transport.handle_async_request(self._request(url, addresses[-1]))
 
     def _request(self, url: Url, address: Address) -> httpx.Request:
-        """A request to `address` that speaks, in TLS and HTTP, of the URL's host."""
+        """Return a request to `address` that names the URL's host in TLS and HTTP."""
         seconds = self._limits.timeout_seconds
         return httpx.Request(
             "GET",
@@ -115,14 +117,15 @@ class Fetcher:
         )
 
     async def _body(self, response: httpx.Response) -> bytes:
-        """The body, up to the limit, whatever the answer says of its length."""
+        """Read the body, up to the limit, whatever length the response declares."""
         limit = self._limits.max_image_bytes
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise MediaError("The server of an image compresses its answer, which it was asked not to.")
         too_large = InvalidMedia(f"An image has more than {limit} bytes.")
         if int(response.headers.get("content-length", 0)) > limit:
             raise too_large
-        size, chunks = 0, list[bytes]()
+        size = 0
+        chunks: list[bytes] = []
         async for chunk in response.aiter_raw():
             size += len(chunk)
             if size > limit:

@@ -1,12 +1,13 @@
-"""How image servers are connected to."""
+"""The HTTP transport to image servers."""
 
 import httpx
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """httpx' own, for which a connection that is lost as soon as it was made is an `httpx.ConnectError`, as others are.
+    """httpx's own transport, which raises `httpx.ConnectError` for a connection that is lost as soon as it is made.
 
-    With anyio 4 on uvloop it is an AttributeError: anyio asks for the address of a socket that uvloop has let go of by then.
+    With anyio 4 on uvloop that is an AttributeError: anyio reads the address of a socket that uvloop has closed
+    already.
     """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Work that several wait for at the same time, done once."""
+"""Work that several tasks wait for at the same time, done once."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
@@ -9,9 +9,9 @@ V = TypeVar("V")
 
 
 class InFlight(Generic[K, V]):
-    """Shares work by key while it runs; what it came to is nobody's business here afterwards, an error least of all.
+    """Shares work by key while it runs. Results and errors are not kept once every waiter has them.
 
-    A waiter that is cancelled leaves the work to the others; when the last one goes it is cancelled.
+    A cancelled waiter leaves the work to the others. When the last one is cancelled, so is the work.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class InFlight(Generic[K, V]):
         return len(self._tasks)
 
     async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """The result of `work()`, or of the work for this key that is under way. Raises what it raises."""
+        """Return the result of the work for this key that is running, or else of `work()`. Raises what it raises."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work())
@@ -35,11 +35,11 @@ class InFlight(Generic[K, V]):
             if not self._waiters[task]:
                 del self._waiters[task]
                 if not task.done():
-                    self._forget(key, task)  # who comes from here on begins anew
+                    self._forget(key, task)  # the next caller begins anew
                     task.cancel()
 
     async def aclose(self) -> None:
-        """Give up what runs."""
+        """Cancel all running work."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -49,4 +49,4 @@ class InFlight(Generic[K, V]):
         if self._tasks.get(key) is task:
             del self._tasks[key]
         if task.done() and not task.cancelled():
-            task.exception()  # the waiters have it, if there are any left
+            task.exception()  # mark it as retrieved: there may be no waiter left

@@ -1,16 +1,17 @@
-"""From what requests call an image to a checked file: fetched, decoded from a data URL, or read from the server's folder.
+"""Loads the files that requests name, and checks them: fetched, decoded from a data URL, or read from the server's
+folder.
 
-Requests that name one http URL at the same time share one fetch. Nothing is kept afterwards; the cache of embeddings is another's.
+Concurrent requests for one http URL share a fetch. Files are not kept; the cache holds embeddings (`cache.py`).
 """
 
 import asyncio
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import EngineNotReady
+from engine.media import MediaInput, MediaKind
 from multimodal.errors import MediaError, UnsupportedMedia
 from multimodal.media.embeddings import Embeddings, read_embeddings
 from multimodal.media.fetch import Fetcher
@@ -20,29 +21,22 @@ from multimodal.media.sniff import check_image
 from multimodal.media.sources import decode_data_url, local_path, read_file
 from multimodal.media.url import MAX_LENGTH, Url, parse_url
 
-Kind = Literal["image", "embeddings"]
+Kind = MediaKind | Literal["embeddings"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
-"""Endings of files that are pickles, or may hold one."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A file within the limits. An image is a PNG, JPEG, WEBP or GIF by its first bytes, and not decoded yet."""
-
-    data: bytes
-    """The file as it came."""
-    kind: Kind
-    size: tuple[int, int] = (0, 0)
-    """Width and height of an image."""
-    embeddings: Embeddings | None = None
-    """What is in the file, if its kind is that."""
+"""Extensions of files that are pickles, or may contain one."""
+_CHECKS: dict[MediaKind, Callable[[bytes, MediaLimits], object]] = {
+    "image": lambda data, limits: check_image(data, limits.max_image_pixels)
+}
+"""How a file of each kind is checked. Each raises MediaError."""
 
 
 class MediaLoader:
-    """Loads files within `limits`. `hidden_size`, the language model's, says how wide embeddings are; 0 takes none.
+    """Loads files within `limits`.
 
-    Use it on one event loop, which it never keeps for long; close it once.
+    Files of embeddings must have the language model's `hidden_size`; with 0 none are accepted.
+
+    Use it on one event loop, which it never blocks for long, and close it once.
     """
 
     def __init__(self, limits: MediaLimits, hidden_size: int = 0, fetcher: Fetcher | None = None) -> None:
@@ -50,76 +44,78 @@ class MediaLoader:
         self._hidden_size = hidden_size
         self._fetcher = fetcher or Fetcher(limits)
         self._turns = asyncio.Semaphore(limits.concurrency)
-        # One thread: what it does needs the interpreter's lock, and with several the event loop would wait for each in turn.
+        # One thread: its work needs the GIL, and with several the event loop would wait for each in turn.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
-        self._fetches: InFlight[str, Loaded] = InFlight()
+        self._fetches: InFlight[tuple[Kind, str], MediaInput | Embeddings] = InFlight()
         self._closed = False
 
-    async def load(self, url: str, param: str = "messages") -> Loaded:
-        """The file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`, and EngineNotReady when it is
-        closed, or has been meanwhile.
+    async def load(self, url: str, param: str = "messages", kind: MediaKind = "image") -> MediaInput | Embeddings:
+        """Load the file at an http, https, data or file URL, or at a path.
+
+        Raises MediaError, which names `param`, and EngineNotReady if the loader is closed, before or meanwhile.
         """
         closing = EngineNotReady("the server is closing")
         if self._closed:
             raise closing
         try:
             scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
-            if scheme == "data":  # without a turn: those may all be with servers that are slow
-                return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), "image")
+            if scheme == "data":  # not limited by `concurrency`: slow servers may have all turns
+                return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), kind)
             if scheme in ("http", "https"):
                 parsed = parse_url(url)
-                kind = self._kind(parsed.path)
-                return await self._fetches.do(str(parsed), lambda: self._fetched(parsed, kind))
-            return await self._local(url, scheme)
+                found = self._kind(parsed.path, kind)
+                return await self._fetches.do((found, str(parsed)), lambda: self._fetched(parsed, found))
+            return await self._local(url, scheme, kind)
         except MediaError as error:
             raise error.at(param) from error
         except asyncio.CancelledError:
-            if self._closed:  # what this waits for has been cancelled
+            if self._closed:  # the fetch was cancelled, not its waiter
                 raise closing from None
             raise
 
     async def aclose(self) -> None:
-        """Give up what is under way."""
+        """Cancel all running loads."""
         self._closed = True
         await self._fetches.aclose()
         await self._fetcher.aclose()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _fetched(self, url: Url, kind: Kind) -> Loaded:
+    async def _fetched(self, url: Url, kind: Kind) -> MediaInput | Embeddings:
         async with self._turns:
             data = await self._fetcher.fetch(url)
             return await self._checked(lambda: data, kind)
 
-    async def _local(self, url: str, scheme: str) -> Loaded:
+    async def _local(self, url: str, scheme: str, kind: MediaKind) -> MediaInput | Embeddings:
         folder = self._limits.local_folder
         if folder is None or scheme not in ("", "file"):
             raise MediaError("An image's URL must be an http, https or data URL.")
         if len(url) > MAX_LENGTH:
             raise MediaError(f"An image's path has more than {MAX_LENGTH} characters.")
         path = local_path(url)
-        kind = self._kind(path)
+        found = self._kind(path, kind)
         async with self._turns:
             data = await asyncio.to_thread(read_file, path, folder, self._limits.max_image_bytes)
-            return await self._checked(lambda: data, kind)
+            return await self._checked(lambda: data, found)
 
-    def _kind(self, path: str) -> Kind:
-        """What a path's ending makes of its file."""
+    def _kind(self, path: str, kind: MediaKind) -> Kind:
+        """Return `kind`, or what the path's ending says instead. Raises UnsupportedMedia."""
         ending = path.lower()
         if ending.endswith(_PICKLES):
             raise UnsupportedMedia("Files that may run code are not taken; embeddings must be a .safetensors file.")
         if not ending.endswith(".safetensors"):
-            return "image"
+            return kind
         if not self._hidden_size:
             raise UnsupportedMedia("This server takes no embeddings in place of images.")
         return "embeddings"
 
-    async def _checked(self, read: Callable[[], bytes], kind: Kind) -> Loaded:
-        """What `read` returns, looked at; both in the thread."""
+    async def _checked(self, read: Callable[[], bytes], kind: Kind) -> MediaInput | Embeddings:
+        """Read and check a file, both in the thread."""
 
-        def work() -> Loaded:
+        def work() -> MediaInput | Embeddings:
             data = read()
             if kind == "embeddings":
-                return Loaded(data, kind, embeddings=read_embeddings(data, self._hidden_size))
-            return Loaded(data, kind, check_image(data, self._limits.max_image_pixels))
+                return read_embeddings(data, self._hidden_size)
+            _CHECKS[kind](data, self._limits)
+            return MediaInput(data, kind=kind)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

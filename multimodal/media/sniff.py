@@ -1,7 +1,7 @@
-"""Image files by their first bytes: which format, how large. Nothing is decoded, and no declared type is believed.
+"""Finds the format and size of image files from their bytes. Nothing is decoded, and declared types are ignored.
 
-A decoder trusts the header too, so what it would allocate is known, and refused, here. Headers that say their size twice, or hide a
-larger picture, are walked as far as a decoder reads them before its first pixel; whatever is unusual there is refused.
+A decoder trusts the header too, so its allocations are known, and limited, here. Headers that give the size twice, or
+hide a larger picture, are read as far as a decoder reads before its first pixel; anything unusual is rejected.
 """
 
 import struct
@@ -10,22 +10,25 @@ from collections.abc import Callable
 from multimodal.errors import InvalidMedia, UnsupportedMedia
 
 MIN_SIDE = 4
-"""With fewer pixels a side is taken for the channels of a colour by what guesses the order of an array's axes, and models have crashed."""
+"""Pixels per side. Code that guesses the order of an array's axes takes a smaller side for colour channels."""
 MAX_SIDE = 65_535
-"""What JPEG can say."""
+"""The limit of JPEG."""
 _MAX_STEPS = 4096
-"""Chunks, segments or blocks before the first pixel."""
+"""Maximum number of chunks, segments or blocks before the first pixel."""
 _MAX_SCANS = 100
-"""Of a progressive JPEG, each of which costs a pass over all pixels; encoders make about ten."""
+"""Maximum scans of a progressive JPEG. Each costs a pass over all pixels; encoders make about ten."""
 _SUPPORTED = "PNG, JPEG, WEBP and GIF"
 
 
 class _Broken(Exception):
-    """The header makes no sense."""
+    """The header is malformed."""
 
 
 def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Width and height of an image file; of an animation, those of its first frame. Raises UnsupportedMedia and InvalidMedia."""
+    """Return width and height of an image file; of an animation, those of its first frame.
+
+    Raises UnsupportedMedia and InvalidMedia.
+    """
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _webp and data[8:12] != b"WEBP"):
         raise UnsupportedMedia(f"An image's format is none of {_SUPPORTED}.")

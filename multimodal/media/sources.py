@@ -1,4 +1,4 @@
-"""Files that need no network: those within a data URL, and those in the server's folder of media."""
+"""Files that need no network: those in a data URL, and those in the server's media folder."""
 
 import binascii
 import os
@@ -14,14 +14,14 @@ from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
 _DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,", re.IGNORECASE | re.ASCII)
 _TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
 _CHUNK = 1 << 18
-"""Characters decoded at a time, a multiple of four. Decoding holds the interpreter's lock, which the event loop waits for."""
+"""Characters decoded at a time, a multiple of four. Decoding holds the GIL, for which the event loop waits."""
 _FILE = re.compile(r"file://(?:localhost)?(?P<path>/[^?#]*)(?:[?#].*)?", re.IGNORECASE | re.ASCII)
 _NO_FILE = "The server's folder of media has no such file."
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
-    """The file within a data URL, for a thread of its own: it takes a millisecond for each MiB. Raises MediaError."""
+    """Decode the file in a data URL. Takes a millisecond per MiB: call it in a thread. Raises MediaError."""
     match = _DATA.match(url)
     if match is None:
         raise MediaError("A data URL must read data:image/…;base64,… without parameters.")
@@ -32,7 +32,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
         raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
     if length % 4 or not length:
         raise InvalidMedia("A data URL's base64 is cut off.")
-    chunks = list[bytes]()
+    chunks: list[bytes] = []
     for start in range(match.end(), len(url), _CHUNK):
         try:
             chunks.append(binascii.a2b_base64(url[start : start + _CHUNK], strict_mode=True))
@@ -40,12 +40,12 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
             raise InvalidMedia("A data URL's base64 has a character that does not belong there.") from error
         if len(chunks[-1]) * 4 != _CHUNK * 3 and start + _CHUNK < len(url):
             raise InvalidMedia("A data URL's base64 ends before its end.")
-        time.sleep(0)  # lets the event loop have the lock
+        time.sleep(0)  # release the GIL
     return b"".join(chunks)
 
 
 def local_path(url: str) -> str:
-    """The path that a file URL or a plain path names, its escapes decoded once. Raises MediaError."""
+    """Return the path of a file URL, with its escapes decoded once, or a plain path as it is. Raises MediaError."""
     if not url.lower().startswith("file:"):
         path = url
     elif match := _FILE.fullmatch(url):
@@ -58,10 +58,11 @@ def local_path(url: str) -> str:
 
 
 def read_file(path: str, folder: Path, max_bytes: int) -> bytes:
-    """A regular file in `folder` or below, for a thread. Raises MediaError, in the same words for what is outside and what is not there.
+    """Read a regular file in `folder` or below it; call it in a thread.
 
-    Symbolic links are resolved first, and must lead to where they may. The way from the folder down is then gone step by step without
-    following any: who changes it in between ends nowhere else.
+    Raises MediaError, with the same message for a file outside the folder and for one that does not exist. Symbolic
+    links are resolved first, and must stay within the folder. The path below the folder is then opened step by step
+    without following links, so that a concurrent change of a link cannot lead outside the folder.
     """
     try:
         root = Path(os.path.realpath(folder, strict=True))
@@ -75,7 +76,7 @@ def read_file(path: str, folder: Path, max_bytes: int) -> bytes:
 
 
 def _opened(root: Path, parts: Sequence[str]) -> int:
-    """A descriptor of what `parts` lead to. Raises OSError."""
+    """Open the path `parts` below `root` and return its descriptor. Raises OSError."""
     descriptor = os.open(root, _OPEN)
     for part in parts:
         above = descriptor
@@ -87,7 +88,7 @@ def _opened(root: Path, parts: Sequence[str]) -> int:
 
 
 def _read(descriptor: int, size: int) -> bytes:
-    """At most `size` bytes of a regular file, which is closed then. Raises OSError, and MediaError if it is of another kind."""
+    """Read at most `size` bytes of a regular file and close it. Raises OSError, and MediaError for other kinds."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise MediaError(_NO_FILE)

@@ -1,7 +1,8 @@
-"""The one parser of http URLs: what it returns is what is checked, dialled and sent, so that no two readers can differ.
+"""The only parser of http URLs. Its result is what is checked, dialled and sent, so that no two readers can differ.
 
-It takes what a plain URL is made of and refuses the rest: user names, backslashes, white space and control characters, escapes or letters
-beyond ASCII in the host, numbers that are IPv4 addresses in another spelling, zone ids, empty labels and a dot at the end.
+It accepts plain URLs and rejects everything else: user names, backslashes, white space and control characters, escapes
+or non-ASCII letters in the host, numbers that spell an IPv4 address in another way, zone ids, empty labels and a
+trailing dot.
 """
 
 import re
@@ -26,16 +27,16 @@ _SAFE = "".join(map(chr, range(0x21, 0x7F)))
 
 @dataclass(frozen=True)
 class Url:
-    """An http(s) URL in its canonical spelling: scheme and host in lower case, no fragment, no default port."""
+    """An http(s) URL in canonical spelling: scheme and host in lower case, no fragment, no default port."""
 
     scheme: str
     host: str
     """A name, or an address without brackets."""
     port: int
     target: str
-    """Path and query as they go into the request: ASCII, never empty."""
+    """Path and query as sent in the request: ASCII, never empty."""
     address: IPv4Address | IPv6Address | None = None
-    """The host, if it is one."""
+    """The host, if it is an address."""
 
     @property
     def authority(self) -> str:
@@ -53,7 +54,7 @@ class Url:
 
 
 def parse_url(text: str) -> Url:
-    """Raises MediaError for everything that is not a plain http(s) URL."""
+    """Parse a plain http(s) URL. Raises MediaError for anything else."""
     if len(text) > MAX_LENGTH:
         raise MediaError(f"An image's URL has more than {MAX_LENGTH} characters.")
     match = None if _ODD.search(text) else _URL.fullmatch(text)
@@ -69,7 +70,7 @@ def parse_url(text: str) -> Url:
 
 
 def redirected(url: Url, location: str) -> Url:
-    """Where a redirect leads. Raises MediaError if that is no plain URL, or leaves https."""
+    """Return the target of a redirect. Raises MediaError if it is no plain URL, or leaves https."""
     if len(location) > MAX_LENGTH or _ODD.search(location):
         raise MediaError("The server of an image redirects to what is no URL.")
     try:
@@ -90,7 +91,10 @@ def _ipv6(text: str) -> IPv6Address:
 
 
 def _ipv4(name: str) -> IPv4Address | None:
-    """The address that a host is, None for a name. As browsers have it, a host whose last label is a number must be an address."""
+    """Return the address that a host is, or None for a name.
+
+    As in browsers, a host whose last label is a number is an address.
+    """
     labels = name.split(".")
     if not _NUMBER.fullmatch(labels[-1]):
         if not all(map(_LABEL.fullmatch, labels)):

@@ -4,17 +4,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.encoder import Detail
+from engine.media import Detail, MediaKind
 from multimodal.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
-    """An image that a message refers to; `param` names the field."""
+class MediaRef:
+    """A file that a content part of a message names, by its URL; `param` names the field."""
 
     url: str
     detail: Detail
     param: str
+    kind: MediaKind = "image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,8 @@ class Conversation:
     """
 
     messages: list[dict[str, Any]]
-    attachments: list[Attachment] = field(default_factory=list)
-    """The images of all messages, in order."""
+    media: list[MediaRef] = field(default_factory=list)
+    """The media of all messages, in order."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +60,7 @@ def template_variables(chat: Conversation, allowed: Sequence[str]) -> dict[str, 
     return {**chat.variables, **chat.template_kwargs, **own}
 
 
-def check_count(images: Sequence[Attachment], most: int) -> None:
+def check_count(images: Sequence[MediaRef], most: int) -> None:
     """Raise RequestError if a request has more than `most` images."""
     if len(images) > most:
         raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")

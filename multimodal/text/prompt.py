@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.types import Encoding, Image, Media
-from multimodal.text.messages import Attachment
+from engine.media import PromptMedia
+from multimodal.text.messages import MediaRef
 
 Tokenise = Callable[[str], Awaitable[list[int]]]
 """Return the token ids of a prompt's text, within the limits of its request."""
@@ -16,12 +16,10 @@ class Prompt:
     """What the engine is given of a prompt; the fields are those of `GenerateRequest`."""
 
     ids: list[int]
-    images: tuple[Image, ...] = ()
-    media: Media | None = None
-    encoding: Encoding | None = None
+    media: PromptMedia | None = None
 
 
-class ImagePrompts(Protocol):
+class MediaPrompts(Protocol):
     """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
     @property
@@ -29,11 +27,11 @@ class ImagePrompts(Protocol):
         """Texts that stand for images, which messages must not have in texts of their own."""
         ...
 
-    async def prompt(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise, choices: int) -> Prompt:
+    async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
         ...
 
-    async def tokens(self, text: str, attachments: Sequence[Attachment], tokenise: Tokenise) -> list[int]:
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         """Return the token ids of that prompt, as far as they are known before the engine."""
         ...
 

@@ -10,7 +10,7 @@ from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.sampling import Limits
 from multimodal.text.messages import Conversation, check_marks, template_variables
-from multimodal.text.prompt import ImagePrompts, Prompt, Tokenise
+from multimodal.text.prompt import MediaPrompts, Prompt, Tokenise
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ _OWN_TOKENS = 64
 class Prompts:
     """Makes the prompts of one model. Without a `template` it has no chat, without `images` it takes none."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, images: ImagePrompts | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, images: MediaPrompts | None = None) -> None:
         self.tokenizer = tokenizer
         self._template = template
         self._images = images
@@ -38,8 +38,8 @@ class Prompts:
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
         text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
-        if self._images is not None and ask.prompt.attachments:
-            return [await self._images.prompt(text, ask.prompt.attachments, tokenise, ask.n)]
+        if self._images is not None and ask.prompt.media:
+            return [await self._images.prompt(text, ask.prompt.media, tokenise, ask.n)]
         return [Prompt(await tokenise(text))]
 
     async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
@@ -48,8 +48,8 @@ class Prompts:
             (prompt,) = ask.prompt
             return await self._encoded(prompt, ask) if isinstance(prompt, str) else prompt
         text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
-        if self._images is not None and ask.prompt.attachments:
-            return await self._images.tokens(text, ask.prompt.attachments, tokenise)
+        if self._images is not None and ask.prompt.media:
+            return await self._images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
     async def _rendered(self, ask: Ask, chat: Conversation, info: EngineInfo, limits: Limits) -> tuple[str, Tokenise]:
@@ -61,7 +61,7 @@ class Prompts:
             raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
         if self._images is not None:
             check_marks(chat.messages, self._images.marks)
-        elif chat.attachments:
+        elif chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
         text = await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))

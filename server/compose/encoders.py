@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
-from engine.encoder import Encoder, PromptEncoder
+from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, open_arena
-from engine.replicas.encode_service import EncodeService, ImageService, PromptService
+from engine.replicas.encode_service import EncodeService
+from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import engine_config
 from server.compose.model import load_text
-from server.health.canary import Probe, encoder_probe, prompt_encoder_probe
+from server.health.canary import encoder_probe
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.settings import Settings
 
@@ -25,10 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class Encoders(NamedTuple):
-    """What encodes images, as far as there is anything: for chats here, and, as a service, for other replicas."""
+    """What encodes images, if anything does: for chats here, and, as a service, for other replicas."""
 
     encoder: Encoder | None
-    prompt_encoder: PromptEncoder | None
     service: EncodeService | None
 
 
@@ -39,21 +39,26 @@ async def add_encode_service(to: Composition, folder: Path | None) -> Failed:
 
 
 async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
-    """Start what encodes images, if the model takes any: for chats here, or for other replicas."""
+    """Start what encodes images, if there is anything to encode here: for chats, or for other replicas.
+
+    Raises EngineFailure if there is nothing else that this replica could do.
+    """
     encoder = _encoder(to, folder)
-    prompt_encoder = _prompt_encoder(to, folder)
-    for one in (encoder, prompt_encoder):
-        if one is not None:
-            if to.settings.encode_urls:
-                to.replica.loading = "The model is loading, or no encode replica answers."
-            to.stack.push_async_callback(one.close)
-            await one.start()
-    service = _service(to, encoder, prompt_encoder) if to.role.serves_encodings else None
-    if service is not None:
-        to.stack.push_async_callback(service.close)
+    if encoder is None:
         if not to.role.has_engine:
-            await _add_canary(to, service, encoder, prompt_encoder, folder)
-    return Encoders(encoder, prompt_encoder, service)
+            raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
+        return Encoders(None, None)
+    if to.settings.encode_urls:
+        to.replica.loading = "The model is loading, or no encode replica answers."
+    to.stack.push_async_callback(encoder.close)
+    await encoder.start()
+    if not to.role.serves_encodings:
+        return Encoders(encoder, None)
+    service = _service(to, encoder)
+    to.stack.push_async_callback(service.close)
+    if not to.role.has_engine:
+        await _add_canary(to, service, encoder, folder)
+    return Encoders(encoder, service)
 
 
 def _has_vision(settings: Settings, folder: Path | None) -> bool:
@@ -66,73 +71,64 @@ def _has_vision(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes the images of chats, or of other replicas' chats, not yet started; None if the model takes
-    none.
+    """Return what encodes images, not yet started: an encoder here, or encode replicas.
+
+    None if the model takes no images, or the backend encodes them itself.
     """
-    settings, name = to.settings, to.replica.model_name
+    settings = to.settings
+    asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings
+    if settings.engine == "trtllm":
+        if not to.role.has_engine:
+            return _trtllm_encoder(settings, folder)
+        return _remote_encoder(to, info=EncoderInfo()) if asks_replicas else None
     if not _has_vision(settings, folder):
         return None
-    if to.role.serves_encodings or not settings.encode_urls:
+    if not asks_replicas:
         return _tower(settings, folder)
+    local = _tower(settings, folder) if settings.encode_fallback == "local" else None
+    return _remote_encoder(to, local=local, arena=open_arena(settings.kv_transfer))
+
+
+def _remote_encoder(
+    to: Composition, local: Encoder | None = None, info: EncoderInfo | None = None, arena: Arena | None = None
+) -> Encoder:
     from engine.replicas.encoders import EncodePool, EncoderPool  # noqa: PLC0415 - most replicas do without
 
-    peers = EncodePool(
+    settings, name = to.settings, to.replica.model_name
+    pool = EncodePool(
         settings.encode_urls,
         to.internal_secret,
         settings.encode_attempts,
         PeerMetrics(to.metrics.registry, name, "encode"),
-        open_arena(settings.kv_transfer),
+        arena,
         settings.transfer_timeout_seconds,
     )
-    local = _tower(settings, folder) if settings.encode_fallback == "local" else None
     # No readiness check: once the pool has started, chats without images or with cached ones need no encode replica.
-    to.replica.peers["encode"] = lambda: peers.counts
-    return EncoderPool(peers, name, settings.engine, local)
+    to.replica.peers["encode"] = lambda: pool.counts
+    return EncoderPool(pool, name, settings.engine, local, info)
 
 
-def _prompt_encoder(to: Composition, folder: Path | None) -> PromptEncoder | None:
-    """Return what encodes all images of a prompt, not yet started: TensorRT-LLM's encoder, on an encode replica, or
-    encode replicas.
-    """
+def _trtllm_encoder(settings: Settings, folder: Path | None) -> Encoder:
+    """Return TensorRT-LLM's encoder, in this process or in one of its own."""
+    from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415 - other engines do without
+    from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
+
+    config = engine_config(settings, folder)
+    assert isinstance(config, TrtllmEncoderConfig)
+    if settings.engine_process:
+        return HostedEncoder(config, settings.engine_address, settings.log_level)
+    return TrtllmEncoder(config)
+
+
+def _service(to: Composition, encoder: Encoder) -> EncodeService:
+    """Return what encodes for other replicas, by an encoder that has started."""
     settings, name = to.settings, to.replica.model_name
-    if settings.engine != "trtllm":
-        return None
-    if not to.role.has_engine:
-        from engine.trtllm.encoder import TrtllmEncoder  # noqa: PLC0415
-        from engine.trtllm.hosted_encoder import HostedEncoder  # noqa: PLC0415
-
-        config = engine_config(settings, folder)
-        assert isinstance(config, TrtllmEncoderConfig)
-        if settings.engine_process:
-            return HostedEncoder(config, settings.engine_address, settings.log_level)
-        return TrtllmEncoder(config)
-    if to.role.serves_encodings or not settings.encode_urls:
-        return None
-    from engine.replicas.encoders import PromptEncodePool, PromptEncoderPool  # noqa: PLC0415 - most replicas do without
-
-    metrics = PeerMetrics(to.metrics.registry, name, "encode")
-    peers = PromptEncodePool(settings.encode_urls, to.internal_secret, settings.encode_attempts, metrics)
-    to.replica.peers["encode"] = lambda: peers.counts
-    return PromptEncoderPool(peers, name)
-
-
-def _service(to: Composition, encoder: Encoder | None, prompt_encoder: PromptEncoder | None) -> EncodeService | None:
-    """Return what encodes for other replicas, by an encoder that has started; None if the model takes no images.
-
-    Raises EngineFailure if there is nothing else that this replica could do.
-    """
-    settings, name, alone = to.settings, to.replica.model_name, not to.role.has_engine
-    if encoder is None and prompt_encoder is None:
-        if alone:
-            raise EngineFailure(f"the model {settings.model} takes no images: there is nothing to encode")
-        return None
     metrics = EncodeMetrics(to.metrics.registry, name)
-    if encoder is None:
-        assert prompt_encoder is not None
-        return PromptService(name, settings.engine, prompt_encoder, metrics)
-    arena = open_arena(settings.kv_transfer, settings.kv_transfer_port if alone else 0)  # else the engine has the port
+    arena = None
+    if not encoder.info.needs_prompt:  # else the backend moves embeddings by itself
+        arena = open_arena(settings.kv_transfer, 0 if to.role.has_engine else settings.kv_transfer_port)
     store = EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics)
-    return ImageService(name, settings.engine, encoder, store, metrics)
+    return EncodeService(name, settings.engine, encoder, store, metrics)
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:
@@ -155,27 +151,24 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
     return EmbeddedEncoder(config, settings.log_level)
 
 
-async def _add_canary(
-    to: Composition,
-    service: EncodeService,
-    encoder: Encoder | None,
-    prompt_encoder: PromptEncoder | None,
-    folder: Path | None,
-) -> None:
-    probe = encoder_probe(encoder) if encoder is not None else await _prompt_probe(to, prompt_encoder, folder)
-    if probe is not None:
-        await to.health.add_canary(probe, lambda: service.served, lambda: service.healthy, to.stack)
+async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder, folder: Path | None) -> None:
+    prompt = await _image_prompt(to, folder) if encoder.info.needs_prompt else ""
+    if prompt is None:
+        log.warning("no canary: the model's chat template shows no image")
+        return
+    await to.health.add_canary(
+        encoder_probe(encoder, prompt), lambda: service.served, lambda: service.healthy, to.stack
+    )
 
 
-async def _prompt_probe(to: Composition, encoder: PromptEncoder | None, folder: Path | None) -> Probe | None:
-    """Return None if the model has no chat template that shows an image: nothing else tells its placeholder."""
-    assert encoder is not None, "one of the two"
+async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
+    """Return a prompt with one image; None if the model has no chat template that shows one: nothing else tells its
+    placeholder.
+    """
     _, template = await in_thread(partial(load_text, to.settings, folder))
     message = {"role": "user", "content": [{"type": "image"}]}
     try:
-        if template is not None:
-            return prompt_encoder_probe(encoder, template.render([message], add_generation_prompt=True))
+        return None if template is None else template.render([message], add_generation_prompt=True)
     except RequestError as error:
         log.debug("the chat template shows no image", exc_info=error)
-    log.warning("no canary: the model's chat template shows no image")
-    return None
+        return None

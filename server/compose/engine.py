@@ -132,5 +132,5 @@ def _chat_service(
         processor=processor,
         fields=FieldCheck(name, strict=settings.strict_fields),
         images=images,
-        encoder=encoders.encoder or encoders.prompt_encoder,
+        encoder=encoders.encoder,
     )

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
-from multimodal.media.backend_vision import BackendVision
+from multimodal.media.backend_prompts import BackendPrompts
 from multimodal.media.cache import EmbeddingCache
+from multimodal.media.encoded_prompts import EncodedPrompts
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
-from multimodal.media.vision import Vision
-from multimodal.text.prompt import ImagePrompts
+from multimodal.text.prompt import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition
 from server.compose.encoders import Encoders
@@ -17,7 +17,7 @@ from server.metrics.embedding_cache import watch_cache
 
 def image_prompts(
     to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
-) -> ImagePrompts | None:
+) -> MediaPrompts | None:
     """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
     none.
     """
@@ -31,11 +31,11 @@ def image_prompts(
         allow_private=settings.media_allow_private,
         local_folder=settings.allowed_local_media_path,
     )
-    if encoder is not None:
+    if encoder is not None and not encoder.info.needs_prompt:
         hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         watch_cache(to.metrics.polled, cache)
-        return Vision(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
+        return EncodedPrompts(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendVision(MediaLoader(limits), settings.max_images, encoders.prompt_encoder)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder)
     return None

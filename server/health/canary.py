@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from engine.base import Engine
-from engine.encoder import Encoder, ImageInput, PromptEncoder
+from engine.encoder import Encoder
 from engine.errors import EngineError
+from engine.media import MediaInput
 from engine.types import GenerateRequest, SamplingParams
 
 CACHE_SALT = "trellis-health-check"
@@ -99,20 +100,11 @@ def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
     return probe
 
 
-def encoder_probe(encoder: Encoder) -> Probe:
-    """Return a probe that encodes one tiny image."""
+def encoder_probe(encoder: Encoder, prompt: str = "") -> Probe:
+    """Encode one tiny image, for which `prompt`, if the encoder needs one, has a placeholder."""
 
     async def probe() -> None:
-        await encoder.encode([ImageInput(tiny_image())])
-
-    return probe
-
-
-def prompt_encoder_probe(encoder: PromptEncoder, prompt: str) -> Probe:
-    """Return a probe that encodes one tiny image of `prompt`, which has a placeholder for it."""
-
-    async def probe() -> None:
-        await encoder.encode(prompt, [ImageInput(tiny_image())])
+        await encoder.encode([MediaInput(tiny_image())], prompt)
 
     return probe
 

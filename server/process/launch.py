@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
-from engine.process.child import EngineProcess
+from engine.process.child import ServiceProcess
+from engine.process.engine_service import ENGINE
+from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
@@ -92,7 +96,9 @@ class Launcher:
             async with AsyncExitStack() as stack:
                 folder = await in_thread(partial(model_folder, self._settings))
                 config = engine_config(self._settings, folder)
-                process = EngineProcess(config, self._address, self._settings.engine_on_death, self._settings.log_level)
+                process = ServiceProcess(
+                    _interface(config), config, self._address, self._settings.engine_on_death, self._settings.log_level
+                )
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())
@@ -141,6 +147,15 @@ class Launcher:
                 _tell(child, DRAIN if self._stops == 1 else CUT_OFF)
             else:
                 child.kill()
+
+
+def _interface(config: EngineConfig) -> Interface[Any, Any]:
+    """What is hosted for the API processes: an engine, or TensorRT-LLM's encoder."""
+    if not isinstance(config, TrtllmEncoderConfig):
+        return ENGINE
+    from engine.trtllm.hosted_encoder import ENCODER  # noqa: PLC0415 - other replicas do without
+
+    return ENCODER
 
 
 def _tell(child: Process, order: bytes) -> None:

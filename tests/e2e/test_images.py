@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from engine.encoder import ImageInput
+from engine.media import MediaInput
 from tests.e2e.test_disaggregated import differences
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.encode import encoder_of
@@ -200,7 +200,7 @@ async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(
     """They come from the encode replica, as files of the folder and by URL."""
     picture = number(58)
     async with encoder_of([group.encode.url], model=("smolvision", "embedded")) as (encoder, _, _):
-        (encoded,) = await encoder.encode([ImageInput(picture)])
+        (encoded,) = await encoder.encode([MediaInput(picture)])
     rows = torch.frombuffer(bytearray(encoded.data), dtype=getattr(torch, encoded.dtype)).view(encoded.rows, -1)
     file = save({"embeddings": rows})
     (folder / "number.safetensors").write_bytes(file)

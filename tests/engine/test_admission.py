@@ -13,7 +13,8 @@ from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.errors import EngineNotReady, InvalidRequest, QueueFull, QueueTimeout
 from engine.fake.engine import FakeEngine
-from engine.types import Delta, GenerateRequest, Image, Media, SamplingParams
+from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
+from engine.types import Delta, GenerateRequest, SamplingParams
 
 _ids = itertools.count()
 SEATS = 2
@@ -76,8 +77,11 @@ async def test_a_full_queue_refuses_at_once() -> None:
 async def test_images_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_module, "MOST_WAITING_BYTES", 10_000)
     admission = await admission_of()
-    image = Image(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(4_000))
-    seen, raw = {"images": (image,)}, {"media": Media(text="", images=(bytes(3_000), bytes(1_000)))}
+    image = MediaSpan(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(4_000))
+    seen, raw = (
+        {"media": MediaSpans((image,))},
+        {"media": MediaFiles("", (MediaInput(bytes(3_000)), MediaInput(bytes(1_000))))},
+    )
     running = [asyncio.create_task(collect(admission.generate(request_for()))) for _ in range(SEATS)]
     waiting = [
         asyncio.create_task(collect(admission.generate(msgspec.structs.replace(request_for(), **more))))

@@ -13,7 +13,8 @@ from engine.base import Engine
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.kit.stream import DeltaStream
 from engine.kv_events import Stored
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, Image, Media
+from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
+from engine.types import Delta, GenerateRequest, Handoff
 from tests.support.engine_cases import (
     BLOCK,
     IMAGE_TOKEN,
@@ -55,9 +56,9 @@ def engine(subject: Subject) -> Engine:
     return subject.engine
 
 
-def without_data(images: tuple[Image, ...]) -> tuple[Image, ...]:
+def without_data(spans: tuple[MediaSpan, ...]) -> MediaSpans:
     """As the seam allows them where the keys and values of their tokens are read."""
-    return tuple(replace(image, data=b"") for image in images)
+    return MediaSpans(tuple(replace(span, data=b"") for span in spans))
 
 
 def said(deltas: list[Delta]) -> list[tuple[int, float]]:
@@ -119,7 +120,7 @@ async def test_only_blocks_of_equal_images_are_reused(engine: Engine) -> None:
 async def test_events_name_the_images_in_each_block(subject: Subject) -> None:
     """Of BLOCK = ROWS = 16: four tokens, then two images one behind the other, so that the second block has a part of both."""
     request = showing(prompt_of(4), 11, 12, prompt_of(30), max_tokens=1)
-    first, second = (image.key for image in request.images)
+    first, second = (image.key for image in request.spans)
     await generate(subject.engine, request)
     expected = [[(first, 0)], [(first, 12), (second, 0)], [(second, 12)]]
     found: list[list[tuple[int | str, int | str]]] = []
@@ -154,25 +155,23 @@ async def test_events_name_the_images_in_each_block(subject: Subject) -> None:
 async def test_an_impossible_image_is_refused(engine: Engine, wrong: dict[str, object]) -> None:
     request = showing(prompt_of(10), 1, prompt_of(10))
     with pytest.raises(InvalidRequest) as caught:
-        await generate(engine, replace(request, images=(replace(request.images[0], **wrong),)))
+        await generate(engine, replace(request, media=MediaSpans((replace(request.spans[0], **wrong),))))
     assert caught.value.param == "prompt"
 
 
 async def test_images_that_overlap_are_refused(engine: Engine) -> None:
     request = showing(prompt_of(2), 1, 2)
-    for images in (request.images[::-1], (request.images[0], replace(request.images[1], start=17))):
+    for images in (request.spans[::-1], (request.spans[0], replace(request.spans[1], start=17))):
         with pytest.raises(InvalidRequest):
-            await generate(engine, replace(request, images=images))
+            await generate(engine, replace(request, media=MediaSpans(tuple(images))))
 
 
-@pytest.mark.parametrize("field", ["media", "encoding"])
-async def test_images_that_are_not_encoded_as_its_own_are_refused(engine: Engine, field: str) -> None:
-    carried = {
-        "media": Media(text="", images=(b"",)),
-        "encoding": Encoding(version=1, backend="trtllm", prompt="", state=b""),
-    }
+@pytest.mark.parametrize(
+    "media", [MediaFiles("", (MediaInput(b""),)), Encoding(version=1, backend="trtllm", prompt="", state=b"")]
+)
+async def test_images_that_are_not_encoded_as_its_own_are_refused(engine: Engine, media: PromptMedia) -> None:
     with pytest.raises(InvalidRequest):
-        await generate(engine, replace(request_for(prompt_of(5)), **{field: carried[field]}))
+        await generate(engine, replace(request_for(prompt_of(5)), media=media))
 
 
 @pytest.mark.parametrize("parts", [(1,), (1, 2), ((5, 6, 7), 1, tuple(range(40, 80)), 2)])
@@ -180,7 +179,7 @@ async def test_decode_needs_no_embeddings(engine: Engine, parts: tuple[int | tup
     request = showing(*parts, prompt_of(3), max_tokens=20, logprobs=0)
     whole = await generate(engine, request)
     handed, stream = await prefill(engine, request)
-    rest = await generate(engine, replace(request, handoff=handed, images=without_data(request.images)))
+    rest = await generate(engine, replace(request, handoff=handed, media=without_data(request.spans)))
     await stream.aclose()
     assert tokens_of([handed.first, *rest]) == tokens_of(whole) and rest[-1].finish_reason == "length"
     await idle(engine)
@@ -195,7 +194,7 @@ async def test_lost_blocks_are_computed_again_with_embeddings_and_not_without(en
     assert tokens_of([handed.first, *rest]) == tokens_of(await generate(engine, request))
     with pytest.raises(EngineUnavailable):
         await generate(
-            engine, replace(lost, images=without_data(request.images), cache_salt="another", request_id="lost")
+            engine, replace(lost, media=without_data(request.spans), cache_salt="another", request_id="lost")
         )
     await idle(engine)
 

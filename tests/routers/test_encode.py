@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from engine import handoff
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, QueueFull
 from engine.fake.encoder import IMAGE_TOKEN_ID, PLACEHOLDER, FakeEncoder
+from engine.media import EncodedMedia, MediaInput
 from engine.replicas import encode_answers as embeddings
-from engine.replicas.encode_answers import decode_embeddings, fetch
+from engine.replicas.encode_answers import decode_answer, fetch
 from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
 from protocol.frames import FrameReader
-from protocol.internal import MEDIA_TYPE, MOST_IMAGES, VERSION, EncodeInfo
+from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo
 from routers import leased as leased_answers
 from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
@@ -32,11 +32,11 @@ async def post(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.
     return await client.post("/encode", content=body, headers={**BEARER, "content-type": MEDIA_TYPE, **headers})
 
 
-async def answer_to(client: httpx.AsyncClient, images: Sequence[ImageInput], **fields: Any) -> list[EncodedImage]:
+async def answer_to(client: httpx.AsyncClient, images: Sequence[MediaInput], **fields: Any) -> list[EncodedMedia]:
     """Of an answer that holds nothing."""
     (found,) = FrameReader(1 << 24).feed((await post(client, body_of(images, **fields))).content)
     assert not found.failed, found.payload
-    return await fetch(decode_embeddings(found.payload), None, 1.0)
+    return await fetch(decode_answer(found.payload), None, 1.0)
 
 
 async def test_an_encode_replica_encodes_and_has_no_public_routes() -> None:
@@ -90,7 +90,7 @@ def test_the_fake_encoders_text_has_a_token_for_each_row() -> None:
     assert tokenizer.encode(f"a{PLACEHOLDER * 3}b").count(IMAGE_TOKEN_ID) == 3
 
 
-NO_IMAGE = [ImageInput(b"GIF? no")]
+NO_IMAGE = [MediaInput(b"GIF? no")]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ NO_IMAGE = [ImageInput(b"GIF? no")]
         (body_of(pages(1))[:-1], 400, "its parts are to have"),
         (body_of(pages(1), version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(pages(1), model="other"), 409, "'other'; this replica has 'fake'"),
-        (body_of([]), 400, f"0 images; from 1 to {MOST_IMAGES}"),
-        (body_of(pages(MOST_IMAGES + 1)), 400, f"{MOST_IMAGES + 1} images; from 1 to {MOST_IMAGES}"),
+        (body_of([]), 400, f"0 images; from 1 to {MAX_MEDIA}"),
+        (body_of(pages(MAX_MEDIA + 1)), 400, f"{MAX_MEDIA + 1} images; from 1 to {MAX_MEDIA}"),
         (body_of([image(1, size=2 << 20)]), 400, "the most is 1048576"),
         (body_of(NO_IMAGE), 400, "cannot be decoded"),
         (bytes(34 << 20), 413, "exceeds"),
@@ -130,7 +130,7 @@ async def test_other_media_types_are_refused() -> None:
 def held(life: ReplicaState) -> int:
     """Bytes that wait to be read."""
     service: Any = life.service
-    return sum(place.size for place in service._store._arena.taken)
+    return sum(service.held)
 
 
 @pytest.mark.parametrize("method", ["auto", "tcp"])
@@ -138,7 +138,7 @@ async def test_embeddings_are_read_from_the_replicas_memory_and_freed_with_the_a
     images = pages(3)
     async with replica("encode", encode_inline_kb=0) as (url, life), arena(method) as mine:
         async with leased(url, images) as lease:
-            assert held(life) == 3 * SIZE and not any(ref.data for ref in lease.handoff.images)
+            assert held(life) == 3 * SIZE and not any(media.data for media in lease.handoff.media)
             assert await fetch(lease.handoff, mine, 5.0) == await expected(images)
             assert held(life) == 3 * SIZE, "until the answer is closed"
         await until(lambda: not held(life), 0.5)
@@ -185,7 +185,7 @@ async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeyp
         await answer.aclose()
         await until(lambda: not life.running, 0.5)
         service: Any = life.service
-        assert service._encoder.encoded == 0
+        assert service.encoder.encoded == 0
 
 
 async def test_without_room_they_come_within_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ async def test_without_room_they_come_within_the_answer(monkeypatch: pytest.Monk
 
 
 class Broken(FakeEncoder):
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         await asyncio.sleep(0.2)
         raise ValueError("a bug")
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
-from engine.encoder import EncodedImage, Encoder, ImageInput
+from engine.encoder import Encoder
 from engine.fake.encoder import FakeEncoder
-from engine.process.attachments import detach_images
+from engine.media import EncodedMedia, MediaInput
+from engine.process.attachments import detach_media
 from engine.replicas.ask import ENCODE, RemoteAnswer, ask
 from engine.replicas.client import ReplicaClient
-from engine.replicas.encode_answers import Embeddings
+from engine.replicas.encode_answers import EncodeAnswer
 from engine.replicas.encoders import EncodePool, EncoderPool
 from engine.transfer.arena import Arena
 from protocol.internal import VERSION, EncodeRequest, pieces
@@ -24,17 +25,17 @@ SIZE = 16 * 64 * 4
 """Bytes of a fake image's embeddings."""
 
 
-def image(index: int, size: int = 100, detail: Any = "auto") -> ImageInput:
-    return ImageInput(b"\x89PNG\r\n\x1a\n" + str(index).zfill(size).encode(), detail)
+def image(index: int, size: int = 100, detail: Any = "auto") -> MediaInput:
+    return MediaInput(b"\x89PNG\r\n\x1a\n" + str(index).zfill(size).encode(), detail)
 
 
-def body_of(images: Sequence[ImageInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    bare, parts = detach_images(images)
+def body_of(images: Sequence[MediaInput], version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
+    bare, parts = detach_media(images)
     raw = msgspec.Raw(msgspec.msgpack.encode(bare))
     return b"".join(pieces(EncodeRequest(version, model, raw, [*map(len, parts)], **fields), parts))
 
 
-async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
+async def expected(images: Sequence[MediaInput]) -> list[EncodedMedia]:
     """What one encoder makes of them."""
     encoder = FakeEncoder()
     await encoder.start()
@@ -42,7 +43,7 @@ async def expected(images: Sequence[ImageInput]) -> list[EncodedImage]:
 
 
 @asynccontextmanager
-async def leased(url: str, images: Sequence[ImageInput], **fields: Any) -> AsyncIterator[RemoteAnswer[Embeddings]]:
+async def leased(url: str, images: Sequence[MediaInput], **fields: Any) -> AsyncIterator[RemoteAnswer[EncodeAnswer]]:
     """What a replica hands over, held until the end."""
     headers = [(name.encode(), value.encode()) for name, value in BEARER.items()]
     lease = await ask(ReplicaClient(url), ENCODE, [body_of(images, **fields)], headers)
@@ -90,6 +91,6 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def pages(count: int, start: int = 0) -> list[ImageInput]:
+def pages(count: int, start: int = 0) -> list[MediaInput]:
     """Different images."""
     return [image(index) for index in itertools.islice(itertools.count(start), count)]

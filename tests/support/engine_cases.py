@@ -20,10 +20,11 @@ from engine.base import Engine
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.create import create_engine
 from engine.kv_events import KvEvent, Stored
+from engine.media import MediaSpan, MediaSpans
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, Image, SamplingParams
+from engine.types import Delta, GenerateRequest, SamplingParams
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
@@ -130,11 +131,11 @@ def request_for(prompt: tuple[int, ...], cache_salt: str = "", **sampling: Any) 
     )
 
 
-def image_of(seed: int, start: int) -> Image:
+def image_of(seed: int, start: int) -> MediaSpan:
     """An image of `ROWS` tokens, alike for equal seeds."""
     values = random.Random(seed)
     data = array("f", (values.gauss(0.0, 1.0) for _ in range(ROWS * HIDDEN))).tobytes()
-    return Image(key=blake3(data).hexdigest(), start=start, length=ROWS, rows=ROWS, dtype="float32", data=data)
+    return MediaSpan(key=blake3(data).hexdigest(), start=start, length=ROWS, rows=ROWS, dtype="float32", data=data)
 
 
 def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any) -> GenerateRequest:
@@ -146,7 +147,7 @@ def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any
             images.append(image_of(part, len(prompt)))
             part = (IMAGE_TOKEN,) * ROWS
         prompt += part
-    return replace(request_for(prompt, cache_salt, **sampling), images=tuple(images))
+    return replace(request_for(prompt, cache_salt, **sampling), media=MediaSpans(tuple(images)))
 
 
 async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from engine.embedded.core import EngineCore
-from engine.types import Delta, GenerateRequest, Image, SamplingParams
+from engine.media import MediaSpan, MediaSpans
+from engine.types import Delta, GenerateRequest, SamplingParams
 from tests.support.handoff import sequence_of
 from tests.support.vision_models import TOKENS, image
 
@@ -19,7 +20,7 @@ OUTPUT = 12
 SIZES = ((40, 30), (30, 61), (16, 16), (64, 20))
 """Of the images, in turn, in pixels."""
 ROWS = 16
-"""Image tokens of LLaVA, and of each of the squares that Idefics cuts images into."""
+"""MediaSpan tokens of LLaVA, and of each of the squares that Idefics cuts images into."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Shown:
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
-    images: tuple[Image, ...]
+    images: tuple[MediaSpan, ...]
     shown: tuple[Shown, ...]
 
 
@@ -68,7 +69,7 @@ class Family:
     def prompt(self, *parts: int | list[int]) -> Prompt:
         """Lists are token ids, numbers are images."""
         tokens: list[int] = []
-        images: list[Image] = []
+        images: list[MediaSpan] = []
         shown: list[Shown] = []
         for part in parts:
             if isinstance(part, list):
@@ -79,7 +80,7 @@ class Family:
             tokens += self._expansion(rows)
             data = shown[-1].embeddings.numpy().tobytes()
             images.append(
-                Image(
+                MediaSpan(
                     key=shown[-1].key,
                     start=start,
                     length=len(tokens) - start,
@@ -133,12 +134,14 @@ def text(length: int, seed: int) -> list[int]:
 
 def request_for(name: str, prompt: Prompt, **sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return GenerateRequest(request_id=name, prompt_token_ids=prompt.tokens, sampling=params, images=prompt.images)
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=prompt.tokens, sampling=params, media=MediaSpans(prompt.images)
+    )
 
 
 def without_data(request: GenerateRequest) -> GenerateRequest:
     """As a decode replica gets it."""
-    return replace(request, images=tuple(replace(image, data=b"") for image in request.images))
+    return replace(request, media=MediaSpans(tuple(replace(image, data=b"") for image in request.spans)))
 
 
 def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[Delta]]:

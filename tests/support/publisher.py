@@ -12,9 +12,10 @@ import zmq.asyncio
 
 from engine.base import Engine
 from engine.kv_events import KvEvent, Stored, StoredBlock, UniqueToken
+from engine.media import MediaSpan, MediaSpans
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
 from engine.replicas.publisher.sink import Sink
-from engine.types import GenerateRequest, Image, SamplingParams
+from engine.types import GenerateRequest, SamplingParams
 
 ANYWHERE = "tcp://127.0.0.1:0"
 BLOCK = 4
@@ -36,7 +37,11 @@ async def generate(
     """Run a request; how many tokens of its prompt the engine had."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     request = GenerateRequest(
-        request_id=name, prompt_token_ids=tuple(tokens), sampling=sampling, cache_salt=salt, images=images
+        request_id=name,
+        prompt_token_ids=tuple(tokens),
+        sampling=sampling,
+        cache_salt=salt,
+        media=MediaSpans(tuple(images)),
     )
     cached = 0
     async for delta in engine.generate(request):
@@ -44,8 +49,8 @@ async def generate(
     return cached
 
 
-def image(key: str, start: int, length: int) -> Image:
-    return Image(key=key * 64, start=start, length=length, rows=length, dtype="float32", data=bytes(4 * length))
+def image(key: str, start: int, length: int) -> MediaSpan:
+    return MediaSpan(key=key * 64, start=start, length=length, rows=length, dtype="float32", data=bytes(4 * length))
 
 
 @asynccontextmanager

@@ -12,9 +12,11 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
+from engine import handoff
 from engine.base import Engine
-from engine.encoder import ImageInput
 from engine.handoff import handoff_of
+from engine.media import Encoding, MediaInput
+from engine.replicas.encode_answers import EncodeAnswer, decode_answer
 from engine.types import GenerateRequest, Handoff
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,11 +92,11 @@ def model_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> ImageInput:
+def picture(colour: str = "red", size: tuple[int, int] = (8, 6), form: str = "PNG") -> MediaInput:
     """A small file."""
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, form)
-    return ImageInput(buffer.getvalue())
+    return MediaInput(buffer.getvalue())
 
 
 async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:
@@ -104,3 +106,10 @@ async def handed_over(engine: Engine, request: GenerateRequest) -> Handoff:
         return handoff_of("trtllm", await anext(stream))
     finally:
         await stream.aclose()
+
+
+def travelled(encoding: Encoding) -> Encoding:
+    """An encoding as it arrives in the answer of /encode."""
+    answer = decode_answer(handoff.encode(EncodeAnswer(version=handoff.VERSION, encoding=encoding)))
+    assert answer.encoding is not None
+    return answer.encoding

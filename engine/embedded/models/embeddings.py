@@ -17,12 +17,12 @@ class PromptImages:
 
     def __init__(self, request: GenerateRequest, takes: ImageTokens) -> None:
         tokens = np.array(request.prompt_token_ids)
-        self._images = request.images
+        self._images = request.spans
         self._takes = takes
         self._num_tokens = len(tokens)
         self.places = [
             image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.token_id)
-            for image in request.images
+            for image in request.spans
         ]
         """Positions of each image's tokens."""
         self._end = int(self.places[-1][-1]) + 1

@@ -1,4 +1,4 @@
-"""A batch of images through the processor, in a few threads, and the tower, as many of equal shape at a time as it takes."""
+"""Encodes batches of images: the processor runs in a few threads, the tower takes images of equal shape together."""
 
 import io
 import logging
@@ -16,14 +16,15 @@ from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.processing import ImageProcessing, Prepared
 from engine.embedded.vision.tower import Tower
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _GPU_IMAGES = 8
-"""Images that the tower waits for to compute them together. A CPU gains nothing by that, and begins with the first."""
+"""Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
-"""Pixel values, three to a pixel, that one call of the tower takes, unless a single image has more."""
+"""Maximum pixel values, three per pixel, in one call of the tower, unless a single image has more."""
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +50,18 @@ class BatchEncoder:
         )
         self._try_out()
 
-    def encode(self, images: Sequence[ImageInput]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
-        """The outcome for each image, by its index, as soon as it is known. Raises as `embed`."""
+    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+        """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[ImageInput]) -> Iterator[Prepared | EngineError]:
-        """Begin, in other threads, with what comes before the tower. May be called from any thread."""
+    def prepare(self, images: Sequence[MediaInput]) -> Iterator[Prepared | EngineError]:
+        """Begin the work before the tower, in other threads. Callable from any thread."""
         return self._pool.map(self._prepare, images)
 
-    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedImage | EngineError]]]:
-        """The outcome for each image, by its index, as soon as it is known.
+    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+        """Yield the outcome of each image, with its index, as soon as it is known.
 
-        Raises torch.AcceleratorError when the device works no more for this process.
+        Raises torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
         while some := list(islice(prepared, self._at_once)):
@@ -69,16 +70,16 @@ class BatchEncoder:
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
-    def _prepare(self, image: ImageInput) -> Prepared | EngineError:
+    def _prepare(self, image: MediaInput) -> Prepared | EngineError:
         try:
             return self._processing.prepare(image)
         except EngineError as error:
             return error
-        except Exception:  # a bug, which must not take the other images with it
+        except Exception:  # a bug, which must not fail the other images
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
-    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedImage | EngineError]]:
+    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
         try:
             data = self._tower.encode([*images.values()])
         except EngineError as error:
@@ -91,7 +92,7 @@ class BatchEncoder:
         return [
             (
                 index,
-                EncodedImage(
+                EncodedMedia(
                     text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid
                 ),
             )
@@ -99,16 +100,16 @@ class BatchEncoder:
         ]
 
     def _try_out(self) -> None:
-        """What cannot work shall fail now; and the first image shall not be slower than others."""
+        """Encode one image: a model that cannot encode fails now, and the first image is no slower than others."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
-        (((_, outcome),),) = self.encode([ImageInput(file.getvalue())])
+        (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])
         if isinstance(outcome, EngineError):
             raise EngineFailure(f"the model cannot encode images: {outcome}")
 
 
 def _calls(images: dict[int, Prepared]) -> Iterator[dict[int, Prepared]]:
-    """Those of equal shapes, as many at a time as fit the tower's calls."""
+    """Group images of equal shapes, as many at a time as fit a call of the tower."""
     groups: dict[object, list[int]] = {}
     for index, image in images.items():
         groups.setdefault(tuple((name, tensor.shape) for name, tensor in image.tensors.items()), []).append(index)

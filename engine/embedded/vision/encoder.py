@@ -1,7 +1,7 @@
-"""The embedded engine's encoder: a vision tower in a process of its own, so that neither HTTP nor the engine's steps wait for it.
+"""The embedded engine's encoder: a vision tower in a process of its own, which neither HTTP nor the engine waits for.
 
-This side moves bytes and nothing else. It keeps the queue, and lets the process have two small batches at a time: one to compute, one to
-go on with. What has not been sent is skipped when it is cancelled.
+This side keeps the queue and moves bytes. The process has at most two small batches at a time: one to compute, and the
+next. Cancelled images that have not been sent are skipped.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import Options
 from engine.embedded.vision.process import EncoderProcess
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
+from engine.media import EncodedMedia, MediaInput
 from engine.process.supervisor import End, Supervisor
 
 _BATCHES = 2
@@ -27,17 +28,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Job:
-    image: ImageInput
-    done: asyncio.Future[EncodedImage]
+    image: MediaInput
+    done: asyncio.Future[EncodedMedia]
     alone: bool = False
-    """To be sent in a batch of its own: it was in a batch that ended the process, or took too long, and may be why."""
+    """Send in a batch of its own: it was in a batch that ended the process or took too long, and may be the cause."""
 
 
 class EmbeddedEncoder:
-    """An `Encoder`. When its process dies it is restarted, after pauses that grow from 0.5 to 30 seconds; if it is busy but answers nothing
-    for `timeout_seconds` it is killed. The images of its batch are then tried again one by one, and the others go on as if nothing had
-    been: one that takes too long by itself raises EngineFailure, one that has cost the process twice EngineDied. All do if it does not
-    start again.
+    """An `Encoder` whose process is restarted when it dies, after pauses that grow from 0.5 to 30 seconds.
+
+    A process that is busy but silent for `timeout_seconds` is killed. The images of its batch are then retried one by
+    one; others are not affected. An image that takes too long by itself raises EngineFailure, one that has ended the
+    process twice raises EngineDied. If the process does not start again, all do.
     """
 
     def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
@@ -65,18 +67,18 @@ class EmbeddedEncoder:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the process that encodes; None while there is none."""
+        """Id of the encoding process; None while there is none."""
         return self._process.process.pid if self._process is not None and self._serving else None
 
     async def start(self) -> None:
         await self._start()
         self._supervision = asyncio.create_task(self._supervise(), name="image-encoder")
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
             raise EngineNotReady("the encoder is starting, restarting or closing")
         loop = asyncio.get_running_loop()
-        jobs = [_Job(image, loop.create_future()) for image in images]
+        jobs = [_Job(image, loop.create_future()) for image in media]
         self._waiting.extend(jobs)
         self._wake.set()
         try:
@@ -108,7 +110,7 @@ class EmbeddedEncoder:
                 await self._process.stop()
 
     async def _live(self) -> End:
-        """See one process through, the one that `start` has started or a new one."""
+        """Serve by one process until it ends: the one that `start` has started, or a new one."""
         if self._process is not None and self._serving:
             process = self._process
         else:

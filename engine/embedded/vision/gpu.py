@@ -1,4 +1,4 @@
-"""What a vision tower needs to be fast on a GPU: memory that is there already, and CUDA graphs."""
+"""What makes a vision tower fast on a GPU: staging memory, and CUDA graphs."""
 
 import logging
 from collections.abc import Callable
@@ -13,14 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class Staging:
-    """Memory of the host that the GPU copies to and from at its full speed, used again and again: fresh pages take longer to get than the
-    values to copy."""
+    """Pinned host memory that is used again and again: allocating fresh pages takes longer than copying the values."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised, and in the place of the one before."""
+        """Return an uninitialised tensor. It overwrites the one before."""
         size = shape.numel() * dtype.itemsize
         if len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -28,8 +27,10 @@ class Staging:
 
 
 class Graphs:
-    """`compute`, pixels to embeddings, with a CUDA graph for each shape of pixels: Python takes longer to launch a tower's hundreds of
-    kernels than the GPU to compute a few images."""
+    """Runs `compute`, pixels to embeddings, with a CUDA graph for each shape of pixels.
+
+    Launching a tower's hundreds of kernels from Python takes longer than the GPU takes to compute a few images.
+    """
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute = compute
@@ -37,7 +38,7 @@ class Graphs:
         self._most = _MOST_GRAPHS
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Valid until the next call."""
+        """Return embeddings that are valid until the next call."""
         shape = pixels.shape
         if shape not in self._graphs and len(self._graphs) < self._most:
             try:
@@ -45,7 +46,7 @@ class Graphs:
             except torch.OutOfMemoryError:
                 log.warning("there is too little memory for another CUDA graph of the vision tower")
                 self._most = len(self._graphs)
-            except RuntimeError as error:  # a tower may do what no graph can hold
+            except RuntimeError as error:  # the tower does something that cannot be captured
                 log.info("the vision tower runs without CUDA graphs: %s", error)
                 self._most = 0
         if shape not in self._graphs:

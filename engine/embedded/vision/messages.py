@@ -1,49 +1,43 @@
-"""What the encoder and its process say to each other over a socket pair: a length, msgpack of that length, then bytes that it announces.
+"""The messages between the encoder and its process, over a socket pair, in frames (`protocol/frames.py`).
 
-Images and small embeddings travel behind the message and not in it, so that neither side copies them to pack them; larger ones are
-`SharedBytes`, whose descriptors come behind all else, with one byte.
+Files and small embeddings follow the message, so that neither side copies them to pack them. Larger embeddings are
+`SharedBytes`: their descriptors follow all else, with one byte.
 """
 
 import msgspec
 
 from engine.config import EncoderConfig
-from engine.encoder import Detail, Dtype, EncoderInfo
+from engine.encoder import EncoderInfo
+from engine.media import EncodedMedia, MediaInput
 from engine.process.wire import Failed
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The first message to the process, answered by Welcome or Failed."""
+    """The first message to the process, answered by EncoderReady or Failed."""
 
     config: EncoderConfig
     log_level: str
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Images to encode, each named in one of the Answers that come, before those to the next batch. Their files follow, in order."""
+    """Files to encode. Answers name each of them once, before any of the next batch. The files follow, in order."""
 
-    images: list[tuple[Detail, int]]
-    """The detail and the size in bytes of each."""
+    media: list[MediaInput]
+    sizes: list[int]
+    """Bytes of each file."""
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: EncoderInfo
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An `EncodedImage` whose data, `size` bytes, follow, or the descriptor for them."""
-
-    text: str
-    rows: int
-    dtype: Dtype
-    grid: tuple[int, int, int]
-    size: int
-    shared: bool
-
-
-Result = Encoded | Failed
-
-
 class Answer(msgspec.Struct, frozen=True):
-    """Of images of a batch, by their indices in it. Their embeddings follow in this order, then the descriptors, if there are any."""
+    """Outcomes for files of a batch, by their indices in it. Embeddings follow in order, then the descriptors."""
 
-    results: dict[int, Result]
+    encoded: dict[int, EncodedMedia]
+    """Without embeddings."""
+    sizes: list[int]
+    """Bytes of the embeddings of each."""
+    shared: list[int]
+    """The indices of those whose embeddings are descriptors."""
+    failed: dict[int, Failed]

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+from msgspec.structs import replace
 
 import engine
-from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Welcome
-from engine.encoder import EncodedImage, EncoderInfo, ImageInput
+from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options
+from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 from engine.process import wire
+from engine.process.attachments import detach_media
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 
@@ -66,32 +69,31 @@ class EncoderProcess:
             await self.stop()
             raise
 
-    async def send(self, images: Sequence[ImageInput]) -> bool:
-        """Send images, whose results `receive` will return; return False if the process has gone."""
+    async def send(self, media: Sequence[MediaInput]) -> bool:
+        """Send files, whose results `receive` will return; return False if the process has gone."""
         try:
-            await self._write(packed(Batch([(image.detail, len(image.data)) for image in images])))
-            for image in images:
-                await self._write(image.data)
+            bare, files = detach_media(media)
+            await self._write(packed(Batch(bare, [*map(len, files)])))
+            for file in files:
+                await self._write(file)
         except ConnectionError:
             return False
         return True
 
-    async def receive(self) -> dict[int, EncodedImage | EngineError] | None:
+    async def receive(self) -> dict[int, EncodedMedia | EngineError] | None:
         """Return outcomes of the oldest unfinished batch, by index; None if the process has gone."""
         try:
-            results = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer).results
-            encoded = {index: result for index, result in results.items() if isinstance(result, Encoded)}
+            answer = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer)
+            sizes = zip(answer.encoded, answer.sizes, strict=True)
             data: dict[int, Data] = {
-                index: await self._read(result.size) for index, result in encoded.items() if not result.shared
+                index: await self._read(size) for index, size in sizes if index not in answer.shared
             }
-            if shared := [index for index, result in encoded.items() if result.shared]:
-                data |= zip(shared, await self._shared(len(shared)), strict=False)
+            if answer.shared:
+                data |= zip(answer.shared, await self._shared(len(answer.shared)), strict=False)
         except (EOFError, ConnectionError):
             return None
-        return {
-            index: wire.error_of(result) if isinstance(result, wire.Failed) else _image(result, data.get(index))
-            for index, result in results.items()
-        }
+        failed = {index: wire.error_of(error) for index, error in answer.failed.items()}
+        return failed | {index: _with_data(media, data.get(index)) for index, media in answer.encoded.items()}
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -111,8 +113,8 @@ class EncoderProcess:
     async def _greet(self, options: Options) -> EncoderInfo:
         try:
             await self._write(packed(options))
-            reply: Welcome | wire.Failed = msgspec.msgpack.decode(
-                await receive_payload(self._read), type=Welcome | wire.Failed
+            reply: EncoderReady | wire.Failed = msgspec.msgpack.decode(
+                await receive_payload(self._read), type=EncoderReady | wire.Failed
             )
         except (EOFError, ConnectionError) as error:
             raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
@@ -150,10 +152,10 @@ class EncoderProcess:
             return [memory.copy() if crowded() else memory for memory in map(SharedBytes, fds)]
 
 
-def _image(result: Encoded, data: Data | None) -> EncodedImage | EngineFailure:
+def _with_data(media: EncodedMedia, data: Data | None) -> EncodedMedia | EngineError:
     if data is None:
         return EngineFailure("the server has too many files open to take the embeddings of an image")
-    return EncodedImage(text=result.text, rows=result.rows, data=data, dtype=result.dtype, grid=result.grid)
+    return replace(media, data=data)
 
 
 async def _until_readable(channel: socket.socket) -> None:

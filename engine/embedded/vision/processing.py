@@ -1,6 +1,6 @@
-"""One image, by the model's own processor: pixels for the vision tower, and the text that takes the place of a placeholder.
+"""Runs the model's own processor on one image: pixels for the vision tower, and the text that replaces a placeholder.
 
-Each image is processed for itself, so that its embeddings do not depend on what else a prompt shows, and can be kept.
+Each image is processed by itself, so that its embeddings do not depend on the rest of the prompt and can be cached.
 """
 
 import json
@@ -16,14 +16,14 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
-from engine.encoder import ImageInput
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
+from engine.media import MediaInput
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An image for the tower: `tensors` are arguments of `get_image_features`, each with images in the first dimension."""
+    """An image for the tower. `tensors` are arguments of `get_image_features`, with images in the first dimension."""
 
     tensors: dict[str, torch.Tensor]
     text: str
@@ -32,8 +32,10 @@ class Prepared:
 
 
 class PixelRoom:
-    """Room for as many pixels at a time as the largest image may have: its copies take a gigabyte (64 million), and so do those of many
-    smaller ones. Whoever waits for room is not overtaken. For threads."""
+    """A limit, for threads, to the pixels that are processed at once: as many as the largest image may have.
+
+    The copies of 64 million pixels take a gigabyte. Threads get room in the order in which they ask.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = self._free = most
@@ -42,7 +44,7 @@ class PixelRoom:
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        """Wait until there is room for so many, or, if they are more than ever fit, for nobody else."""
+        """Wait until there is room for `count` pixels; if they never fit, until all room is free."""
         count = min(count, self._most)
         with self._turn, self._changed:
             self._changed.wait_for(lambda: self._free >= count)
@@ -56,7 +58,7 @@ class PixelRoom:
 
 
 class ImageProcessing:
-    """The processor in a model's folder. `prepare` may be called in several threads at once. Raises EngineFailure."""
+    """The processor in a model's folder. `prepare` may run in several threads at once. Raises EngineFailure."""
 
     def __init__(self, config: EncoderConfig, facts: ModelFacts) -> None:
         self._max_pixels = config.max_image_pixels
@@ -73,10 +75,10 @@ class ImageProcessing:
         self.description = json.dumps(
             [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
         )
-        """All that decides what becomes of an image."""
+        """All settings that change the result, as JSON."""
 
-    def prepare(self, image: ImageInput) -> Prepared:
-        """Raises InvalidRequest."""
+    def prepare(self, image: MediaInput) -> Prepared:
+        """Decode and process a file. Raises InvalidRequest."""
         with self._room.take(pixels(image)):
             picture = decode(image, self._max_pixels)
             try:
@@ -92,7 +94,7 @@ class ImageProcessing:
 
 
 def _load_image_processor(config: EncoderConfig) -> Any:
-    """Pillow's, wherever torchvision is installed too: the two scale differently, and replicas' embeddings are to be equal."""
+    """Load Pillow's processor even where torchvision is installed: they scale differently, and replicas must agree."""
     load: Any = AutoImageProcessor.from_pretrained
     processor = load(config.model, backend="pil", local_files_only=True, **config.processor_options)
     if unknown := config.processor_options.keys() - processor.valid_kwargs.__annotations__.keys():
@@ -101,11 +103,11 @@ def _load_image_processor(config: EncoderConfig) -> Any:
 
 
 def _load_processor(folder: str, facts: ModelFacts, image_processor: Any) -> tuple[Any, dict[str, Any]]:
-    """The processor, and the settings that it was made with."""
+    """Return the processor and the settings that it was made with."""
     base: Any = getattr(transformers, facts.vision.processor)
 
     class WithoutVideos(base):  # type: ignore[misc]
-        """Takes none, for their processors need torchvision."""
+        """The processor without videos, whose processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return (

@@ -15,8 +15,8 @@ from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
-from engine.encoder import Dtype
 from engine.errors import EngineFailure
+from engine.media import Dtype
 from engine.transfer.shared_bytes import Data, shared_or_copied
 
 _NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -115,7 +115,8 @@ def _random(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, language: str) -> Any:
     """Load the model with its shrunken language part, in the submodule `language`.
 
-    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of `language` may be.
+    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of
+    `language` may be.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()

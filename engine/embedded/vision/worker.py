@@ -1,7 +1,9 @@
-"""The process that encodes images, `python -m engine.embedded.vision.worker`: decoding, the model's processor and its vision tower.
+"""The process that encodes images, `python -m engine.embedded.vision.worker`: it decodes files and runs the model's
+processor and vision tower.
 
-Standard input is a socket to the parent, in both directions (`messages.py`). The process ends when the parent closes it, even in the
-middle of a batch. SIGTERM and SIGINT do nothing: a service manager's go to the parent too, which still drains.
+Standard input is a socket to the parent, in both directions (`messages.py`). The process ends when the parent closes
+it, even in the middle of a batch. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which
+still drains.
 """
 
 import logging
@@ -15,11 +17,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, Encoded, Options, Result, Welcome
-from engine.encoder import EncodedImage, ImageInput
+from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia
 from engine.process import wire
+from engine.process.attachments import attach_media
 from engine.transfer.shared_bytes import SharedBytes
 from protocol.frames import packed, read_payload
 
@@ -35,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Read in this thread, compute in another, so that the end of the socket ends the process at once, and that the next batch is prepared
-    while one is computed.
+    """Read in this thread and compute in another, so that the end of the socket ends the process at once, and the next
+    batch is prepared while one is computed.
     """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -49,21 +53,21 @@ def main() -> NoReturn:
         threading.Thread(target=_serve, args=(options, channel, loaded, batches), daemon=True).start()
         while True:
             batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
-            images = [ImageInput(_receive(channel, size), detail) for detail, size in batch.images]
-            batches.put(loaded.result().prepare(images))
+            media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
+            batches.put(loaded.result().prepare(media))
     except (EOFError, ConnectionError):
         os._exit(0)
 
 
 def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", batches: "Batches") -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # of what is odd in users' files
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about oddities in users' files
     try:
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
         encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
-        channel.sendall(packed(Welcome(encoder.info)))
+        channel.sendall(packed(EncoderReady(encoder.info)))
         while True:
             for outcomes in encoder.embed(batches.get()):
                 _send(channel, dict(outcomes))
@@ -74,30 +78,26 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
     except BaseException:
         log.exception("the encoder process has failed")
     finally:
-        os._exit(1)  # without this thread the process is of no use
+        os._exit(1)  # without this thread the process is useless
 
 
-def _send(channel: socket.socket, outcomes: "dict[int, EncodedImage | EngineError]") -> None:
-    channel.sendall(packed(Answer({index: _result(outcome) for index, outcome in outcomes.items()})))
-    data = [outcome.data for outcome in outcomes.values() if isinstance(outcome, EncodedImage)]
-    for inline in data:
-        if not isinstance(inline, SharedBytes):
-            channel.sendall(inline)
-    if shared := [memory.fd for memory in data if isinstance(memory, SharedBytes)]:
-        socket.send_fds(channel, [b"\0"], shared)
-
-
-def _result(outcome: EncodedImage | EngineError) -> Result:
-    if isinstance(outcome, EngineError):
-        return wire.failed(0, outcome)
-    return Encoded(
-        outcome.text,
-        outcome.rows,
-        outcome.dtype,
-        outcome.grid,
-        len(outcome.data),
-        isinstance(outcome.data, SharedBytes),
+def _send(channel: socket.socket, outcomes: "dict[int, EncodedMedia | EngineError]") -> None:
+    encoded = {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, EncodedMedia)}
+    shared = {index: media.data.fd for index, media in encoded.items() if isinstance(media.data, SharedBytes)}
+    answer = Answer(
+        encoded={index: replace(media, data=b"") for index, media in encoded.items()},
+        sizes=[len(media.data) for media in encoded.values()],
+        shared=[*shared],
+        failed={
+            index: wire.failed(0, outcome) for index, outcome in outcomes.items() if isinstance(outcome, EngineError)
+        },
     )
+    channel.sendall(packed(answer))
+    for media in encoded.values():
+        if not isinstance(media.data, SharedBytes):
+            channel.sendall(media.data)
+    if shared:
+        socket.send_fds(channel, [b"\0"], [*shared.values()])
 
 
 def _receive_message(channel: socket.socket) -> bytes:

@@ -17,9 +17,10 @@ from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.kit.checks import ImageTokens, check_images, check_prompt
+from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.kit.spans import overlaps_of
-from engine.types import Delta, GenerateRequest, Image
+from engine.media import MediaSpan, MediaSpans
+from engine.types import Delta, GenerateRequest
 from tests.support.handoff import Pair, pair_of, sequence_of, step, tokens
 from tests.support.image_support import Family, Prompt, request_for, text, without_data
 from tests.support.vision_models import BUILDERS
@@ -142,7 +143,7 @@ async def test_the_engine_takes_and_refuses_images(
 ) -> None:
     request = request_for("a", prompts[2])
     assert tokens([delta async for delta in engine.generate(request)]) == expected[2]
-    wrong = replace(request, images=(replace(request.images[0], data=b"0" * 16), request.images[1]))
+    wrong = replace(request, media=MediaSpans((replace(request.spans[0], data=b"0" * 16), request.spans[1])))
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(wrong))
     blind = EmbeddedEngine(
@@ -163,18 +164,21 @@ TAKES = ImageTokens(IMAGE_TOKEN, 4)
 PROMPT = (1, *[IMAGE_TOKEN] * 4, 2, IMAGE_TOKEN, IMAGE_TOKEN, IMAGE_TOKEN, IMAGE_TOKEN, 3)
 
 
-def picture(start: int, length: int = 4, **changes: Any) -> Image:
+def picture(start: int, length: int = 4, **changes: Any) -> MediaSpan:
     rows = changes.pop("rows", length)
     fields = {"key": "ab" * 32, "dtype": "bfloat16", "data": bytes(rows * 8), "grid": (1, 4, 4), **changes}
-    return Image(start=start, length=length, rows=rows, **fields)
+    return MediaSpan(start=start, length=length, rows=rows, **fields)
 
 
-def check(*images: Image, takes: ImageTokens | None = TAKES) -> None:
+def check(*images: MediaSpan, takes: ImageTokens | None = TAKES) -> None:
     request = GenerateRequest(
-        request_id="a", prompt_token_ids=PROMPT, sampling=request_for("a", Prompt((1,), (), ())).sampling, images=images
+        request_id="a",
+        prompt_token_ids=PROMPT,
+        sampling=request_for("a", Prompt((1,), (), ())).sampling,
+        media=MediaSpans(images),
     )
     check_prompt(request, 10, 100)
-    check_images(request, takes)
+    check_embeddings(request, takes)
 
 
 def test_good_images_pass() -> None:
@@ -205,7 +209,7 @@ def test_good_images_pass() -> None:
         ([picture(1, data=bytes(33))], "image 0 has 33 bytes of embeddings; its rows have 32"),
     ],
 )
-def test_bad_images_are_refused(images: list[Image], reason: str) -> None:
+def test_bad_images_are_refused(images: list[MediaSpan], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as raised:
         check(*images)
     assert raised.value.param == "prompt"
@@ -224,7 +228,7 @@ def test_bad_images_are_refused(images: list[Image], reason: str) -> None:
         ),
     ],
 )
-def test_grids_must_fit_where_positions_depend_on_them(images: list[Image], reason: str) -> None:
+def test_grids_must_fit_where_positions_depend_on_them(images: list[MediaSpan], reason: str) -> None:
     check(*images)
     with pytest.raises(InvalidRequest, match=reason):
         check(*images, takes=TAKES._replace(merge=2))
@@ -252,7 +256,7 @@ def test_blocks_share_a_key_only_if_all_images_before_their_end_are_the_same(
     one: list[tuple[int, int, str]], other: list[tuple[int, int, str]]
 ) -> None:
     """All tokens are alike; an image's key decides how long its span is."""
-    many: list[list[Image]] = []
+    many: list[list[MediaSpan]] = []
     for layout in (one, other):
         images, end = [], 0
         for gap, length, key in layout:

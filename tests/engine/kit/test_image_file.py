@@ -13,9 +13,9 @@ from PIL import Image, ImageOps, ImageSequence
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, InvalidRequest
 from engine.kit.image_file import LOW_DETAIL, decode
+from engine.media import EncodedMedia, MediaInput
 from tests.support.vision_models import build_llava, image, image_bytes
 
 MAX_PIXELS = 1_000_000
@@ -27,8 +27,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> BatchEncoder:
     return BatchEncoder(EncoderConfig(model=str(folder), dtype="float32", max_image_pixels=MAX_PIXELS))
 
 
-def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
-    found = dict(pair for pairs in encoder.encode([ImageInput(file) for file in files]) for pair in pairs)
+def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedMedia | EngineError]:
+    found = dict(pair for pairs in encoder.encode([MediaInput(file) for file in files]) for pair in pairs)
     return [found[index] for index in range(len(files))]
 
 
@@ -36,7 +36,7 @@ def refusal(encoder: BatchEncoder, file: bytes) -> str:
     """The message of the refusal, after which the next image is encoded."""
     good = image_bytes()
     before, outcome, after = outcomes(encoder, good, file, good)
-    assert isinstance(before, EncodedImage) and before == after
+    assert isinstance(before, EncodedMedia) and before == after
     assert isinstance(outcome, InvalidRequest) and outcome.param == "image"
     return str(outcome)
 
@@ -48,7 +48,7 @@ def saved(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def pixels(file: bytes, detail: Any = "auto") -> np.ndarray[Any, Any]:
-    picture = decode(ImageInput(file, detail), MAX_PIXELS)
+    picture = decode(MediaInput(file, detail), MAX_PIXELS)
     assert picture.mode == "RGB"
     return np.asarray(picture)
 
@@ -102,7 +102,7 @@ def test_bombs_are_refused_before_they_are_decoded(encoder: BatchEncoder, kind: 
 def test_an_image_all_too_long_is_refused(encoder: BatchEncoder) -> None:
     assert "more than 200 times" in refusal(encoder, image_bytes(2010, 10))
     assert all(
-        isinstance(outcome, EncodedImage) for outcome in outcomes(encoder, image_bytes(2000, 10), image_bytes(1, 200))
+        isinstance(outcome, EncodedMedia) for outcome in outcomes(encoder, image_bytes(2000, 10), image_bytes(1, 200))
     )
 
 
@@ -168,7 +168,7 @@ def test_low_detail_is_scaled_down() -> None:
 
 def test_refusals_name_the_image() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        decode(ImageInput(b""), MAX_PIXELS)
+        decode(MediaInput(b""), MAX_PIXELS)
     assert caught.value.param == "image"
 
 
@@ -184,7 +184,7 @@ def test_any_damage_is_a_refusal_or_an_image(form: str, changes: list[tuple[int,
     for at, value in changes:
         file[at % len(file)] = value
     try:
-        picture = decode(ImageInput(bytes(file[: len(file) - length // 40])), MAX_PIXELS)
+        picture = decode(MediaInput(bytes(file[: len(file) - length // 40])), MAX_PIXELS)
     except InvalidRequest as error:
         assert "image" in str(error) and error.param == "image"
     else:

@@ -8,9 +8,9 @@ from engine.config import FakeConfig
 from engine.create import create_engine
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.media import MediaSpan
 from engine.replicas.publisher.convert import Converter
 from engine.replicas.publisher.messages import AllBlocksCleared
-from engine.types import Image
 from tests.support.publisher import BLOCK, Books, block, generate, stored
 
 WINDOW = 512
@@ -104,7 +104,7 @@ async def test_who_listened_before_begins_anew() -> None:
 async def test_nothing_piles_up_while_nobody_listens() -> None:
     engine = create_engine(FakeConfig(num_blocks=64, block_size=BLOCK, context_length=128))
     await engine.start()
-    draw, images = random.Random(0), list[Image]()
+    draw, images = random.Random(0), list[MediaSpan]()
     for start in range(0, 400, 40):
         await asyncio.gather(
             *(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40))

@@ -4,23 +4,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kit.spans import mm_keys_of, overlaps_of
-from engine.types import Image
+from engine.media import MediaSpan
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[Image, ...]:
-    images: list[Image] = []
+def prompts(draw: st.DrawFn) -> tuple[MediaSpan, ...]:
+    images: list[MediaSpan] = []
     end = 0
     for key in draw(st.lists(st.sampled_from("abc"), max_size=4)):
         start = end + draw(st.integers(0, 9))
         length = draw(st.integers(1, 12))
-        images.append(Image(key=key * 64, start=start, length=length, rows=1, dtype="float32", data=b"data"))
+        images.append(MediaSpan(key=key * 64, start=start, length=length, rows=1, dtype="float32", data=b"data"))
         end = start + length
     return tuple(images)
 
 
 @given(prompts(), st.integers(0, 60), st.integers(1, 10))
-def test_overlaps(images: tuple[Image, ...], start: int, size: int) -> None:
+def test_overlaps(images: tuple[MediaSpan, ...], start: int, size: int) -> None:
     expected = []
     for image in images:
         shared = [token for token in range(start, start + size) if image.start <= token < image.start + image.length]

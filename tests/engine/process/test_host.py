@@ -20,13 +20,14 @@ from msgspec.structs import replace
 from engine.config import FakeConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.process import wire
 from engine.process.client import EngineClient
 from engine.process.engine_service import ENGINE
 from engine.process.host import ServiceHost, bind
 from engine.process.sockets import context
 from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, Image, Media, SamplingParams
+from engine.types import Delta, GenerateRequest, SamplingParams
 
 _ids = itertools.count()
 FOREVER = 30_000
@@ -268,9 +269,9 @@ async def test_messages_too_large_fail_alone(
     huge = replace(request_for(1, (5,) * 3_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=20))
     wide = [request_for(1, (500,) * 3_000) for _ in range(5)]
     too_wide = request_for(1, (500,) * 7_000)
-    image = Image(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(20_000))
-    too_seen = replace(request_for(5), images=(image,))
-    too_raw = replace(request_for(5), media=Media(text="", images=(bytes(15_000),) * 2))
+    image = MediaSpan(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(20_000))
+    too_seen = replace(request_for(5), media=MediaSpans((image,)))
+    too_raw = replace(request_for(5), media=MediaFiles("", (MediaInput(bytes(15_000)),) * 2))
     async with host_at(address, fake):
         await client.start()
         wanted = (huge, too_wide, too_seen, too_raw, *wide, request_for(100))

@@ -11,11 +11,12 @@ import zmq.asyncio
 
 import engine.errors
 from engine.errors import EngineError, EngineFailure, InvalidRequest
+from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.process import wire
-from engine.process.attachments import attach, detach
+from engine.process.attachments import attach, data_of, detach
 from engine.process.sockets import Buffer, LoopSocket
 from engine.transfer.shared_bytes import SharedBytes
-from engine.types import GenerateRequest, Image, Media, SamplingParams
+from engine.types import GenerateRequest, SamplingParams
 from protocol.internal import PrefillRequest, head_of, parts_of, pieces
 
 ERRORS = [value for value in vars(engine.errors).values() if isinstance(value, type) and issubclass(value, EngineError)]
@@ -37,18 +38,25 @@ def test_an_error_of_another_version_is_a_failure() -> None:
     assert type(error) is EngineFailure and str(error) == "message"
 
 
-def with_images(count: int, files: int) -> GenerateRequest:
-    images = tuple(
-        Image(key=f"{index:064}", start=2 * index, length=1, rows=1, dtype="float32", data=bytes([200 + index]) * 40)
-        for index in range(count)
-    )
-    media = Media(text="a", images=tuple(b"file %d" % index for index in range(files))) if files else None
-    return GenerateRequest(
-        request_id="r", prompt_token_ids=(1,) * 9, sampling=SamplingParams(max_tokens=1), images=images, media=media
+def spans(count: int) -> MediaSpans:
+    return MediaSpans(
+        tuple(
+            MediaSpan(
+                key=f"{index:064}", start=2 * index, length=1, rows=1, dtype="float32", data=bytes([200 + index]) * 40
+            )
+            for index in range(count)
+        )
     )
 
 
-REQUESTS = [with_images(count, files) for count in (0, 1, 3) for files in (0, 2)]
+def request_with(media: PromptMedia | None) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=1)
+    return GenerateRequest(request_id="r", prompt_token_ids=(1,) * 9, sampling=sampling, media=media)
+
+
+FILES = MediaFiles("a", (MediaInput(b"file 0"), MediaInput(b"file 1", "low")))
+ELSEWHERE = Encoding(version=1, backend="trtllm", prompt="a", state=b"state")
+REQUESTS = [request_with(media) for media in (None, ELSEWHERE, FILES, spans(1), spans(3))]
 
 
 def packed(requests: list[GenerateRequest]) -> list[Buffer]:
@@ -71,7 +79,7 @@ def test_requests_come_with_their_images() -> None:
         if isinstance(command, wire.Call)
     ]
     assert generation == 7 and found == REQUESTS and commands[-1] == (wire.Cancel(1), [])
-    data = [image.data for request in REQUESTS for image in request.images]
+    data = [part for request in REQUESTS for part in data_of(request)]
     assert not any(part in frames[0] for part in data), "the message itself has none of their bytes"
     assert all(any(part is frame for frame in frames) for part in data), "they are the same objects: nothing is copied"
 

@@ -12,10 +12,11 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION, handoff_of
 from engine.handoff import encode as encode_handoff
 from engine.kit.stream import DeltaStream
+from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import prompt_keys
 from engine.transfer.shared_bytes import SharedBytes
-from engine.types import Delta, GenerateRequest, Held, Image, Media
+from engine.types import Delta, GenerateRequest, Held
 from protocol.frames import frame
 from tests.support.disaggregated import (
     PROMPT,
@@ -35,17 +36,17 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 SIZE = 1 << 20
 
 
-def image(key: str, start: int, length: int = 8, size: int = 64) -> Image:
-    return Image(key=key * 64, start=start, length=length, rows=length, dtype="float32", data=key.encode() * size)
+def image(key: str, start: int, length: int = 8, size: int = 64) -> MediaSpan:
+    return MediaSpan(key=key * 64, start=start, length=length, rows=length, dtype="float32", data=key.encode() * size)
 
 
 def showing(*keys: str, size: int = 64, **sampling: Any) -> GenerateRequest:
     """A prompt with images one behind the other."""
     images = tuple(image(key, 20 + 10 * index, size=size) for index, key in enumerate(keys))
-    return replace(request(**{"max_tokens": 20, **sampling}), images=images)
+    return replace(request(**{"max_tokens": 20, **sampling}), media=MediaSpans(images))
 
 
-def shared(image: Image) -> Image:
+def shared(image: MediaSpan) -> MediaSpan:
     return replace(image, data=SharedBytes.of(image.data))  # type: ignore[arg-type]
 
 
@@ -79,8 +80,8 @@ async def test_embeddings_go_to_prefill_and_stay_with_decode_which_may_have_to_c
             wanted = showing(*keys)
             answers.append(tokens_of(await all_of(engine, wanted)))
             assert answers[-1] == tokens_of(await aggregated(wanted))
-            assert there.requests[-1].images == wanted.images
-            assert here.requests[-1].images == wanted.images
+            assert there.requests[-1].spans == wanted.spans
+            assert here.requests[-1].spans == wanted.spans
             assert here.requests[-1].handoff is not None
         assert len({tuple(answer) for answer in answers}) == 3
         await stats_with(peer, nothing)
@@ -93,9 +94,9 @@ async def test_embeddings_of_many_megabytes(share: bool, monkeypatch: pytest.Mon
     async with pair() as (peer, engine, seen):
         there, _ = asked(peer, engine, monkeypatch)
         wanted = showing("a", "b", "c", "d", size=8 * SIZE)
-        given = replace(wanted, images=tuple(map(shared, wanted.images))) if share else wanted
+        given = replace(wanted, media=MediaSpans(tuple(map(shared, wanted.spans)))) if share else wanted
         assert tokens_of(await all_of(engine, given)) == tokens_of(await aggregated(wanted))
-        assert there.requests[0].images == wanted.images and seen.outcomes == {"ok": 1}
+        assert there.requests[0].spans == wanted.spans and seen.outcomes == {"ok": 1}
 
 
 async def test_more_than_prefill_takes_is_computed_here() -> None:
@@ -110,7 +111,7 @@ async def test_without_a_peer_the_embeddings_are_used_here(monkeypatch: pytest.M
     async with decode_engine(["http://127.0.0.1:1"]) as (engine, seen):
         here = Asked(engine.local, monkeypatch)
         assert tokens_of(await all_of(engine, wanted)) == tokens_of(await aggregated(wanted))
-        assert here.requests[0].images == wanted.images and seen.local == {"no_peer": 1}
+        assert here.requests[0].spans == wanted.spans and seen.local == {"no_peer": 1}
 
 
 async def test_short_prompts_with_images_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ async def test_short_prompts_with_images_are_computed_here(monkeypatch: pytest.M
 
 
 async def test_a_prompt_that_the_backend_expands_is_never_short() -> None:
-    media = replace(request(), media=Media(text="", images=(b"file",)))
+    media = replace(request(), media=MediaFiles("", (MediaInput(b"file"),)))
     async with pair(min_tokens=len(PROMPT) + 1) as (_, engine, seen):
         with pytest.raises(InvalidRequest, match="as embeddings alone"):  # which is prefill's word
             await all_of(engine, media)
@@ -145,7 +146,7 @@ async def test_lost_blocks_are_computed_here_with_the_embeddings(
     async with bare_peer(peer_with(wanted, b"not its own", whole[0])) as url, decode_engine([url]) as (engine, seen):
         here = Asked(engine.local, monkeypatch)
         assert tokens_of(await all_of(engine, wanted)) == whole
-        assert [each.images for each in here.requests] == [wanted.images] * 2
+        assert [each.spans for each in here.requests] == [wanted.spans] * 2
         assert here.requests[1].handoff is not None and not here.requests[1].handoff.state
         assert seen.local == {"lost": 1}
         await stats_with(engine, nothing)
@@ -163,7 +164,7 @@ async def test_wrong_spans_are_refused_before_a_peer_is_asked() -> None:
     async with pair() as (_, engine, seen):
         for images in ((image("a", 65),), (image("a", 20), image("b", 25)), (image("b", 30), image("a", 20))):
             with pytest.raises(InvalidRequest) as caught:
-                await all_of(engine, replace(request(), images=images))
+                await all_of(engine, replace(request(), media=MediaSpans(images)))
             assert caught.value.param == "prompt"
         assert not seen.outcomes
 
@@ -192,8 +193,8 @@ async def test_cached_prefixes_are_those_of_equal_images() -> None:
 
 
 def test_what_a_peer_is_known_to_have_depends_on_the_images() -> None:
-    def keys_of(*images: Image) -> list[int]:
-        return prompt_keys(replace(request(), images=images), 32)
+    def keys_of(*spans: MediaSpan) -> list[int]:
+        return prompt_keys(replace(request(), media=MediaSpans(spans)), 32)
 
     plain = keys_of()
     one, other, moved = keys_of(image("a", 40)), keys_of(image("b", 40)), keys_of(image("a", 41, 7))

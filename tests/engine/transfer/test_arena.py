@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from engine.encoder import EncodedImage
+from engine.media import EncodedMedia
 from engine.replicas.encode_answers import EmbeddingStore
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import TransferError
@@ -97,7 +97,7 @@ class Held:
 async def test_a_place_that_is_written_to_is_free_only_when_that_is_over() -> None:
     arena, held = Slow(), Held()
     store = EmbeddingStore(arena, 0, held)
-    image = EncodedImage(text="x", rows=1, data=bytes(PAGE), dtype="float32")
+    image = EncodedMedia(text="x", rows=1, data=bytes(PAGE), dtype="float32")
     putting = asyncio.create_task(store.put([image], False))
     while held.last != (1, PAGE):  # noqa: ASYNC110
         await asyncio.sleep(0.005)

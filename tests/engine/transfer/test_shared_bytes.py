@@ -26,13 +26,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from engine.config import EmbeddedConfig, EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.embedded.vision.process import EncoderProcess
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
+from engine.media import EncodedMedia, MediaInput, MediaSpan, MediaSpans
 from engine.process import wire
 from engine.process.attachments import attach, detach
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
-from engine.replicas.encode_answers import EmbeddingStore, decode_embeddings, fetch
+from engine.replicas.encode_answers import EmbeddingStore, decode_answer, fetch
 from engine.transfer import shared_bytes
 from engine.transfer.base import NotFromHere
 from engine.transfer.shared_bytes import (
@@ -45,7 +45,7 @@ from engine.transfer.shared_bytes import (
     readable,
     shared_or_copied,
 )
-from engine.types import GenerateRequest, Image, SamplingParams, TokenLogprobs
+from engine.types import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.support.encode import arena
 from tests.support.image_support import text
 from tests.support.vision_models import TOKENS, build_llava, image_bytes
@@ -150,11 +150,16 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
     shown = []
     for index, data in enumerate(images):
         prompt += text(3, index)
-        shown.append(Image(key=f"{index:064}", start=len(prompt), length=ROWS, rows=ROWS, dtype="float32", data=data))
+        shown.append(
+            MediaSpan(key=f"{index:064}", start=len(prompt), length=ROWS, rows=ROWS, dtype="float32", data=data)
+        )
         prompt += [TOKENS["<image>"]] * ROWS
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
     return GenerateRequest(
-        request_id=uuid.uuid4().hex, prompt_token_ids=(*prompt, *text(3, 9)), sampling=params, images=tuple(shown)
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=(*prompt, *text(3, 9)),
+        sampling=params,
+        media=MediaSpans(tuple(shown)),
     )
 
 
@@ -164,7 +169,7 @@ def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> N
     for shares, count in ((True, 2), (False, 4)):
         command, frames = wire.call(1, "generate", wire.encode(bare), parts, shares)
         assert len(frames) == count
-        images = attach(bare, wire.parts_of(command, [bytes(frame) for frame in frames])).images
+        images = attach(bare, wire.parts_of(command, [bytes(frame) for frame in frames])).spans
         assert [bytes(readable(image.data)) for image in images] == [b"few", CONTENT, b"more", CONTENT[::-1]]
         assert (wire.largest(command, frames) > 2 * SHARED_FROM) == (not shares)
 
@@ -174,12 +179,12 @@ async def test_from_one_replica_to_another(inline: bool) -> None:
     async with arena() as there, arena() as here:
         store = EmbeddingStore(there, 0, Mock())
         images = [
-            EncodedImage(text="x", rows=1, data=data, dtype="float32")
+            EncodedMedia(text="x", rows=1, data=data, dtype="float32")
             for data in (SharedBytes.of(CONTENT), b"few", SharedBytes.of(CONTENT[::-1]))
         ]
         answer, place = await store.put(images, inline)
         assert (place is None) == inline
-        found = await fetch(decode_embeddings(answer), here, 5)
+        found = await fetch(decode_answer(answer), here, 5)
         assert [bytes(readable(image.data)) for image in found] == [CONTENT, b"few", CONTENT[::-1]]
         assert isinstance(found[0].data, SharedBytes) != inline, (
             "read from one arena to another, they can be shared again"
@@ -229,7 +234,7 @@ async def engine(folder: Path) -> AsyncIterator[EngineClient]:
     await process.close()
 
 
-FILES = [ImageInput(image_bytes(90, 90, seed)) for seed in range(3)]
+FILES = [MediaInput(image_bytes(90, 90, seed)) for seed in range(3)]
 
 
 @in_one_loop
@@ -303,6 +308,6 @@ async def test_an_encoder_that_cannot_be_talked_to_is_restarted(
     assert image.rows == ROWS and encoder.pid != pid
 
 
-async def said(client: EngineClient, images: Sequence[EncodedImage]) -> list[TokenLogprobs]:
+async def said(client: EngineClient, images: Sequence[EncodedMedia]) -> list[TokenLogprobs]:
     deltas = [delta async for delta in client.generate(request_of(*(image.data for image in images)))]
     return [token for delta in deltas for token in delta.logprobs]

@@ -21,6 +21,7 @@ from engine import handoff
 from engine.checkpoints.facts import ModelFacts
 from engine.kit import logits
 from engine.kv_events import Created, Removed, Stored, Updated
+from engine.media import Encoding, MediaFiles, MediaInput
 from engine.stats import InflightBatchingStats, KvCacheStats
 from engine.trtllm import library
 from engine.trtllm.arguments import problems
@@ -32,7 +33,7 @@ from engine.trtllm.disaggregation import (
     generation_keywords,
     local_keywords,
 )
-from engine.types import Delta, Encoding, GenerateRequest, Guide, Handoff, Media, SamplingParams
+from engine.types import Delta, GenerateRequest, Guide, Handoff, SamplingParams
 from server.compose.engine_args import effective
 from server.settings import read_settings
 from tests.support.trtllm import found, trt  # noqa: F401 - a fixture
@@ -211,8 +212,8 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     context = msgspec.msgpack.encode(ContextState(1, [5]))
     carried = {
         "prompt": {},
-        "encoding": {"encoding": Encoding(version=1, backend=BACKEND, prompt="<image>", state=state)},
-        "media": {"media": Media(text="<image>", images=(b"file",))},
+        "encoding": {"media": Encoding(version=1, backend=BACKEND, prompt="<image>", state=state)},
+        "media": {"media": MediaFiles("<image>", (MediaInput(b"file"),))},
         "handoff": {"handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context)},
         "expanded": {
             "handoff": Handoff(version=1, backend=BACKEND, first=Delta((5,)), state=context, prompt_token_ids=(3, 3, 3))

@@ -15,11 +15,12 @@ from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.media import Encoding
 from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
-from engine.types import Delta, Encoding, GenerateRequest, Handoff, SamplingParams
-from tests.support.trtllm import found, handed_over, picture, trt  # noqa: F401 - a fixture for every test here
+from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
+from tests.support.trtllm import found, handed_over, picture, travelled, trt  # noqa: F401 - a fixture for every test here
 
 PROMPT = tuple(range(10, 80))
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
@@ -186,16 +187,16 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=".", arguments={"max_batch_size": 1}))
     await encoder.start()
     try:
-        assert encoder.healthy and encoder.load_seconds > 0
-        encoding = await encoder.encode("<image>", [picture()])
-        assert handoff.decode_encoding(handoff.encode(encoding)) == encoding
+        assert encoder.healthy
+        encoding = await encoder.encode([picture()], "<image>")
+        assert travelled(encoding) == encoding
         keywords = disaggregation.context_keywords(encoding)
         assert keywords["request_type"] == "context_only" and len(keywords["multimodal_hashes"]) == 1
         params = found("tensorrt_llm.llmapi.DisaggregatedParams")(
             **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
         )
         result = _Result(params, (1, 2, 3))
-        asked = msgspec.structs.replace(request(), encoding=encoding)
+        asked = msgspec.structs.replace(request(), media=encoding)
         handed = handoff.handoff_of(
             "trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked)
         )

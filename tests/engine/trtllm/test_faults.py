@@ -21,6 +21,7 @@ from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
 from engine.kit import logits
+from engine.media import Encoding
 from engine.process.wire import HostOptions
 from engine.trtllm import engine as engine_module
 from engine.trtllm.disaggregation import BACKEND, EncoderState
@@ -28,7 +29,6 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_stats
-from engine.types import Encoding
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.http import application
@@ -95,7 +95,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
     encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
     async with running(folder, "prefill") as engine:
         with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):
-            await handed_over(engine, request(encoding=encoding))
+            await handed_over(engine, request(media=encoding))
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -110,22 +110,22 @@ async def test_an_encoders_refusals_are_one_requests_while_it_runs(
             with monkeypatch.context() as patch:
                 patch.setattr(kind, "generate_async", raising(error))
                 with pytest.raises(expected):
-                    await encoder.encode("<image>", [picture()])
+                    await encoder.encode([picture()], "<image>")
         with monkeypatch.context() as patch:  # a result that fails, though the executor runs
             patch.setattr(
                 found("tensorrt_llm.executor.result").GenerationResult, "_step", raising(ValueError("lengths differ"))
             )
             with pytest.raises(EngineFailure, match="lengths differ"):
-                await encoder.encode("<image>", [picture()])
-        assert encoder.healthy and (await encoder.encode("<image>", [picture()])).state
+                await encoder.encode([picture()], "<image>")
+        assert encoder.healthy and (await encoder.encode([picture()], "<image>")).state
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied):
-            await encoder.encode("<image>", [picture()])
+            await encoder.encode([picture()], "<image>")
         assert not encoder.healthy
     finally:
         await encoder.close()
     with pytest.raises(EngineNotReady):
-        await encoder.encode("<image>", [picture()])
+        await encoder.encode([picture()], "<image>")
 
 
 async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_there(

@@ -13,13 +13,13 @@ import pytest
 
 from engine.config import TrtllmEncoderConfig
 from engine.errors import InvalidRequest
-from engine.handoff import decode_encoding, decode_handoff, encode, handoff_of
+from engine.handoff import decode_handoff, encode, handoff_of
 from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.outputs import Outputs
 from engine.types import Delta
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import API, IMAGE, PROMPT, found, handed_over, model_folder, picture
+from tests.support.trtllm import API, IMAGE, PROMPT, found, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_contract_api import signature
 from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens, until
 
@@ -169,12 +169,12 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
-        encoding = decode_encoding(encode(await encoder.encode("w5 <image> w6", [picture()])))
+        encoding = travelled(await encoder.encode([picture()], "w5 <image> w6"))
     finally:
         await encoder.close()
     wanted = request(prompt_token_ids=(5, IMAGE, 6), ignore_eos=True)
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
-        handed = decode_handoff(encode(await handed_over(prefill, msgspec.structs.replace(wanted, encoding=encoding))))
+        handed = decode_handoff(encode(await handed_over(prefill, msgspec.structs.replace(wanted, media=encoding))))
         context = calls[-1][1]
         assert handed.prompt_token_ids == (5, *[IMAGE] * 16, 6)
         rest = await tokens(decode, msgspec.structs.replace(wanted, handoff=handed))

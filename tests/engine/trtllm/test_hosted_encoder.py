@@ -11,14 +11,12 @@ import msgspec
 import pytest
 
 from engine.config import TrtllmEncoderConfig
-from engine.create import create_engine
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.process.child import EngineProcess
+from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.media import Encoding
+from engine.process.child import ServiceProcess
 from engine.trtllm.disaggregation import EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
-from engine.trtllm.encoding_engine import EncodingEngine
-from engine.trtllm.hosted_encoder import HostedEncoder
-from engine.types import Encoding, GenerateRequest, SamplingParams
+from engine.trtllm.hosted_encoder import ENCODER, HostedEncoder
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.trtllm import model_folder, picture
 
@@ -51,48 +49,48 @@ def hashes(encoding: Encoding) -> list[list[int]]:
 async def test_it_encodes_as_the_encoder_itself(config: TrtllmEncoderConfig) -> None:
     itself = TrtllmEncoder(config)
     await itself.start()
-    expected = hashes(await itself.encode(TEXT, IMAGES))
+    expected = hashes(await itself.encode(IMAGES, TEXT))
     await itself.close()
     async with started(HostedEncoder(config)) as encoder:
         assert encoder.healthy
-        for encoding in await asyncio.gather(*(encoder.encode(TEXT, IMAGES) for _ in range(5))):
+        for encoding in await asyncio.gather(*(encoder.encode(IMAGES, TEXT) for _ in range(5))):
             assert encoding.prompt == TEXT and hashes(encoding) == expected
-        assert hashes(await encoder.encode(TEXT, IMAGES[::-1])) == expected[::-1]
+        assert hashes(await encoder.encode(IMAGES[::-1], TEXT)) == expected[::-1]
         with pytest.raises(InvalidRequest, match="more than 1000 pixels"):
-            await encoder.encode(TEXT, [picture(), picture(size=(40, 30))])
-        task = asyncio.create_task(encoder.encode(TEXT, IMAGES))
+            await encoder.encode([picture(), picture(size=(40, 30))], TEXT)
+        task = asyncio.create_task(encoder.encode(IMAGES, TEXT))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await encoder.encode(TEXT, IMAGES)).state
+        assert (await encoder.encode(IMAGES, TEXT)).state
     assert not encoder.healthy
     with pytest.raises(EngineNotReady):
-        await encoder.encode(TEXT, IMAGES)
+        await encoder.encode(IMAGES, TEXT)
 
 
 async def test_a_killed_encoder_comes_back(config: TrtllmEncoderConfig) -> None:
     async with started(HostedEncoder(config)) as encoder:
-        assert encoder._process is not None and encoder._process.pid is not None
-        os.kill(encoder._process.pid, signal.SIGKILL)
+        assert encoder.process is not None and encoder.process.pid is not None
+        os.kill(encoder.process.pid, signal.SIGKILL)
         with pytest.raises((EngineDied, EngineNotReady)):
             while True:
-                await encoder.encode(TEXT, IMAGES)
+                await encoder.encode(IMAGES, TEXT)
         async with asyncio.timeout(30):
             while not encoder.healthy:  # noqa: ASYNC110 - it has no signal for it
                 await asyncio.sleep(0.05)
-        assert (await encoder.encode(TEXT, IMAGES)).state
+        assert (await encoder.encode(IMAGES, TEXT)).state
 
 
 async def test_several_api_processes_share_one(config: TrtllmEncoderConfig) -> None:
-    process = EngineProcess(config)
+    process = ServiceProcess(ENCODER, config)
     await process.start()
     try:
         async with (
             started(HostedEncoder(config, process.address)) as one,
             started(HostedEncoder(config, process.address)) as other,
         ):
-            assert hashes(await one.encode(TEXT, IMAGES)) == hashes(await other.encode(TEXT, IMAGES))
+            assert hashes(await one.encode(IMAGES, TEXT)) == hashes(await other.encode(IMAGES, TEXT))
     finally:
         await process.close()
 
@@ -102,20 +100,11 @@ async def test_one_that_cannot_load_says_why(config: TrtllmEncoderConfig) -> Non
         await HostedEncoder(msgspec.structs.replace(config, arguments={"no_such": 1})).start()
 
 
-async def test_its_engine_takes_prompts_with_images_alone(config: TrtllmEncoderConfig) -> None:
-    engine = create_engine(config)
-    assert isinstance(engine, EncodingEngine)
+async def test_before_it_has_started_it_encodes_nothing(config: TrtllmEncoderConfig) -> None:
+    encoder = HostedEncoder(config, "ipc:///nowhere")
     with pytest.raises(EngineNotReady):
-        _ = engine.info
-    await engine.start()
-    with pytest.raises(InvalidRequest, match="images alone"):
-        await anext(
-            engine.generate(
-                GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=1))
-            )
-        )
-    assert engine.info.backend == "trtllm" and engine.healthy
-    await engine.close()
-    assert [stats async for stats in engine.stats()] == [] and [batch async for batch in engine.kv_events()] == []
-    with pytest.raises(EngineUnavailable):
-        await HostedEncoder(config, "ipc:///nowhere").encode(TEXT, IMAGES)
+        _ = encoder.info
+    with pytest.raises(EngineNotReady):
+        await encoder.encode(IMAGES, TEXT)
+    async with started(HostedEncoder(config)) as encoder:
+        assert encoder.info.needs_prompt

@@ -12,16 +12,16 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
-from engine.encoder import ImageInput
 from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
-from engine.handoff import decode_encoding, decode_handoff, encode
+from engine.handoff import decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
+from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.trtllm import media
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
-from engine.types import Delta, Encoding, GenerateRequest, Image, Media
+from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import IMAGE, handed_over, model_folder, picture
+from tests.support.trtllm import IMAGE, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running, until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
@@ -42,7 +42,9 @@ def bomb() -> bytes:
 def showing(*files: bytes, **fields: Any) -> GenerateRequest:
     """A request with raw images."""
     return request(
-        prompt_token_ids=IDS, media=Media(text=TEXT, images=files), **{"max_tokens": 20, "ignore_eos": True, **fields}
+        prompt_token_ids=IDS,
+        media=MediaFiles(TEXT, tuple(map(MediaInput, files))),
+        **{"max_tokens": 20, "ignore_eos": True, **fields},
     )
 
 
@@ -51,7 +53,7 @@ async def encoded(folder: Path, *files: bytes) -> Encoding:
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
-        return decode_encoding(encode(await encoder.encode(TEXT, [ImageInput(data) for data in files])))
+        return travelled(await encoder.encode([MediaInput(data) for data in files], TEXT))
     finally:
         await encoder.close()
 
@@ -68,7 +70,7 @@ async def disaggregated(prefill: TrtllmEngine, decode: TrtllmEngine, wanted: Gen
     """By way of prefill; decode sees no image."""
     handed = decode_handoff(encode(await handed_over(prefill, wanted)))
     assert handed.prompt_token_ids == EXPANDED
-    rest = await all_of(decode, replace(wanted, media=None, encoding=None, handoff=handed))
+    rest = await all_of(decode, replace(wanted, media=None, handoff=handed))
     return [handed.first, *rest]
 
 
@@ -92,7 +94,7 @@ async def test_every_way_of_an_image_gives_the_same_answer(folder: Path, calls: 
     async with running(folder) as alone, running(folder, "prefill") as prefill, running(folder, "decode") as decode:
         for files in ((RED, BLUE), (BLUE, RED)):
             raw = showing(*files)
-            ready = [replace(raw, media=None, encoding=await encoded(folder, *files)) for _ in range(2)]
+            ready = [replace(raw, media=await encoded(folder, *files)) for _ in range(2)]
             whole = tokens_of(await all_of(alone, raw))
             assert tokens_of(await all_of(alone, ready[0])) == whole
             assert tokens_of(await disaggregated(prefill, decode, raw)) == whole
@@ -116,7 +118,7 @@ async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, call
         async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
             wanted = showing(RED, BLUE)
             if ready:
-                wanted = replace(wanted, media=None, encoding=await encoded(folder, RED, BLUE))
+                wanted = replace(wanted, media=await encoded(folder, RED, BLUE))
             await disaggregated(prefill, decode, wanted)
         params = calls[-1][1]["disaggregated_params"]
         assert params.request_type == "generation_only"
@@ -137,7 +139,7 @@ async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls:
     """1.2.1's documentation says that images and the reuse of blocks do not go together. Those of text are shared as
     ever.
     """
-    long = replace(showing(RED, BLUE), media=Media(text=TEXT + " w8" * 100, images=(RED, BLUE)))
+    long = replace(showing(RED, BLUE), media=MediaFiles(TEXT + " w8" * 100, (MediaInput(RED), MediaInput(BLUE))))
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode, running(folder) as alone:
         for _ in range(2):
             report = (await all_of(alone, replace(long, cache_salt="tenant")))[0].prompt
@@ -205,7 +207,7 @@ async def test_the_limit_of_pixels_is_the_configurations(folder: Path) -> None:
 
 
 async def test_one_without_memory_for_its_images_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def too_large(images: Sequence[ImageInput], max_pixels: int) -> list[Any]:
+    async def too_large(images: Sequence[MediaInput], max_pixels: int) -> list[Any]:
         raise MemoryError
 
     async with running(folder) as engine:
@@ -240,7 +242,7 @@ async def test_an_engine_that_closes_meanwhile_fails_the_request(folder: Path, m
     async with running(folder) as engine:
         begun = asyncio.Event()
 
-        async def never(images: Sequence[ImageInput], max_pixels: int) -> list[Any]:
+        async def never(images: Sequence[MediaInput], max_pixels: int) -> list[Any]:
             begun.set()
             await asyncio.Event().wait()
             return []
@@ -266,7 +268,7 @@ async def test_a_prefill_with_images_is_held_until_its_stream_is_closed(folder: 
 
 
 async def test_embeddings_of_the_embedded_engine_are_refused(folder: Path) -> None:
-    image = Image(key="0" * 64, start=1, length=1, rows=1, dtype="float32", data=b"data")
+    image = MediaSpan(key="0" * 64, start=1, length=1, rows=1, dtype="float32", data=b"data")
     async with running(folder) as engine:
         with pytest.raises(InvalidRequest, match="encodes images itself"):
-            await all_of(engine, request(images=(image,)))
+            await all_of(engine, request(media=MediaSpans((image,))))

@@ -12,7 +12,8 @@ from engine.base import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.kit import logits
 from engine.kit.stream import DeltaStream, merge
-from engine.types import Delta, GenerateRequest, Image, TokenLogprobs
+from engine.media import MediaSpan, MediaSpans
+from engine.types import Delta, GenerateRequest, TokenLogprobs
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
@@ -31,7 +32,7 @@ class Job:
     interval: int
     cache_salt: str
     processors: list[Any]
-    images: tuple[Image, ...] = ()
+    images: tuple[MediaSpan, ...] = ()
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
@@ -101,7 +102,7 @@ class Job:
             prompt_token_ids=prompt,
             sampling=sampling,
             cache_salt=self.cache_salt,
-            images=self.images,
+            media=MediaSpans(self.images),
         )
         stream = engine.generate(request)
         self.streams.append(stream)
@@ -180,10 +181,10 @@ class State(msgspec.Struct, frozen=True):
     prompt: list[int]
     seed: int | None
     draft: list[int] | None
-    images: tuple[Image, ...]
+    images: tuple[MediaSpan, ...]
 
 
-def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[Image, ...]]:
+def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan, ...]]:
     """Seed and images of the context request. Raises RequestError if `params` are not of a context request for this prompt."""
     if params.ctx_request_id is None or not isinstance(params.opaque_state, bytes):
         raise RequestError("a generation_only request needs ctx_request_id and opaque_state")

@@ -9,7 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any, Self
 
-from engine.types import Image
+from engine.media import MediaSpan
 from tensorrt_llm._contract import contract
 from tensorrt_llm._engines import engine_config
 from tensorrt_llm._errors import RequestError
@@ -153,7 +153,7 @@ class LLM(BaseLLM):
         set_up(params, self._tokenizer)
         params._stream_interval = getattr(self.args, "stream_interval", 1)
         params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
-        images: tuple[Image, ...] = ()
+        images: tuple[MediaSpan, ...] = ()
         if (embeddings := self._embeddings(call.inputs, prompt, handles)) is not None:
             token_ids, images = expand(token_ids, self.args.model, embeddings)
             if disaggregated is not None and handles is None and has_mrope(self.args.model):
@@ -173,7 +173,7 @@ class LLM(BaseLLM):
         return None if media is None else embed(media)
 
     def _submit(
-        self, call: SimpleNamespace, prompt: str | None, token_ids: list[int], images: tuple[Image, ...]
+        self, call: SimpleNamespace, prompt: str | None, token_ids: list[int], images: tuple[MediaSpan, ...]
     ) -> RequestOutput:
         executor, params = self._executor, call.sampling_params
         result = RequestOutput(executor, executor.new_id(), prompt, token_ids, params)

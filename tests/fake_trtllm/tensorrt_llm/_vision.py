@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.types import Image
+from engine.media import MediaSpan
 from tensorrt_llm._engines import read_json
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
@@ -73,7 +73,7 @@ def has_mrope(model: Any) -> bool:
     return "mrope_section" in (read_json(Path(model) / "config.json").get("rope_scaling") or {})
 
 
-def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple[list[int], tuple[Image, ...]]:
+def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple[list[int], tuple[MediaSpan, ...]]:
     """The prompt with each image's placeholder repeated for every token of its embedding, and where the images are."""
     image_token = image_token_of(model)
     if image_token is None or token_ids.count(image_token) != len(embeddings):
@@ -87,7 +87,9 @@ def expand(token_ids: list[int], model: Any, embeddings: Sequence[Any]) -> tuple
         if token == image_token:
             data = next(left).contiguous().numpy().tobytes()
             key = hashlib.blake2b(data, digest_size=32).hexdigest()
-            images.append(Image(key=key, start=len(expanded), length=TOKENS, rows=TOKENS, dtype="float32", data=data))
+            images.append(
+                MediaSpan(key=key, start=len(expanded), length=TOKENS, rows=TOKENS, dtype="float32", data=data)
+            )
         expanded += [token] * (TOKENS if token == image_token else 1)
     return expanded, tuple(images)
 

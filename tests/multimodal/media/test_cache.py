@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.encoder import EncodedImage
+from engine.media import EncodedMedia
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.keys import content_hash, image_key
+from multimodal.media.encoded_prompts import media_key
+from server.metrics.embedding_cache import watch_cache
 from server.metrics.page import ServerMetrics
 
 HIDDEN = 3
 
 
-def encoded(rows: int = 1, text: str = "", dtype: str = "float32", data: bytes | None = None) -> EncodedImage:
+def encoded(rows: int = 1, text: str = "", dtype: str = "float32", data: bytes | None = None) -> EncodedMedia:
     size = rows * HIDDEN * (4 if dtype == "float32" else 2)
-    return EncodedImage(text=text, rows=rows, dtype=dtype, data=bytes(size) if data is None else data)  # type: ignore[arg-type]
+    return EncodedMedia(text=text, rows=rows, dtype=dtype, data=bytes(size) if data is None else data)  # type: ignore[arg-type]
 
 
 class Obvious:
@@ -30,16 +31,16 @@ class Obvious:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.entries: OrderedDict[str, EncodedImage] = OrderedDict()
+        self.entries: OrderedDict[str, EncodedMedia] = OrderedDict()
         self.hits = self.misses = self.evictions = 0
 
-    def size(self, image: EncodedImage) -> int:
+    def size(self, image: EncodedMedia) -> int:
         return image.rows * HIDDEN * (4 if image.dtype == "float32" else 2) + len(image.text.encode())
 
     def held(self) -> int:
         return sum(map(self.size, self.entries.values()))
 
-    def get(self, key: str) -> EncodedImage | None:
+    def get(self, key: str) -> EncodedMedia | None:
         if key not in self.entries:
             self.misses += 1
             return None
@@ -47,7 +48,7 @@ class Obvious:
         self.entries[key] = self.entries.pop(key)
         return self.entries[key]
 
-    def put(self, key: str, image: EncodedImage) -> bool:
+    def put(self, key: str, image: EncodedMedia) -> bool:
         if self.size(image) > self.capacity:
             return False
         self.entries.pop(key, None)
@@ -68,7 +69,7 @@ steps = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | images), max
 
 
 @given(st.integers(0, 150), steps)
-def test_it_does_what_the_obvious_one_does(capacity: int, done: list[tuple[str, EncodedImage | None]]) -> None:
+def test_it_does_what_the_obvious_one_does(capacity: int, done: list[tuple[str, EncodedMedia | None]]) -> None:
     cache, obvious = EmbeddingCache(capacity, HIDDEN), Obvious(capacity)
     for key, image in done:
         if image is None:
@@ -98,26 +99,22 @@ def test_without_capacity_it_always_misses() -> None:
 @pytest.mark.parametrize(
     "image", [encoded(2, data=bytes(23)), encoded(2, dtype="float16", data=bytes(24)), encoded(2, data=b"")]
 )
-def test_only_contiguous_embeddings_are_kept(image: EncodedImage) -> None:
+def test_only_contiguous_embeddings_are_kept(image: EncodedMedia) -> None:
     cache = EmbeddingCache(1000, HIDDEN)
     with pytest.raises(ValueError, match="2 rows of 3"):
         cache.put("a", image)
     assert cache.stats.entries == 0
 
 
-def test_contents_are_hashed_by_blake3() -> None:
-    assert content_hash(b"hello world").hex() == "d74981efa70a0c880b8d8c1985d075dbcbf679b99a5f9914e5aaf96b831a9e24"
-
-
 def test_a_key_names_the_file_the_encoder_and_the_detail() -> None:
     keys = [
-        image_key(data, fingerprint, detail)  # type: ignore[arg-type]
+        media_key(data, fingerprint, "image", detail)  # type: ignore[arg-type]
         for data in (b"cat", b"dog", b"")
         for fingerprint in ("f" * 32, "e" * 32)
         for detail in ("auto", "low", "high")
     ]
     assert len(set(keys)) == len(keys) and all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
-    assert keys[0] == image_key(b"cat", "f" * 32, "auto")
+    assert keys[0] == media_key(b"cat", "f" * 32)
 
 
 def page_of(metrics: ServerMetrics) -> dict[str, float]:
@@ -128,7 +125,7 @@ def page_of(metrics: ServerMetrics) -> dict[str, float]:
 def test_metrics() -> None:
     metrics, cache = ServerMetrics("m", None), EmbeddingCache(48, HIDDEN)
     assert page_of(metrics) == {}, "there is no cache"
-    metrics.watch_cache(cache)
+    watch_cache(metrics.polled, cache)
     zero = {"hits_total": 0, "misses_total": 0, "evictions_total": 0, "bytes": 0, "entries": 0, "utilization": 0}
     assert page_of(metrics) == zero
     for key in "abc":
@@ -142,9 +139,9 @@ def test_metrics() -> None:
 PROCESS = """
 import json, sys
 from pathlib import Path
-from tests.multimodal.media.test_cache import EmbeddingCache, ServerMetrics, encoded, page_of
+from tests.multimodal.media.test_cache import EmbeddingCache, ServerMetrics, encoded, page_of, watch_cache
 metrics, cache = ServerMetrics("m", Path(sys.argv[1])), EmbeddingCache(48, 3)
-metrics.watch_cache(cache)
+watch_cache(metrics.polled, cache)
 for key in sys.argv[2]:
     cache.put(key, encoded(1))
 cache.get("a"), cache.get("z")

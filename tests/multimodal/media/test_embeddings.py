@@ -14,7 +14,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
-from multimodal.media.embeddings import read_embeddings
+from multimodal.media.embeddings import Embeddings, read_embeddings
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
 from tests.support.media import data_url, ok, world
@@ -206,9 +206,9 @@ async def test_embeddings_are_loaded_from_files_and_servers(tmp_path: Path) -> N
         w.server.answers |= {"/e.safetensors": ok(file), "/e.SafeTensors?sig=1&x=y.png": ok(file), "/e.png": ok(file)}
         for url in ("e.safetensors", f"file://{tmp_path}/e.safetensors", "http://images.test/e.safetensors"):
             loaded = await w.loader.load(url)
-            assert (loaded.kind, loaded.data) == ("embeddings", file)
-            assert loaded.embeddings is not None and loaded.embeddings.data == VALUES.tobytes()
-        assert (await w.loader.load("http://images.test/e.SafeTensors?sig=1&x=y.png")).kind == "embeddings"
+            assert isinstance(loaded, Embeddings)
+            assert (loaded.file, loaded.data) == (file, VALUES.tobytes())
+        assert isinstance(await w.loader.load("http://images.test/e.SafeTensors?sig=1&x=y.png"), Embeddings)
         with pytest.raises(UnsupportedMedia):
             await w.loader.load("http://images.test/e.png")
         with pytest.raises(UnsupportedMedia):

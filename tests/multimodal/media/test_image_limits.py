@@ -14,9 +14,9 @@ from engine.errors import QueueFull
 from engine.fake.encoder import HIDDEN_SIZE, FakeEncoder
 from engine.fake.engine import FakeEngine
 from multimodal.errors import DeadlineExceeded, RequestError
-from multimodal.media import vision
+from multimodal.media import encoded_prompts
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.vision import Vision
+from multimodal.media.encoded_prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits
@@ -39,7 +39,7 @@ async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[
     await engine.start()
     await encoder.start()
     async with world() as w:
-        images = Vision(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, 32)
+        images = EncodedPrompts(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, 32)
         prompts = Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens), images)
         yield (
             Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")),
@@ -84,7 +84,7 @@ async def test_the_deadline_counts_while_images_are_encoded() -> None:
 
 
 async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision, "MOST_WAITING", len(PNG) + len(OTHER) - 1)
+    monkeypatch.setattr(encoded_prompts, "MAX_WAITING", len(PNG) + len(OTHER) - 1)
     encoder = FakeEncoder(seconds=0.2)
     async with processor(encoder) as (prepared, _):
         first = asyncio.create_task(prepare(prepared, chat(data_url(PNG))))

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineNotReady
+from engine.media import MediaInput
 from multimodal.errors import InvalidMedia, MediaError
 from multimodal.media.limits import MediaLimits
-from multimodal.media.loader import Loaded, MediaLoader
+from multimodal.media.loader import MediaLoader
 from tests.support.media import data_url, image_file, ok, png, status, world
 
 PNG = image_file()
@@ -123,7 +124,7 @@ async def test_no_more_than_the_limit_are_loaded_at_once() -> None:
         await gates[2].asked.wait()
         for gate in gates:
             gate.open.set()
-        assert sum(isinstance(found, Loaded) for found in await asyncio.gather(*loads, return_exceptions=True)) == 3
+        assert sum(isinstance(found, MediaInput) for found in await asyncio.gather(*loads, return_exceptions=True)) == 3
 
 
 async def test_closing_gives_up_what_is_under_way() -> None:
@@ -142,7 +143,7 @@ async def test_pixels_are_limited_whatever_the_way() -> None:
     async with world(max_image_pixels=64 * 48) as w:
         w.server.answers |= {"/a.png": ok(PNG), "/bomb.png": ok(png(64, 49))}
         for url in (URL, data_url(PNG)):
-            assert (await w.loader.load(url)).size == (64, 48)
+            assert await w.loader.load(url) == MediaInput(PNG)
         for url in ("http://images.test/bomb.png", data_url(png(64, 49))):
             with pytest.raises(InvalidMedia, match="64 x 49 pixels"):
                 await w.loader.load(url)

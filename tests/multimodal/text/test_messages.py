@@ -10,7 +10,7 @@ from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from multimodal.errors import RequestError
 from multimodal.sampling import Limits
-from multimodal.text.messages import Attachment, Conversation
+from multimodal.text.messages import Conversation, MediaRef
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, byte_tokenizer
@@ -75,10 +75,10 @@ def test_attachments_are_in_the_order_of_all_messages() -> None:
         ChatMessage(role="assistant", content="c"),
         message({"type": "image_url", "image_url": {"url": "u", "detail": None}}, role="tool"),
     ]
-    assert conversation_of(conversation).attachments == [
-        Attachment("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
-        Attachment("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
-        Attachment("u", "auto", "messages.3.content.0.image_url"),
+    assert conversation_of(conversation).media == [
+        MediaRef("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
+        MediaRef("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
+        MediaRef("u", "auto", "messages.3.content.0.image_url"),
     ]
 
 

@@ -16,12 +16,13 @@ from PIL import Image
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
-from engine.encoder import EncodedImage, Encoder, ImageInput
+from engine.encoder import Encoder
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.media import EncodedMedia, MediaInput
 from tests.support.vision_models import build_llava, image_bytes
 
 ROOT = Path(__file__).resolve().parents[4]
-GOOD = ImageInput(image_bytes())
+GOOD = MediaInput(image_bytes())
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -34,10 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
     """One for all tests, since a process takes seconds to start. Closed while it has much to do, it leaves nothing behind."""
     encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1, timeout_seconds=3.0))
-    await encoder.start()
-    yield encoder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLOW_BLOCK_SIZE", "64m")  # as the server sets it (`server/cli.py`)
+        await encoder.start()
+        yield encoder
     await until_healthy(encoder)
-    task = asyncio.create_task(encoder.encode([ImageInput(image_bytes(2000, 2000))] * 40))
+    task = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))] * 40))
     await asyncio.sleep(0.1)
     pid, started = encoder.pid, time.monotonic()
     await encoder.close()
@@ -58,7 +61,7 @@ async def until_healthy(encoder: EmbeddedEncoder) -> None:
 async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
     seam: Encoder = encoder
     assert seam.healthy and seam.info.placeholder == "<image>" and seam.info.hidden_size == 64
-    images = [ImageInput(image_bytes(seed=seed)) for seed in range(20)]
+    images = [MediaInput(image_bytes(seed=seed)) for seed in range(20)]
     many = await seam.encode(images)
     assert [one.data for one in many] == [(await seam.encode([image]))[0].data for image in images]
     assert len({one.data for one in many}) == 20
@@ -67,7 +70,7 @@ async def test_images_in_order_and_refusals(encoder: EmbeddedEncoder) -> None:
     )
     assert await seam.encode([]) == []
     with pytest.raises(InvalidRequest, match="cannot be read") as caught:
-        await seam.encode([GOOD, ImageInput(b"no image"), GOOD])
+        await seam.encode([GOOD, MediaInput(b"no image"), GOOD])
     assert caught.value.param == "image"
     assert len(await seam.encode([GOOD])) == 1
 
@@ -79,7 +82,7 @@ async def test_large_images_are_in_memory_few_at_a_time(
     file = io.BytesIO()
     Image.new("RGBA", (6800, 6800), (200, 10, 10, 128)).save(file, "PNG", compress_level=1)
     before = restart_peak(encoder)
-    await encoder.encode([ImageInput(file.getvalue() + bytes([index])) for index in range(3)])
+    await encoder.encode([MediaInput(file.getvalue() + bytes([index])) for index in range(3)])
     assert memory(encoder, "VmHWM") - before < 1000 << 10, "four copies of one of 185 MB, not of each image"
     assert memory(encoder, "VmRSS") - before < 150 << 10, "which are given back"
 
@@ -97,7 +100,7 @@ def memory(encoder: EmbeddedEncoder, name: str) -> int:
 
 
 async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
-    images = [ImageInput(image_bytes(1600, 1200, seed, "JPEG")) for seed in range(20)]
+    images = [MediaInput(image_bytes(1600, 1200, seed, "JPEG")) for seed in range(20)]
     for _attempt in range(3):  # what else runs on the machine may hold this process up
         encoding = asyncio.create_task(encoder.encode(images))
         lags: list[float] = []
@@ -105,7 +108,7 @@ async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
             started = time.perf_counter()
             await asyncio.sleep(0.002)
             lags.append(time.perf_counter() - started - 0.002)
-        results: list[EncodedImage] = await encoding
+        results: list[EncodedMedia] = await encoding
         assert len(results) == 20 and len(lags) > 50
         if sorted(lags)[int(0.99 * len(lags))] < 0.02:
             return
@@ -113,7 +116,7 @@ async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
 
 
 async def test_what_is_cancelled_is_skipped(encoder: EmbeddedEncoder) -> None:
-    slow = ImageInput(image_bytes(2000, 2000))
+    slow = MediaInput(image_bytes(2000, 2000))
     started = time.monotonic()
     await encoder.encode([slow] * 4)
     seconds = (time.monotonic() - started) / 4
@@ -146,8 +149,8 @@ async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: Embedde
 async def test_an_image_that_kills_the_process_fails_alone(encoder: EmbeddedEncoder) -> None:
     """The process is killed each time that it has begun with the first image, which takes a while."""
     pids = set[int]()
-    fatal = asyncio.create_task(encoder.encode([ImageInput(image_bytes(2000, 2000))]))
-    others: list[asyncio.Task[list[EncodedImage]]] = []
+    fatal = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))]))
+    others: list[asyncio.Task[list[EncodedMedia]]] = []
     while not fatal.done():
         if encoder.pid is not None and encoder.pid not in pids:
             os.kill(encoder.pid, signal.SIGSTOP)

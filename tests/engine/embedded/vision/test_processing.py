@@ -17,8 +17,8 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.processing import PixelRoom
-from engine.encoder import EncodedImage, ImageInput
 from engine.errors import EngineError, EngineFailure
+from engine.media import EncodedMedia, MediaInput
 from tests.support.vision_models import BUILDERS, TOKENS, build_llava, image, image_bytes
 
 SIZES = [(40, 30), (64, 20), (17, 60), (8, 8), (40, 30), (300, 200)]
@@ -60,15 +60,15 @@ def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) 
     return WithoutVideos(ours.image_processor, ours.tokenizer, None, image_seq_len=ours.image_seq_len)
 
 
-def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedImage | EngineError]:
-    found = dict(pair for pairs in encoder.encode([ImageInput(file) for file in files]) for pair in pairs)
+def outcomes(encoder: BatchEncoder, *files: bytes) -> list[EncodedMedia | EngineError]:
+    found = dict(pair for pairs in encoder.encode([MediaInput(file) for file in files]) for pair in pairs)
     return [found[index] for index in range(len(files))]
 
 
-def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedImage, torch.Tensor]]:
+def encode(encoder: BatchEncoder, *files: bytes) -> list[tuple[EncodedMedia, torch.Tensor]]:
     pairs = []
     for outcome in outcomes(encoder, *files):
-        assert isinstance(outcome, EncodedImage), outcome
+        assert isinstance(outcome, EncodedMedia), outcome
         rows = torch.frombuffer(bytearray(outcome.data), dtype=torch.float32).view(
             outcome.rows, encoder.info.hidden_size
         )

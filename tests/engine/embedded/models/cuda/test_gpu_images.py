@@ -13,7 +13,7 @@ from engine.embedded.vision.batches import BatchEncoder
 from engine.embedded.vision.gpu import Graphs
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
-from engine.encoder import EncodedImage, ImageInput
+from engine.media import EncodedMedia, MediaInput
 from engine.transfer.shared_bytes import readable
 from tests.engine.embedded.models.native.test_native_images import make_folder
 from tests.support.handoff import tokens
@@ -34,12 +34,12 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def encoded(folder: Path, device: str) -> list[EncodedImage]:
+def encoded(folder: Path, device: str) -> list[EncodedMedia]:
     """More images than the tower takes at a time, of several shapes."""
     encoder = BatchEncoder(EncoderConfig(model=str(folder), device=device, dtype="float32"))
-    images = [ImageInput(image_bytes(*size, seed=seed)) for seed in range(3) for size in SIZES]
+    images = [MediaInput(image_bytes(*size, seed=seed)) for seed in range(3) for size in SIZES]
     outcomes = dict(outcome for some in encoder.encode(images) for outcome in some)
-    assert all(isinstance(outcome, EncodedImage) for outcome in outcomes.values())
+    assert all(isinstance(outcome, EncodedMedia) for outcome in outcomes.values())
     return [outcomes[index] for index in range(len(images))]  # type: ignore[misc]
 
 
@@ -60,7 +60,7 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
     tower, processing = Tower(config), ImageProcessing(config, load_config(str(folder))[1])
     for seed in range(2):
         for count in (3, 1, 2):
-            images = [processing.prepare(ImageInput(image_bytes(40, 30, 10 * seed + index))) for index in range(count)]
+            images = [processing.prepare(MediaInput(image_bytes(40, 30, 10 * seed + index))) for index in range(count)]
             rows = torch.cat(
                 [torch.frombuffer(bytearray(readable(data)), dtype=torch.float32) for data in tower.encode(images)]
             )

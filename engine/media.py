@@ -1,0 +1,101 @@
+"""Media of a prompt, from a checked file to a span of its tokens.
+
+A content part of a chat names media (`multimodal/text/messages.py: MediaRef`), the loader makes a `MediaInput` of it,
+an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from engine.transfer.shared_bytes import Data
+
+MediaKind = Literal["image"]
+Detail = Literal["auto", "low", "high"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one value of each type of embeddings."""
+
+
+class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
+
+    Images are PNG, JPEG, WEBP or GIF files.
+    """
+
+    data: bytes
+    detail: Detail = "auto"
+    """Of images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
+    leave it as it is."""
+    kind: MediaKind = "image"
+
+
+class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prompt needs of one medium: the text that replaces its placeholder, and embeddings for the media tokens in
+    that text.
+    """
+
+    text: str
+    """One placeholder as the model's processor expands it, special tokens included. Tokenised, it has `rows` media
+    tokens."""
+    rows: int
+    dtype: Dtype
+    data: Data = b""
+    """The embeddings: contiguous [rows, hidden size of the language model] of `dtype`; empty while they travel
+    beside this record."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
+
+
+class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One medium in `prompt_token_ids`. The media tokens in its span take its embeddings, in order."""
+
+    key: str
+    """64 hex digits (BLAKE3) that name what the embeddings were made of: the file's bytes, the encoder and its
+    options."""
+    start: int
+    length: int
+    """The span: from the first to the last token of the medium's expansion, other tokens between them included."""
+    rows: int
+    """Media tokens in the span."""
+    dtype: str
+    data: Data = b""
+    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere
+    (`handoff`)."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """As `EncodedMedia` has it."""
+    kind: MediaKind = "image"
+
+
+class MediaSpans(msgspec.Struct, frozen=True, tag="spans"):
+    """Encoded media of an expanded prompt, in the order of their spans, which do not overlap."""
+
+    spans: tuple[MediaSpan, ...]
+
+
+class MediaFiles(msgspec.Struct, frozen=True, tag="files"):
+    """Media for a backend that expands prompts and encodes by itself (TensorRT-LLM)."""
+
+    text: str
+    """The prompt as the chat template renders it, with a placeholder for each file."""
+    files: tuple[MediaInput, ...]
+
+
+class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="encoding"):
+    """All media of a prompt, encoded by another replica in the backend's own terms (TensorRT-LLM).
+
+    Valid for one request.
+    """
+
+    version: int
+    backend: str
+    prompt: str
+    """The text that the media were encoded for, with their placeholders."""
+    state: bytes
+    """Where the embeddings are, in the backend's own terms."""
+
+
+Unexpanded: TypeAlias = MediaFiles | Encoding
+"""Media of a prompt that the backend expands: it gets longer than the request's token ids."""
+PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding

@@ -1,0 +1,148 @@
+"""Prompts with media for engines that take embeddings: media are encoded, and the prompt is expanded here."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
+
+from blake3 import blake3
+from msgspec.structs import replace
+
+from engine import trace
+from engine.encoder import Encoder
+from engine.errors import InvalidRequest, QueueFull
+from engine.kit.tasks import all_of
+from engine.media import Detail, EncodedMedia, MediaInput, MediaKind, MediaSpan, MediaSpans
+from multimodal.errors import RequestError
+from multimodal.media.cache import EmbeddingCache
+from multimodal.media.embeddings import Embeddings
+from multimodal.media.inflight import InFlight
+from multimodal.media.loader import MediaLoader
+from multimodal.text.messages import MediaRef, check_count
+from multimodal.text.prompt import Prompt, Tokenise
+from multimodal.text.tokenizer import Tokenizer
+
+MAX_WAITING = 1 << 30
+"""Bytes of files that may wait to be encoded. One file more is refused, as a request is when too many wait for the
+engine."""
+
+Keyed = tuple[str, EncodedMedia]
+"""Encoded media and the key that names them in caches."""
+
+
+class EncodedPrompts:
+    """Has media encoded and puts them into prompts.
+
+    The encoder sees a file once, however many requests show it: a cache is in front.
+    """
+
+    def __init__(
+        self, encoder: Encoder, loader: MediaLoader, cache: EmbeddingCache, tokenizer: Tokenizer, max_images: int
+    ) -> None:
+        self._encoder = encoder
+        self._loader = loader
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._max_images = max_images
+        self._encoding: InFlight[str, EncodedMedia] = InFlight()
+        self._waiting = 0
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        return frozenset({self._encoder.info.placeholder, self._image_token})
+
+    async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
+        check_count(refs, self._max_images)
+        media = await all_of(self._load(ref) for ref in refs)
+        ids = await tokenise(self._expanded(text, media))
+        return Prompt(ids, MediaSpans(self._spans(ids, media)))
+
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        return (await self.prompt(text, refs, tokenise, 1)).ids
+
+    async def aclose(self) -> None:
+        await self._loader.aclose()
+
+    @cached_property
+    def _image_token(self) -> str:
+        return self._tokenizer.decode([self._encoder.info.image_token_id])
+
+    async def _load(self, ref: MediaRef) -> Keyed:
+        """Fetch a file, then take its encoding from the cache or have it encoded."""
+        with trace.span("fetch"):
+            loaded = await self._loader.load(ref.url, ref.param, ref.kind)
+        file = loaded.file if isinstance(loaded, Embeddings) else loaded.data
+        key = await asyncio.to_thread(media_key, file, self._encoder.info.fingerprint, ref.kind, ref.detail)
+        if (known := self._cache.get(key)) is not None:
+            return key, known
+        if isinstance(loaded, Embeddings):
+            return key, self._given(loaded)
+        media = replace(loaded, detail=ref.detail)
+        try:
+            with trace.span("encode"):
+                return key, await self._encoding.do(key, lambda: self._encode(key, media))
+        except InvalidRequest as error:
+            raise RequestError(str(error), ref.param, "invalid_image") from error
+
+    async def _encode(self, key: str, media: MediaInput) -> EncodedMedia:
+        size = len(media.data)
+        if self._waiting and self._waiting + size > MAX_WAITING:
+            raise QueueFull("too many images wait to be encoded already")
+        self._waiting += size
+        try:
+            found = await self._encoder.encode([media])
+        finally:
+            self._waiting -= size
+        assert isinstance(found, list), "encoded without its prompt"
+        (encoded,) = found
+        self._cache.put(key, encoded)
+        return encoded
+
+    def _given(self, embeddings: Embeddings) -> EncodedMedia:
+        """Embeddings that the request brought. The prompt gets as many image tokens as they have rows."""
+        text = self._encoder.info.placeholder.replace(self._image_token, self._image_token * embeddings.rows)
+        return EncodedMedia(
+            text=text, rows=embeddings.rows, dtype=embeddings.dtype, data=embeddings.data, grid=embeddings.grid
+        )
+
+    def _expanded(self, text: str, media: Sequence[Keyed]) -> str:
+        """Replace every placeholder of the prompt by the text of its medium."""
+        first, *rest = text.split(self._encoder.info.placeholder)
+        if len(rest) != len(media):
+            raise RequestError(
+                "The chat template does not show every image of these messages.", "messages", "unsupported_content"
+            )
+        return first + "".join(encoded.text + part for (_, encoded), part in zip(media, rest, strict=True))
+
+    def _spans(self, ids: Sequence[int], media: Sequence[Keyed]) -> tuple[MediaSpan, ...]:
+        """Find the media in the tokens of the expanded prompt: each from its first image token to its last."""
+        token = self._encoder.info.image_token_id
+        places = [position for position, token_id in enumerate(ids) if token_id == token]
+        if len(places) != sum(encoded.rows for _, encoded in media):
+            raise RequestError(
+                "The images are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
+            )
+        spans: list[MediaSpan] = []
+        row = 0
+        for key, encoded in media:
+            start = places[row]
+            row += encoded.rows
+            spans.append(
+                MediaSpan(
+                    key=key,
+                    start=start,
+                    length=places[row - 1] - start + 1,
+                    rows=encoded.rows,
+                    dtype=encoded.dtype,
+                    data=encoded.data,
+                    grid=encoded.grid,
+                )
+            )
+        return tuple(spans)
+
+
+def media_key(file: bytes, fingerprint: str, kind: MediaKind = "image", detail: Detail = "auto") -> str:
+    """64 hex digits that name what the encoder with `fingerprint` makes of a file, equal for equal files and options.
+
+    Hashing takes about a millisecond for a few megabytes: call it off the event loop.
+    """
+    return blake3(b"\0".join((blake3(file).digest(), *map(str.encode, (fingerprint, kind, detail))))).hexdigest()
