@@ -52,9 +52,6 @@ REFUSED_PARTS = {
     "video": {"type": "video_url", "video_url": {"url": "http://example.com/a.mp4"}},
 }
 # The documents describe the structure with `server/roles.py`. The lead removes this mark once that is merged.
-restructured = pytest.mark.skipif(
-    not (ROOT / "server/roles.py").is_file(), reason="server/roles.py and the modules around it are not merged yet"
-)
 
 
 def text_of(path: Path) -> str:
@@ -80,7 +77,6 @@ def named_paths(text: str) -> Iterator[str]:
             yield path
 
 
-@restructured
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_named_paths_exist(guide: Path) -> None:
     assert [path for path in named_paths(prose_of(guide)) if not any(ROOT.glob(path.rstrip("/")))] == []
@@ -189,7 +185,6 @@ async def test_fields_that_the_readme_calls_refused_are_refused() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_content"), kind
 
 
-@restructured
 @pytest.mark.parametrize("document", LINKED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_relative_links_resolve(document: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(document))
@@ -217,7 +212,6 @@ def test_the_list_of_decisions_has_their_titles() -> None:
     assert {name: f"# {number}. {title}" for number, name, title in listed} == titles
 
 
-@restructured
 def test_the_architecture_lists_the_roles_and_their_routes() -> None:
     from server.roles import ROLES  # noqa: PLC0415 - not merged yet
 
@@ -258,7 +252,6 @@ def owner(module: str, nodes: set[str]) -> str | None:
     return next((node for node in sorted(nodes, key=len, reverse=True) if f"{module}/".startswith(f"{node}/")), None)
 
 
-@restructured
 def test_the_diagram_of_packages_shows_imports() -> None:
     """Every arrow is an import, and every import between packages of the diagram is an arrow or follows from arrows."""
     diagram = text_of(ARCHITECTURE).split("```mermaid\n")[1].split("```")[0]
