@@ -79,13 +79,12 @@ class Sampling:
             processors=self.processors,
         )
 
-    def stop_strings(self, ask: Ask) -> tuple[str, ...]:
-        """Return the request's stop strings, checked."""
+    def check_stops(self, ask: Ask) -> None:
+        """Raise RequestError for stop strings beyond the limits."""
         _at_most("stop", ask.stop, self.limits.max_stop)
         if not all(ask.stop):
             raise RequestError("'stop' must not contain an empty string.", "stop")
         _short("stop", ask.stop)
-        return tuple(ask.stop)
 
     def _max_tokens(self, ask: Ask, prompt: int) -> int:
         context = self.info.context_length

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from multimodal.answers.parsers.base import PlainText
-from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
+from multimodal.answers.parts import Part, PlainText, Reasoning, Text, ToolCall
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits

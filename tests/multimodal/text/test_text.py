@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from multimodal.answers.stops import StopMatcher
+from multimodal.answers.choices import StopMatcher
 from multimodal.errors import RequestError
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Detokenizer, Tokenizer, byte_tokenizer
