@@ -52,10 +52,8 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
                 f"This server does not support {name!r} in a message.", "messages", "unsupported_content"
             )
     shown: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
+    given = {"name": message.name, "tool_call_id": message.tool_call_id}
+    shown |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls is not None:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if (reasoning := message.reasoning_content or message.reasoning) is not None:

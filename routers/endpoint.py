@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
 from protocol.common import GenerationFields
-from routers.body import json_body, request_body
-from routers.disconnect import while_connected
+from routers.body import json_body, request_body, while_connected
 from routers.sse import OPENAI, EventStream, Framing
 from routers.state import ChatService, ChatServiceDep, RequestId, StateDep
 
