@@ -94,7 +94,10 @@ class Shape(ABC):
 
     @abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Spell log-probabilities of the next tokens of a choice; an entry is None for the first of an echoed prompt."""
+        """Spell log-probabilities of the next tokens of a choice.
+
+        An entry is None for the first token of an echoed prompt.
+        """
 
     def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
         """Return what a choice repeats of its prompt, and the log-probabilities of that."""

@@ -1,4 +1,4 @@
-"""Answers from parts: reasoning and tool calls as the chat shape spells them, streamed and whole, by a scripted parser."""
+"""Answers from parts: reasoning and tool calls in chats, streamed and whole, from a scripted parser."""
 
 import json
 from collections.abc import Sequence
