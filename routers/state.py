@@ -13,7 +13,7 @@ from engine.errors import EngineNotReady
 from engine.replicas.encode_service import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from multimodal.processor import Processor
-from multimodal.text.prompt import MediaPrompts
+from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 from routers.errors import Missing

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
-from multimodal.media.backend_prompts import BackendPrompts
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.encoded_prompts import EncodedPrompts
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
-from multimodal.text.prompt import MediaPrompts
+from multimodal.media.prompts import BackendPrompts, EncodedPrompts
+from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition
 from server.compose.encoders import Encoders
