@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Delta, EngineInfo, Handoff
+from engine.types import Delta, EngineInfo, Handoff, Held
 from protocol import internal
 
 VERSION = 1
@@ -19,9 +19,8 @@ _handoffs = msgspec.msgpack.Decoder(Handoff)
 
 def handoff_of(backend: str, first: Delta) -> Handoff:
     """What the only delta of a `prefill_only` request comes to."""
-    held, first = first.held, msgspec.structs.replace(first, held=None)
-    if held is None:
-        return Handoff(version=VERSION, backend=backend, first=first)
+    held = first.held or Held(b"")
+    first = msgspec.structs.replace(first, held=None)
     return Handoff(
         version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids
     )

@@ -17,7 +17,8 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except* Exception as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 

@@ -80,8 +80,8 @@ class Publisher:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for sink in self._sinks:
-            sink.close()
+        if self._sinks:
+            self.zmq.close()
 
     def _start_over(self) -> None:
         """Have the engine tell of all its blocks again, for a consumer that is too late to learn of them otherwise."""

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 def of_rank(endpoint: str, rank: int) -> str:
     """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix.
 
-    Port 0, a free port, stays 0.
+    Port 0, a free port, stays 0, and the empty endpoint, which is none, stays empty.
     """
-    if rank == 0 or endpoint.endswith(":0"):
+    if rank == 0 or not endpoint or endpoint.endswith(":0"):
         return endpoint
     if endpoint.startswith("tcp://"):
         address, _, port = endpoint.rpartition(":")
@@ -63,8 +63,8 @@ class ZmqSink:
         self._on_late = on_late
         try:
             for rank in range(ranks):
-                replay_of_rank = of_rank(replay, rank) if replay else ""
-                channel = ZmqChannel(of_rank(endpoint, rank), replay_of_rank, topic, capacity, self._start_over)
+                own = (of_rank(endpoint, rank), of_rank(replay, rank))
+                channel = ZmqChannel(*own, topic, capacity, self._start_over)
                 self.channels.append(channel)
                 again = f", again on {channel.replay_endpoint}" if replay else ""
                 log.info("KV-cache events are published on %s%s", channel.endpoint, again)

@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from engine.replicas.client import Header
@@ -76,6 +76,8 @@ class RoutingObserver(PoolObserver, Protocol):
 class Fleet(ReplicaPool[RoutedReplica]):
     """The replicas at `addresses`, chosen by `policy`. `headers` go with probes."""
 
+    observer: RoutingObserver
+
     def __init__(
         self,
         addresses: Addresses,
@@ -87,7 +89,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
         sessions: Sessions | None = None,
     ) -> None:
         super().__init__(addresses, attempts, observer)
-        self.observer = observer
         self.index = PrefixIndex()
         self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
         """By number, which a replica may inherit from one that has left."""
@@ -95,7 +96,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
         self._policy = policy
         self._headers = headers
         self._sessions = sessions or Sessions(1 << 16, 3600.0)
-        self._learning: dict[str, asyncio.Task[None]] = {}
 
     @property
     def healthy(self) -> bool:
@@ -142,13 +142,13 @@ class Fleet(ReplicaPool[RoutedReplica]):
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
-            self._learning[url] = self._run(self._learn(replica, endpoint, replay), replica)
+            replica.learning = self._run(self._learn(replica, endpoint, replay), replica.name)
         return replica
 
     def _remove(self, url: str) -> RoutedReplica:
         replica = super()._remove(url)
-        if (learning := self._learning.pop(url, None)) is not None:
-            learning.cancel()
+        if replica.learning is not None:
+            replica.learning.cancel()
         self.index.remove(replica.number)
         return replica
 
@@ -163,9 +163,9 @@ class Fleet(ReplicaPool[RoutedReplica]):
         def apply(event: CacheEvent) -> None:
             counts.unattached += self.index.apply(replica.number, event)
 
-        def listen(rank: int) -> Coroutine[Any, Any, None]:
-            of_replay = of_rank(replay, rank) if replay else ""
-            return Subscriber(of_rank(endpoint, rank), of_replay, self._sources.topic, rank, apply, counts).run()
+        async def listen(rank: int) -> None:
+            own = (of_rank(endpoint, rank), of_rank(replay, rank))
+            await Subscriber(*own, self._sources.topic, rank, apply, counts).run()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(listen(0))
