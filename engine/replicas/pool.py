@@ -112,17 +112,16 @@ class ReplicaPool(Generic[R]):
         """Start a task that ends with the pool at the latest."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_report)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Log the error of a task that was to run on."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s is no longer watched", task.get_name(), exc_info=error)
 
     async def _resolve(self) -> None:
         while True:
             await asyncio.sleep(RESOLVE_SECONDS)
             self.update(await self._addresses.find(self._replicas.keys()))
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    """Log the error of a task that was to run on."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s is no longer watched", task.get_name(), exc_info=error)

@@ -25,13 +25,13 @@ _ARRAY_FIELDS = {
 _DEVICE = ("GPU", "gpu", None)
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _EventsMessage(msgspec.Struct, array_like=True):
     timestamp: Any
     events: list[Any]
     rank: int | None = 0
 
 
-_messages = msgspec.msgpack.Decoder(_Message)
+_messages = msgspec.msgpack.Decoder(_EventsMessage)
 
 
 @dataclass(frozen=True, slots=True)
