@@ -98,5 +98,5 @@ class _EncodeWork:
 
     async def close(self) -> None:
         if self._place is not None:
-            self._service.free(self._place)
+            self._service.store.free(self._place)
             self._place = None

@@ -22,6 +22,15 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. Their errors are not raised."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
+
+
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
     """Run `work` during the block. At the end it is cancelled, and an error that it raised before is raised."""
@@ -29,8 +38,7 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel([task])
         if not task.cancelled():
             task.result()
 

@@ -174,20 +174,15 @@ class EncodeService:
         self.served = 0
         """Number of requests answered."""
         self.encoder = encoder
-        self._store = store
+        self.store = store
         self._observer = observer
 
     @property
     def healthy(self) -> bool:
         return self.encoder.healthy
 
-    @property
-    def held(self) -> list[int]:
-        """Bytes of the embeddings of each answer that waits to be read."""
-        return self._store.held
-
     async def encode(self, request: internal.EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
-        """Return the answer and what `free` has to be called with once it has been read.
+        """Return the answer, and the place that `store.free` must be called with once it has been read.
 
         Raises as `Encoder.encode` does.
         """
@@ -197,14 +192,11 @@ class EncodeService:
         encoded = await self.encoder.encode(media, request.prompt)
         self.served += 1
         self._observer.encoded(len(media), time.perf_counter() - started)
-        return await self._store.put(encoded, request.inline)
-
-    def free(self, place: Place) -> None:
-        self._store.free(place)
+        return await self.store.put(encoded, request.inline)
 
     async def close(self) -> None:
         await self.encoder.close()
-        await self._store.close()
+        await self.store.close()
 
 
 async def fetch(found: EncodeAnswer, arena: Arena | None, seconds: float) -> list[EncodedMedia]:

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.kit.tasks import all_of
+from engine.kit.tasks import all_of, cancel
 from engine.media import EncodedMedia, MediaInput
 from engine.process.attachments import detach_media
 from engine.replicas.ask import ENCODE
@@ -173,10 +173,7 @@ class EncoderPool:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await cancel(self._running)
         await self._replicas.close()
         if self._local is not None:
             await self._local.close()

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.errors import EngineUnavailable
+from engine.kit.tasks import cancel
 from engine.replicas.discovery import RESOLVE_SECONDS, Addresses
 from engine.replicas.replica import Replica
 
@@ -67,10 +68,7 @@ class ReplicaPool(Generic[R]):
         """Forget the replicas. Answers that are on their way break off. Idempotent."""
         for url in list(self._replicas):
             self._remove(url)
-        if tasks := list(self._tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await cancel(self._tasks)
 
     def update(self, urls: Sequence[str]) -> None:
         """Use the replicas at `urls` and no others. Requests at those that leave go on."""

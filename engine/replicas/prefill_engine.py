@@ -19,7 +19,7 @@ from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnav
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
 from engine.kit.stream import DeltaStream
-from engine.kit.tasks import all_of
+from engine.kit.tasks import all_of, cancel
 from engine.media import Unexpanded
 from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_pool import PrefillPool
@@ -148,8 +148,7 @@ class _RemotePrefill:
             else:
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
-            ended.cancel()
-            await asyncio.wait({ended})
+            await cancel([ended])
             lease.close()
         if lost:
             await self._recover(lease.handoff, lost)

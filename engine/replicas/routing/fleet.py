@@ -112,8 +112,13 @@ class Fleet(ReplicaPool[RoutedReplica]):
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
             nonlocal overlap
             started = time.perf_counter()
-            overlaps = self._overlaps(prompt)
-            replica = self._of_session(session, candidates) or self._policy.choose(candidates, prompt.count, overlaps)
+            overlaps = self.index.overlaps(prompt.tokens, prompt.namespace) if self._policy.name == "kv" else {}
+            url = self._sessions.replica(session) if session else None
+            replica = next((candidate for candidate in candidates if candidate.url == url), None)
+            if replica is not None:
+                self.observer.affine()
+            else:
+                replica = self._policy.choose(candidates, prompt.count, overlaps)
             if session:
                 self._sessions.assign(session, replica.url)
             overlap = min(overlaps.get(replica.number, 0), prompt.count - 1)
@@ -122,18 +127,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
 
         for replica in self.in_turn(lambda one: one.available, choose):
             yield replica, Assignment(replica.load, prompt.count, overlap)
-
-    def _overlaps(self, prompt: RoutedPrompt) -> dict[int, int]:
-        if not prompt.tokens or self._policy.name != "kv":
-            return {}
-        return self.index.overlaps(prompt.tokens, prompt.namespace)
-
-    def _of_session(self, session: str, candidates: list[RoutedReplica]) -> RoutedReplica | None:
-        url = self._sessions.replica(session) if session else None
-        found = next((replica for replica in candidates if replica.url == url), None)
-        if found is not None:
-            self.observer.affine()
-        return found
 
     def _new(self, url: str) -> RoutedReplica:
         taken = {replica.number for replica in self.replicas}
