@@ -1,4 +1,6 @@
-"""Images on the compiled path of a CPU: LLaVA, Idefics3 and SmolVLM around a Llama, what transformers generates from the pixels."""
+"""Images on the compiled path of a CPU: LLaVA, Idefics3 and SmolVLM around a Llama, what transformers generates from
+the pixels.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
 from engine.embedded.models.native.runner import NativeRunner
 from tests.support.handoff import OPTIONS as PAIR_OPTIONS
