@@ -13,7 +13,7 @@ from engine import trace
 from engine.errors import EngineNotReady
 from engine.media import MediaInput
 from engine.process.attachments import attach_media
-from engine.replicas.encode_service import EncodeService
+from engine.replicas.encode_answers import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
@@ -99,5 +99,5 @@ class _EncodeWork:
 
     async def close(self) -> None:
         if self._place is not None:
-            self.service.free(self._place)
+            self.service.store.free(self._place)
             self._place = None

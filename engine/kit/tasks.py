@@ -17,8 +17,18 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except* Exception as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. Their errors are not raised."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
 
 
 @asynccontextmanager
@@ -28,8 +38,7 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel([task])
         if not task.cancelled():
             task.result()
 

@@ -11,8 +11,7 @@ from engine.config import EncoderConfig, TrtllmEncoderConfig
 from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
-from engine.replicas.encode_answers import EmbeddingStore, open_arena
-from engine.replicas.encode_service import EncodeService
+from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
 from server.compose.composition import Composition, Failed, never
