@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from engine.trtllm.llm_args import AutoDeployLlmArgs, TorchLlmArgs
+from engine.trtllm.llm_args import MODELS
 
 Backend = Literal["pytorch", "_autodeploy"]
 
@@ -126,7 +126,7 @@ def merge(layers: Sequence[ArgumentLayer]) -> Effective:
 
 def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
     """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none."""
-    model = AutoDeployLlmArgs if backend == "_autodeploy" else TorchLlmArgs
+    model = MODELS["AutoDeployLlmArgs" if backend == "_autodeploy" else "TorchLlmArgs"]
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
     except ValidationError as error:
