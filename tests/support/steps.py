@@ -20,7 +20,8 @@ class Part(NamedTuple):
 def step_of(
     parts: list[Part], rows: list[int] | None = None, groups: int = 1, embeddings: EmbeddingRows | None = None
 ) -> StepInput:
-    """Put sequences side by side, those of one token first as given. Without `rows`, the logits of every row are wanted.
+    """Put sequences side by side, those of one token first as given. Without `rows`, the logits of every row are
+    wanted.
 
     Block 7 of one step may be a sequence's, and of the next another's: admissions follow from the tables.
     """

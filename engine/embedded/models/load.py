@@ -1,4 +1,5 @@
-"""Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that need it."""
+"""The choice of a model runner for a configuration. transformers is slow to import, so only runners that need it
+import it."""
 
 import logging
 import threading
@@ -25,13 +26,15 @@ class UnsupportedModelError(ValueError):
 
 
 def load_runner(config: EmbeddedConfig) -> "ModelRunner":
-    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises EngineFailure."""
+    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises
+    EngineFailure."""
     with _loading:
         return _load(config)
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
-    """What `load_runner` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
+    """Yield what `load_runner` would compute with, as name and value, as far as that is known before weights are
+    read. Raises EngineFailure."""
     level, device = chosen(config.cpu_isa), device_of(config)
     yield "device", str(device)
     if device.type == "cuda":
@@ -101,7 +104,7 @@ def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
 
 
 def _fp8_settings(config: EmbeddedConfig) -> str:
-    """Those that ask for fp8, as they are set; empty for none. Only the fast path on a GPU has it."""
+    """Return the settings that ask for fp8, as they are set; empty if none does. Only the fast path on a GPU has it."""
     asked = {"QUANTIZATION": config.quantization, "KV_CACHE_DTYPE": config.kv_cache_dtype}
     return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
 
@@ -113,10 +116,10 @@ def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
 
 
 def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, whichever it is, and bfloat16 on a GPU.
+    """Return the type of weights and activations: `auto` is float32 on every CPU, and bfloat16 on a GPU.
 
-    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block and the replicas
-    that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
+    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block
+    and the replicas that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
     """
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16

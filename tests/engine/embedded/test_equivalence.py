@@ -1,4 +1,5 @@
-"""The embedded engine against transformers' own `generate`, float32, greedy: token for token, however the work is cut up."""
+"""The embedded engine against transformers' own `generate`, float32, greedy: token for token, however the work is
+cut up."""
 
 import random
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ def expected(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[list
 
 @pytest.fixture(autouse=True, params=["off", "on"])
 def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test here with each step run to its end, and with the next one prepared ahead: there must be no telling them apart."""
+    """Every test here with each step run to its end, and with the next one prepared ahead: there must be no telling
+    them apart."""
     OPTIONS["overlap_scheduler"] = request.param
     yield
 
@@ -204,7 +206,8 @@ def test_abort_frees_at_once_and_leaves_the_others_alone(
 def test_a_stop_token_ends_the_output_and_nothing_follows(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], penalty: float
 ) -> None:
-    """Prepared ahead, a sequence is found to have ended when its next step is under way; a penalty needs every token before the next."""
+    """Prepared ahead, a sequence is found to have ended when its next step is under way; a penalty needs every token
+    before the next."""
     core = make_core(tiny_model, max_batch_size=4)
     for index in range(12):
         add(

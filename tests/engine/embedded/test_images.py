@@ -1,4 +1,5 @@
-"""Images in the embedded engine: for each family what transformers generates from the pixels, token for token, however steps are cut."""
+"""Images in the embedded engine: for each family what transformers generates from the pixels, token for token,
+however steps are cut."""
 
 from collections.abc import Iterator
 from typing import Any

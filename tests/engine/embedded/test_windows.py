@@ -1,4 +1,5 @@
-"""Models with sliding windows against transformers' own `generate`, float32, greedy: token for token, however the work is cut up."""
+"""Models with sliding windows against transformers' own `generate`, float32, greedy: token for token, however the
+work is cut up."""
 
 from pathlib import Path
 from typing import Any

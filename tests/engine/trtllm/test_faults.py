@@ -1,4 +1,6 @@
-"""What goes wrong around TensorRT-LLM's executor while it lives, or without its saying so: one request's end, a poll's, or the engine's."""
+"""What goes wrong around TensorRT-LLM's executor while it lives, or without its saying so: one request's end, a poll's,
+or the engine's.
+"""
 
 import asyncio
 import contextlib
@@ -132,7 +134,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
     async with running(folder) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
-            with pytest.raises(EngineFailure, match="cannot be understood"):
+            with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
         await until(lambda: not engine._llm._executor._jobs)
         assert engine.healthy and await tokens(engine, request())
@@ -189,7 +191,7 @@ async def test_a_poller_that_ends_is_the_engines_end(
     monkeypatch.setattr(engine_module, "poll_stats", ends)
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
-        with pytest.raises(EngineDied, match="not watched"):
+        with pytest.raises(EngineDied, match="internal task failed"):
             _ = [delta async for delta in stream]
         assert not engine.healthy and "a bug" in caplog.text
 
@@ -237,7 +239,9 @@ async def test_a_cache_of_unknown_size_starts_with_the_block_size_that_was_asked
 
 
 async def test_facts_are_the_engines_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block size and capacity as reported, not as set; the ranks of attention DP; and how long loading took, without what follows."""
+    """Block size and capacity as reported, not as set; the ranks of attention DP; and how long loading took, without
+    what follows.
+    """
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
     found("tensorrt_llm._test").faults.construction_seconds = 0.3
     reporting(monkeypatch, tokensPerBlock=128, maxNumBlocks=77)
@@ -272,7 +276,9 @@ sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 
 
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
-    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
+    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can
+    be started.
+    """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
     options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}

@@ -1,4 +1,5 @@
-"""Handovers that go wrong: transfers that break, hang or come late, aborts at every stage, handoffs that lie, blocks that run out."""
+"""Handovers that go wrong: transfers that break, hang or come late, aborts at every stage, handoffs that lie, blocks
+that run out."""
 
 import shutil
 import time

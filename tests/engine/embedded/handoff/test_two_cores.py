@@ -1,4 +1,5 @@
-"""Prefill and decode by two cores of the embedded engine, with real transfers: what one core alone generates, token for token."""
+"""Prefill and decode by two cores of the embedded engine, with real transfers: what one core alone generates, token
+for token."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Two embedded engines that hand over, in one process and in two: guides, logits processors, shared memory, and what is left at the end."""
+"""Two embedded engines that hand over, in one process and in two: guides, logits processors, shared memory, and what
+is left at the end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""The block pool by property: whatever the order of calls, the books balance and a key always finds its own contents."""
+"""The block pool by property: whatever the order of calls, the books balance and a key always finds its own
+contents."""
 
 import pytest
 from hypothesis import settings
@@ -12,7 +13,8 @@ SIZE = 2
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of two-token blocks over a pool of eight, against a model that remembers what every block was filled with."""
+    """Sequences of two-token blocks over a pool of eight, against a model that remembers what every block was filled
+    with."""
 
     sequences = Bundle("sequences")
 
@@ -36,7 +38,7 @@ class PoolMachine(RuleBasedStateMachine):
             return multiple()
         for index, block in enumerate(matched):
             assert self.contents[block] == (salt, *tokens[: (index + 1) * SIZE])
-        self.pool.hold(matched)
+        self.pool.reference(matched)
         blocks = matched + self.pool.allocate(needed)
         for index in range(len(matched), len(keys)):
             self.contents[blocks[index]] = (salt, *tokens[: (index + 1) * SIZE])

@@ -1,4 +1,5 @@
-"""What every model runner does with a `StepInput`: the logits of transformers' own forward, however prompts are cut and steps are filled.
+"""What every model runner does with a `StepInput`: the logits of transformers' own forward, however prompts are cut and
+steps are filled.
 
 The CUDA runner is here in Triton's interpreter, where Triton is installed; on a GPU `cuda/test_cuda_engine.py` runs it.
 """
@@ -251,7 +252,8 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_embeddings_take_the_places_of_tokens(load: Any, llava: Path) -> None:
-    """Of a prompt cut within an image, with a decode and another prompt beside it; the same token ids elsewhere are tokens."""
+    """Of a prompt cut within an image, with a decode and another prompt beside it; the same token ids elsewhere are
+    tokens."""
     runner: ModelRunner = load(llava)
     assert runner.takes_images is not None
     model: Any = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32).eval()

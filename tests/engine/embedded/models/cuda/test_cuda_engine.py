@@ -1,4 +1,5 @@
-"""The embedded engine on a GPU: close to float32, and the same tokens whether steps are graphs, prepared ahead, split or preempted."""
+"""The embedded engine on a GPU: close to float32, and the same tokens whether steps are graphs, prepared ahead,
+split or preempted."""
 
 import asyncio
 import random
@@ -134,7 +135,8 @@ async def test_a_step_ahead_changes_nothing_at_all(folder: Path, prompts: list[l
 
 
 async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
-    """A prompt of many steps: were the host to run ahead of them all, it would plan over plans that the device has yet to read."""
+    """A prompt of many steps: were the host to run ahead of them all, it would plan over plans that the device has
+    yet to read."""
     folder, rng = save(tmp_path, 0.08, 1 << 15), random.Random(1)
     prompt = [rng.randrange(2, 2048) for _ in range(30_000)]
     options = {"max_num_tokens": 512, "enable_block_reuse": False}
@@ -160,9 +162,9 @@ async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
 async def test_eight_bits_are_near_sixteen(
     tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float, agreeing: float
 ) -> None:
-    """The limits are twice what these roundings cost in transformers' forward (benchmarks/gpu/emulate.py): 0.023, 0.063 and 0.069 nats of
-    the 20 likeliest tokens on average, with 38, 33 and 29 of 40 first tokens the same; float32 and bfloat16 differ by 0.005. Compared as
-    long as both have the same tokens before.
+    """The limits are twice what these roundings cost in transformers' forward (benchmarks/gpu/emulate.py): 0.023, 0.063
+    and 0.069 nats of the 20 likeliest tokens on average, with 38, 33 and 29 of 40 first tokens the same; float32 and
+    bfloat16 differ by 0.005. Compared as long as both have the same tokens before.
     """
     usual, rounded = (
         await answers(tame, prompts, {"logprobs": 20}),

@@ -1,4 +1,5 @@
-"""The GPU's model without a GPU, whole and in float32: transformers' tokens, however steps are cut, prepared ahead, replayed or preempted.
+"""The GPU's model without a GPU, whole and in float32: transformers' tokens, however steps are cut, prepared ahead,
+replayed or preempted.
 
 `test_cuda_engine` is the same for a GPU itself, whose roundings forbid so much.
 """
@@ -51,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose attention and logits are as flat as a trained model's: the other makes roundings several times as large."""
+    """One whose attention and logits are as flat as a trained model's: the other makes roundings several times as
+    large."""
     return save(tmp_path_factory.mktemp("tame"), 0.06)
 
 
@@ -221,7 +223,8 @@ def test_a_step_ahead_changes_nothing_of_what_is_drawn(
 def test_eight_bits_are_near_transformers(
     tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float
 ) -> None:
-    """By the mean error of the log-probabilities of tokens that were taken and of the likeliest: the limits are about twice what it is."""
+    """By the mean error of the log-probabilities of tokens that were taken and of the likeliest: the limits are
+    about twice what it is."""
     found = run(tame, prompts[:2], {"logprobs": 3}, max_batch_size=2, **options)
     reference, errors = LlamaForCausalLM.from_pretrained(tame).eval(), []
     for prompt, tokens, entries in zip(prompts[:2], found.tokens, found.logprobs, strict=True):

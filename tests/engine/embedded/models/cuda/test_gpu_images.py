@@ -1,4 +1,5 @@
-"""Images on a GPU: towers make of them what they make on a CPU, and answers are transformers' own, but for roundings."""
+"""Images on a GPU: towers make of them what they make on a CPU, and answers are transformers' own, but for
+roundings."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,8 @@
-"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left to transformers.
+"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left
+to transformers.
 
-Tests of numbers run at every level (`CPU_ISA`): as this processor has it, or else its code compiled for what the processor has.
+Tests of numbers run at every level (`CPU_ISA`): as this processor has it, or else its code compiled for what the
+processor has.
 """
 
 import json
@@ -68,7 +70,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def as_here(level: levels.Level) -> levels.Level:
-    """The level itself, or its width of vector in instructions that this processor has; -O3 takes 23 s to compile that, -O1 4 s."""
+    """The level itself, or its width of vector in instructions that this processor has; -O3 takes 23 s to compile
+    that, -O1 4 s."""
     here = available()
     return level if level in here else level._replace(flags=(*here[-1].flags, "-O1"), needs=frozenset())
 
@@ -138,7 +141,8 @@ ODD_SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sizes", ODD_SIZES)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
-    """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of none."""
+    """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of
+    none."""
     options = {**KINDS[kind], **ODD_SIZES[sizes]}
     reference = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path, kind, **options), dtype=torch.float32)
     tokens = tokens_of(50, 1, options.get("vocab_size", SIZES["vocab_size"]))
@@ -173,7 +177,8 @@ def test_blocks_of_any_size_hold_the_same_at_every_level(
 
 
 NEAR = {"rtol": 1e-4, "atol": 3e-4}
-"""Levels add up the same products in the same order, but not all have fused multiplication and addition. Logits here are up to 60."""
+"""Levels add up the same products in the same order, but not all have fused multiplication and addition. Logits here
+are up to 60."""
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
