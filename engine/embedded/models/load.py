@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
-from engine.config import EmbeddedConfig, EncoderConfig
+from engine.config import EmbeddedConfig
+from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
 from engine.errors import EngineFailure
 
@@ -19,10 +18,6 @@ log = logging.getLogger(__name__)
 
 _loading = threading.Lock()
 """transformers replaces functions of torch while it loads: two models at once would leave them replaced."""
-
-
-class UnsupportedModelError(ValueError):
-    """This model, or this machine, has no fast path; the message says why."""
 
 
 def load_runner(config: EmbeddedConfig) -> "ModelRunner":
@@ -107,21 +102,3 @@ def _fp8_settings(config: EmbeddedConfig) -> str:
     """Return the settings that ask for fp8, as they are set; empty if none does. Only the fast path on a GPU has it."""
     asked = {"QUANTIZATION": config.quantization, "KV_CACHE_DTYPE": config.kv_cache_dtype}
     return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
-
-
-def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
-    """Return the type of weights and activations: `auto` is float32 on every CPU, and bfloat16 on a GPU.
-
-    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block
-    and the replicas that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
-    """
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import FAMILIES, VisionPart
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.checkpoint import read_config
 from engine.embedded.models.transformers_models import load_config
 from engine.errors import EngineFailure

@@ -15,7 +15,7 @@ from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention, to_device
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
-from engine.embedded.models.load import UnsupportedModelError, dtype_of
+from engine.embedded.models.devices import UnsupportedModelError, dtype_of
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import VisionPart
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 

@@ -15,7 +15,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.levels import chosen

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.pending import PendingTokens
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch import decoder, linear
