@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -45,21 +46,14 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`, run in a daemon thread, so that a download does not hold up a shutdown."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
-        if not future.cancelled():
-            settle_future(value)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # cancelling the waiter does not cancel the work
 
     def run() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
         try:
-            outcome = (future.set_result, work())
+            future.set_result(work())
         except Exception as error:  # raised where the future is awaited
-            outcome = (future.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -239,11 +239,11 @@ def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there:
 def test_the_engines_process_gets_the_level_and_the_defaults_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("PILLOW_BLOCK_SIZE", "32m")
+    monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "y")
     with serving("--log-level", "debug") as server:
         environment = server.child("engine.process.host").environ()
     assert environment["TLLM_LOG_LEVEL"] == "VERBOSE" and environment["GOMP_SPINCOUNT"] == "20000"
-    assert environment["PILLOW_BLOCK_SIZE"] == "32m", "one that is set stays"
+    assert environment["UCX_CUDA_IPC_CACHE"] == "y", "one that is set stays"
 
 
 def test_settings_are_frozen() -> None:
