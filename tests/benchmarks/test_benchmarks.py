@@ -158,7 +158,10 @@ def test_prompts_have_the_tokens_asked_for(overhead: int, per_word: int, tokens:
 
 
 def test_histograms_are_read_between_two_scrapes() -> None:
-    page = 'lag_bucket{{le="0.001",p="1"}} {}\nlag_bucket{{le="0.01",p="1"}} {}\nlag_bucket{{p="1",le="+Inf"}} {}\nlag_bucket{{le="+Inf"}} 0\n'
+    page = (
+        'lag_bucket{{le="0.001",p="1"}} {}\nlag_bucket{{le="0.01",p="1"}} {}\n'
+        'lag_bucket{{p="1",le="+Inf"}} {}\nlag_bucket{{le="+Inf"}} 0\n'
+    )
     before, after = histogram(page.format(5, 7, 7), "lag"), histogram(page.format(5, 106, 107), "lag")
     assert after == {0.001: 5.0, 0.01: 106.0, math.inf: 107.0}
     assert percentile_between(before, after, 99) == 0.01

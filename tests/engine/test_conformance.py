@@ -1,4 +1,7 @@
-"""What `engine/base.py` promises, held against every engine that can run here, in this process and in one of its own."""
+"""What `engine/base.py` promises, held against every engine that can run here.
+
+Engines run in this process and in one of their own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

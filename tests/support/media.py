@@ -104,7 +104,10 @@ class OddServer:
 
 
 class Detour(httpx.AsyncBaseTransport):
-    """Leads every connection to one port of this machine, and notes where it was to go; addresses in `dead` take none."""
+    """Leads every connection to one port of this machine, and notes where it was to go.
+
+    Addresses in `dead` take no connection.
+    """
 
     def __init__(self, port: int, **options: Any) -> None:
         self._inner = httpx.AsyncHTTPTransport(

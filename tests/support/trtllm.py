@@ -80,7 +80,10 @@ def disaggregating(**arguments: Any) -> Any:
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
-    """Make `folder` that of a model with a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2."""
+    """Write a model into `folder`.
+
+    It has a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - most tests do without
 
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE, **{f"w{token}": token for token in range(4, 64)}}

@@ -87,7 +87,10 @@ async def test_windows_and_ranks_have_books_of_their_own() -> None:
 
 
 async def test_who_listened_before_begins_anew() -> None:
-    """A publisher's converter that has missed events says that all is cleared, then what there is, and counts no gap."""
+    """A converter that has missed events starts again from the state of the cache.
+
+    It says that all is cleared, then what is stored, and counts no gap.
+    """
     converter, log = Converter(BLOCK), log_of(KvEvent(0, Created((9,)), WINDOW), stored(1, 1))
     batches = log.batches()
     heard = await anext(batches)

@@ -243,7 +243,8 @@ async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_s
             await process.start()
             client = EngineClient(process.address, process.wait_failed)
             await client.start()
-            length, logprobs = (5, None) if sys.argv[2] == "running" else (1_000_000, 20)  # the latter is one step of a minute
+            # A prompt of a million tokens with log-probabilities is one step of a minute.
+            length, logprobs = (5, None) if sys.argv[2] == "running" else (1_000_000, 20)
             sampling = SamplingParams(max_tokens=1_000_000, prompt_logprobs=logprobs)
             stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,) * length, sampling=sampling))
             await asyncio.sleep(0.5)

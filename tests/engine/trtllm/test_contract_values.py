@@ -1,4 +1,7 @@
-"""Every keyword and value that the adapter's builders make for TensorRT-LLM, for any request and settings, is in its contract."""
+"""Every keyword and value that the adapter's builders make for TensorRT-LLM is in its contract.
+
+This holds for any request and settings.
+"""
 
 import ast
 import functools
@@ -97,7 +100,10 @@ thorough = testing(
 
 @functools.cache
 def adapters(name: str) -> dict[str, TypeAdapter[Any]]:
-    """What may be in the fields of a dataclass of the contract, less those whose types are classes of theirs or of torch."""
+    """Types of the fields of a dataclass of the contract.
+
+    Fields whose types are TensorRT-LLM's or torch's classes are left out.
+    """
     parse = found("tensorrt_llm._contract").parse_type
     texts = {field: text.split(" (")[0] for field, text in ATTRIBUTES[name].items()}
     plain = {
@@ -105,8 +111,11 @@ def adapters(name: str) -> dict[str, TypeAdapter[Any]]:
         for field, text in texts.items()
         if kind_of(text) is None and "torch" not in text and "Processor" not in text
     }
-    return {field: TypeAdapter(parse(text, {"BaseModel": dict, "AdditionalModelOutput": Any})) for field, text in plain.items() if field in
-            constructor(name).parameters and "lookahead" not in field}  # fmt: skip
+    return {
+        field: TypeAdapter(parse(text, {"BaseModel": dict, "AdditionalModelOutput": Any}))
+        for field, text in plain.items()
+        if field in constructor(name).parameters and "lookahead" not in field
+    }
 
 
 def assert_valid(value: Any, name: str) -> None:
@@ -171,7 +180,8 @@ def fields_unknown_to(model: str, values: dict[str, Any], path: str = "") -> lis
 
 
 SETTINGS = [
-    "--dtype=bfloat16", "--max-seq-len=4096", "--max-batch-size=8", "--max-num-tokens=512", "--enable-chunked-prefill=false",
+    "--dtype=bfloat16", "--max-seq-len=4096", "--max-batch-size=8", "--max-num-tokens=512",
+    "--enable-chunked-prefill=false",
     "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--expert-parallel-size=2", "--enable-attention-dp=true",
     "--gpus-per-node=4", "--guided-decoding-backend=llguidance", "--trust-remote-code=true", "--kv-block-size=64",
     "--enable-block-reuse=true", "--free-gpu-memory-fraction=0.5", "--load-format=dummy", "--enable-cuda-graphs=false",

@@ -227,7 +227,10 @@ def handles_of(encoding: Encoding) -> tuple[Any, Any]:
 
 
 def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
-    """Of two images `mm_embedding_handle` is but one. A handle for both goes without hashes, of which 1.2.1 wants as many as handles."""
+    """Of two images there is one `mm_embedding_handle`.
+
+    A handle for both goes without hashes, of which 1.2.1 wants as many as handles.
+    """
     first, second, hashes = {"method_key": 1}, {"method_key": 2}, [[1] * 8, [2] * 8]
     make = found("tensorrt_llm.llmapi.DisaggregatedParams")
     both = make(multimodal_embedding_handles=[first, second], multimodal_hashes=hashes)

@@ -1,4 +1,7 @@
-"""What goes wrong around TensorRT-LLM's executor while it lives, or without its saying so: one request's end, a poll's, or the engine's."""
+"""Faults around TensorRT-LLM's executor while it lives, or that it does not report.
+
+Each ends one request, one poll, or the engine.
+"""
 
 import asyncio
 import contextlib
@@ -237,7 +240,10 @@ async def test_a_cache_of_unknown_size_starts_with_the_block_size_that_was_asked
 
 
 async def test_facts_are_the_engines_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block size and capacity as reported, not as set; the ranks of attention DP; and how long loading took, without what follows."""
+    """Facts are as reported by the engine, not as set.
+
+    They are block size and capacity, the ranks of attention DP, and how long loading took, without what follows it.
+    """
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
     found("tensorrt_llm._test").faults.construction_seconds = 0.3
     reporting(monkeypatch, tokensPerBlock=128, maxNumBlocks=77)
@@ -272,7 +278,11 @@ sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 
 
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
-    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can be started."""
+    """A hanging shutdown does not keep the process from ending.
+
+    The executor is found dead and shutting it down never ends; the process ends in time all the same, and another can
+    be started.
+    """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
     options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}

@@ -37,7 +37,10 @@ trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, 
     ],
 )
 def test_gotcha_09_speculative_keys_are_those_of_1_2_1(folder: Path, speculative: dict[str, Any], named: str) -> None:
-    """Newer spellings are refused by name before a GPU is needed; the engine gets instances, made of a copy, which has its key popped."""
+    """Newer spellings are refused by name before a GPU is needed.
+
+    The engine gets instances, made from a copy, whose key has been popped.
+    """
     assert [problem.partition(":")[0] for problem in problems({"speculative_config": speculative})] == [named]
     right = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}
     config = TrtllmConfig(model=str(folder), arguments={"speculative_config": right})
@@ -73,7 +76,10 @@ async def test_gotcha_11_a_lora_request_is_never_made(folder: Path, calls: list[
 
 
 async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Too early and half-changed events end a poll and not the poller; what events and statistics need is forced or refused."""
+    """Early and half-changed events end a poll and not the poller.
+
+    Options that events and statistics need are forced or refused.
+    """
     events: list[KvEvent] = []
     cache = {"event_buffer_max_size": 100, "tokens_per_block": 4}
     with library.load(TrtllmConfig(model=str(folder), arguments={"kv_cache_config": cache})) as llm:
@@ -189,7 +195,10 @@ async def test_gotcha_15_the_async_llm_is_left_alone(folder: Path, monkeypatch: 
 
 
 def test_gotcha_16_its_parsers_are_not_used() -> None:
-    """Reasoning and tool calls are parsed by us, so that no spelling of a parser's name ever reaches the engine from our settings."""
+    """Our server parses reasoning and tool calls.
+
+    No spelling of a parser's name ever reaches the engine from our settings.
+    """
     for role in ("aggregated", "prefill", "decode", "encode"):
         assert not {"reasoning_parser", "tool_parser"} & arguments_of(role).keys()
     assert problems({"tool_parser": "qwen3"}) == ["tool_parser: TensorRT-LLM 1.2.1 has no such argument"]

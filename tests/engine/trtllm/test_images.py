@@ -1,4 +1,7 @@
-"""Images on TensorRT-LLM's stand-in: raw to an engine that encodes them, or encoded elsewhere; aggregated, and by way of prefill."""
+"""Images on TensorRT-LLM's stand-in.
+
+They are raw for an engine that encodes them, or encoded elsewhere; replicas are aggregated or disaggregated.
+"""
 
 import asyncio
 import zlib
@@ -134,7 +137,10 @@ async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
 
 
 async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls: list[Any]) -> None:
-    """1.2.1's documentation says that images and the reuse of blocks do not go together. Those of text are shared as ever."""
+    """Blocks with images are not reused; those of text are.
+
+    1.2.1's documentation says that images and the reuse of blocks do not go together.
+    """
     long = replace(showing(RED, BLUE), media=MediaFiles(TEXT + " w8" * 100, (MediaInput(RED), MediaInput(BLUE))))
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode, running(folder) as alone:
         for _ in range(2):

@@ -1,4 +1,7 @@
-"""The block pool by property: whatever the order of calls, the books balance and a key always finds its own contents."""
+"""The block pool by property.
+
+Whatever the order of calls, the books balance and a key always finds its own contents.
+"""
 
 import pytest
 from hypothesis import settings
@@ -12,7 +15,10 @@ SIZE = 2
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of two-token blocks over a pool of eight, against a model that remembers what every block was filled with."""
+    """Sequences of two-token blocks over a pool of eight.
+
+    They are compared with a model that remembers what every block was filled with.
+    """
 
     sequences = Bundle("sequences")
 

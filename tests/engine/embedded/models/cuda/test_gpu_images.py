@@ -1,4 +1,7 @@
-"""Images on a GPU: towers make of them what they make on a CPU, and answers are transformers' own, but for roundings."""
+"""Images on a GPU.
+
+Towers compute what they compute on a CPU, and answers are transformers' own, except for roundings.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,8 @@ SIZES = ((40, 30), (30, 61), (16, 16), (64, 20), (40, 30))
 FAST = {"head_dim": 128, "intermediate_size": 64}
 """What the GPU's kernels take."""
 OPTIONS: dict[str, Any] = {
-    "device": DEVICE, "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 32, "num_blocks": 60, "max_seq_len": 256,
+    "device": DEVICE, "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 32, "num_blocks": 60,
+    "max_seq_len": 256,
 }  # fmt: skip
 
 

@@ -1,6 +1,10 @@
-"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left to transformers.
+"""The compiled path on a CPU.
 
-Tests of numbers run at every level (`CPU_ISA`): as this processor has it, or else its code compiled for what the processor has.
+It computes what transformers computes, to the same bits in any batch, and leaves models that it does not know to
+transformers.
+
+Tests of numbers run at every level (`CPU_ISA`): compiled as this processor has it, or else for the features that the
+processor has.
 """
 
 import json
@@ -68,7 +72,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def as_here(level: levels.Level) -> levels.Level:
-    """The level itself, or its width of vector in instructions that this processor has; -O3 takes 23 s to compile that, -O1 4 s."""
+    """The level itself, or its vector width in instructions that this processor has.
+
+    It takes 23 s to compile that with -O3, and 4 s with -O1.
+    """
     here = available()
     return level if level in here else level._replace(flags=(*here[-1].flags, "-O1"), needs=frozenset())
 
@@ -138,7 +145,10 @@ ODD_SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sizes", ODD_SIZES)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
-    """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of none."""
+    """No size is refused at one level and taken at another.
+
+    A panel is 8, 16 or 32 wide, and these sizes are multiples of none.
+    """
     options = {**KINDS[kind], **ODD_SIZES[sizes]}
     reference = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path, kind, **options), dtype=torch.float32)
     tokens = tokens_of(50, 1, options.get("vocab_size", SIZES["vocab_size"]))
