@@ -39,16 +39,19 @@ class TrtllmEngine:
 
     def __init__(self, config: TrtllmConfig) -> None:
         self._config = config
-        self._llm: Any = None
+        self.llm: Any = None
+        """TensorRT-LLM's LLM, from start to close."""
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
-        self._streams: set[DeltaStream] = set()
+        self.streams: set[DeltaStream] = set()
+        """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
-        self._running = 0
-        self._aborted = 0
+        self.running = 0
+        """Requests that TensorRT-LLM computes."""
+        self.aborted = 0
         self._newest: IterationStats
         self._stop_watching = threading.Event()
 
@@ -75,7 +78,7 @@ class TrtllmEngine:
         self._facts = read_model_facts(Path(self._config.model))
         self._facts.check()
         started = time.monotonic()
-        self._llm = library.load(self._config)
+        self.llm = library.load(self._config)
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
@@ -86,10 +89,10 @@ class TrtllmEngine:
             await self.close()
             raise
         if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._spawn(poll_kv_events(self._llm, self._events.put))
+            self._spawn(poll_kv_events(self.llm, self._events.put))
         self._publish(stats)
-        self._spawn(poll_stats(self._llm, self._publish))
-        threading.Thread(target=self._watch, args=(self._llm,), name="trtllm-health", daemon=True).start()
+        self._spawn(poll_stats(self.llm, self._publish))
+        threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
@@ -116,7 +119,7 @@ class TrtllmEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=0.2)
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(library.shutdown, llm)
         self._stats.close()
@@ -138,7 +141,7 @@ class TrtllmEngine:
         """Raises InvalidRequest, EngineUnavailable and EngineFailure."""
         context_only = request.prefill_only and request.sampling.max_tokens > 1  # else there is nothing to hand over
         try:
-            result = library.submit(self._llm, request, self._facts, images, context_only=context_only)
+            result = library.submit(self.llm, request, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
@@ -150,8 +153,8 @@ class TrtllmEngine:
 
     def _keep(self, stream: DeltaStream) -> None:
         """Know of a stream for as long as it is open."""
-        self._streams.add(stream)
-        stream.when_done(lambda: self._streams.discard(stream))
+        self.streams.add(stream)
+        stream.when_done(lambda: self.streams.discard(stream))
 
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
@@ -168,7 +171,7 @@ class TrtllmEngine:
         outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
         started = False
-        self._running += 1
+        self.running += 1
         try:
             async for response in run.result:
                 run.transferred()
@@ -187,18 +190,18 @@ class TrtllmEngine:
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
         finally:
-            self._running -= 1
+            self.running -= 1
             self._publish(self._newest)
 
     def _abort(self, run: Run) -> None:
         if not run.result.finished:  # else its blocks were held
-            self._aborted += 1
+            self.aborted += 1
             run.abort()
 
     def _publish(self, stats: IterationStats) -> None:
         """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
-        self._newest = replace(stats, num_aborted_requests=self._aborted, timestamp=stats.timestamp or time.time())
-        if not self._running:
+        self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
+        if not self.running:
             cache = stats.kv_cache_stats
             freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
             self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
@@ -210,8 +213,8 @@ class TrtllmEngine:
         """
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
-            await library.warm_up(self._llm, prompt, self._facts)
-            first: dict[str, Any] = await anext(aiter(self._llm.get_stats_async(timeout=2)), {})
+            await library.warm_up(self.llm, prompt, self._facts)
+            first: dict[str, Any] = await anext(aiter(self.llm.get_stats_async(timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
         try:
@@ -223,7 +226,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """`capacity` is in blocks, and tokens in one."""
-        arguments, facts = self._llm.args, self._facts
+        arguments, facts = self.llm.args, self._facts
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache (is enable_iter_perf_stats off?): it is shown as 0"
@@ -262,7 +265,7 @@ class TrtllmEngine:
             self._fail_all(failure)
 
     def _fail_all(self, error: EngineUnavailable) -> None:
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.fail(error)
 
     def _spawn(self, work: Any) -> None:

@@ -152,8 +152,12 @@ def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any
     return replace(request_for(prompt, cache_salt, **sampling), media=MediaSpans(tuple(images)))
 
 
+async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
 async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:
-    return [delta async for delta in engine.generate(request)]
+    return await collect(engine.generate(request))
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:

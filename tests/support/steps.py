@@ -1,7 +1,7 @@
 """Step inputs by hand, for tests of model runners."""
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.embedded.models.runner import EmbeddingRows, StepInput
 
@@ -15,6 +15,10 @@ class Part(NamedTuple):
     length: int
     slot: int = 0
     sampled: int = 1
+
+    def changed(self, **fields: Any) -> "Part":
+        """Return a copy with other values of these fields."""
+        return self._replace(**fields)
 
 
 def step_of(

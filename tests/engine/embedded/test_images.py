@@ -61,7 +61,7 @@ def said(core: EngineCore, prompts: list[Prompt], prefix: str = "", **sampling: 
 
 
 IN_FULL = "qwen2_vl"
-"""The family, of rotary positions in three dimensions, that every schedule is tried on; others are by one that mixes them."""
+"""The family that every schedule is tried on; the others are tried on one that mixes them."""
 MIXED: dict[str, Any] = {"overlap_scheduler": "on", "max_batch_size": 2, "max_num_tokens": 7}
 
 
@@ -172,7 +172,7 @@ def test_without_images_it_is_the_text_model(family: Family) -> None:
 
 def test_the_tower_is_not_kept(family: Family) -> None:
     model: Any = core_of(family).runner
-    parameters = sum(parameter.numel() for parameter in model._module.parameters())
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
     assert parameters <= sum(
         parameter.numel() for name, parameter in family.module.named_parameters() if "vision" not in name
     )

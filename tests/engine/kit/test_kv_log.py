@@ -112,7 +112,7 @@ async def test_nothing_piles_up_while_nobody_listens() -> None:
         await asyncio.gather(
             *(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40))
         )
-    log = engine._blocks.events  # type: ignore[attr-defined]
+    log = engine.events  # type: ignore[attr-defined]
     assert not log.consumers
     books, converter = Books(), Converter(BLOCK)
     await engine.close()

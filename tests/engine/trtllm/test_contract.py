@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ADAPTER = sorted((ROOT / "engine" / "trtllm").glob("*.py"))
 HELD = {
     "llm": "LLM",
-    "self._llm": "LLM",
+    "self.llm": "LLM",
     "encoder": "MultimodalEncoder",
     "self._encoder": "MultimodalEncoder",
     "result": "RequestOutput",

@@ -39,7 +39,7 @@ async def idle(engine: TrtllmEngine) -> None:
     """Wait until nothing runs in the engine."""
     await asyncio.sleep(0.02)  # what was begun a moment ago is under way
     async with asyncio.timeout(5):
-        while engine._running:  # noqa: ASYNC110 - the engine has no signal for it
+        while engine.running:  # noqa: ASYNC110 - the engine has no signal for it
             await asyncio.sleep(0.01)
 
 
@@ -169,7 +169,7 @@ async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.Monkey
         with pytest.raises(asyncio.CancelledError):
             await task
         await idle(prefill)
-        assert prefill._aborted == 1
+        assert prefill.aborted == 1
 
 
 async def test_an_engine_without_a_transceiver_says_so() -> None:

@@ -21,7 +21,6 @@ import pytest
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
-from engine.kit import logits
 from engine.media import Encoding
 from engine.process.wire import HostOptions
 from engine.trtllm import engine as engine_module
@@ -33,8 +32,9 @@ from engine.trtllm.polling import poll_stats
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.http import application
-from tests.support.trtllm import found, handed_over, picture
-from tests.support.trtllm_gotchas import ROOT, request, running, tokens, until
+from tests.support.trtllm import found, handed_over, picture, registered
+from tests.support.trtllm_gotchas import ROOT, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
 REFUSALS: list[tuple[Exception, type[EngineError]]] = [
@@ -81,14 +81,12 @@ async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_i
         assert not engine.healthy
 
 
-async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(logits._factories, "local", lambda: None)
-    async with running(folder) as engine:
-        with pytest.raises(EngineFailure, match="pickle"):
-            await tokens(engine, request(processors=("local",)))
-        assert engine.healthy and await tokens(engine, request())
+async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path) -> None:
+    with registered(local=lambda: lambda token_ids, scores: None):
+        async with running(folder) as engine:
+            with pytest.raises(EngineFailure, match="pickle"):
+                await tokens(engine, request(processors=("local",)))
+            assert engine.healthy and await tokens(engine, request())
 
 
 async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: Path) -> None:
@@ -137,7 +135,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
             with pytest.raises(EngineFailure, match="cannot be understood"):
                 await tokens(engine, request(max_tokens=4000))
-        await until(lambda: not engine._llm._executor._jobs)
+        await until(lambda: not engine.llm._executor._jobs)
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -309,7 +307,7 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 
     monkeypatch.setattr(module, "update_llm_args_with_extra_dict", update)
     async with running(folder, speculative_config=None, cuda_graph_config=None) as engine:
-        assert engine._llm.args.speculative_config is None and engine._llm.args.cuda_graph_config is None
+        assert engine.llm.args.speculative_config is None and engine.llm.args.cuda_graph_config is None
 
 
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
@@ -329,4 +327,4 @@ async def test_requests_may_have_one_id(folder: Path) -> None:
     async with running(folder) as engine:
         both = [engine.generate(request(max_tokens=length)) for length in (5, 40)]
         assert [sum([len(delta.token_ids) async for delta in stream]) for stream in both] == [5, 40]
-        await until(lambda: not engine._streams)
+        await until(lambda: not engine.streams)

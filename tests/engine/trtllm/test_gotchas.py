@@ -22,7 +22,8 @@ from engine.types import Delta
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, IMAGE, PROMPT, found, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_contract_api import signature
-from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens, until
+from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 
@@ -67,7 +68,7 @@ async def test_gotcha_03_streaming_yields_one_object_with_all_tokens_so_far(fold
         wanted = request(max_tokens=10, logprobs=0)
         deltas = [delta async for delta in engine.generate(wanted)]
         outputs, seen, skipped = Outputs(wanted, FACTS.eos_token_ids), set(), []
-        async for response in library.submit(engine._llm, wanted, FACTS):
+        async for response in library.submit(engine.llm, wanted, FACTS):
             seen.add(id(response))
             if response.finished or len(response.outputs[0].token_ids) % 4 == 0:
                 skipped.append(outputs.feed(response))

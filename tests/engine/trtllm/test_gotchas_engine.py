@@ -12,7 +12,6 @@ import pytest
 
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
-from engine.kit import logits
 from engine.kv_events import EventDiff, KvEvent, Updated
 from engine.trtllm import engine as engine_module
 from engine.trtllm import library
@@ -20,9 +19,10 @@ from engine.trtllm.arguments import defaults, forced, merge, problems
 from engine.trtllm.events import iteration_stats, kv_event
 from engine.trtllm.polling import poll_kv_events
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import API, faults, found, sampling
+from tests.support.trtllm import API, faults, found, registered, sampling
 from tests.support.trtllm_contract_api import ATTRIBUTES
-from tests.support.trtllm_gotchas import FACTS, PRODUCT, SOURCES, arguments_of, request, running, tokens, until
+from tests.support.trtllm_gotchas import FACTS, PRODUCT, SOURCES, arguments_of, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 
@@ -163,19 +163,20 @@ async def test_gotcha_14_processors_are_called_by_position_and_pickled(
     monkeypatch.setenv(
         "FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64})
     )
-    monkeypatch.setitem(logits._factories, "forces", Forces)
-    monkeypatch.setitem(logits._factories, "fails", Fails)
-    async with running(tiny_model) as engine:
-        assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
-        plain = await tokens(engine, request(ignore_eos=True))
-        assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
-    made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
-    copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
-    assert len(inspect.signature(copied).parameters) == 5
-    scores = torch.zeros(1, 1, 64)
-    copied(7, scores, [[1, 2, 3]], None, None)
-    assert scores.argmax().item() == 42 and scores.min() == -1e9
-    assert not [name for name, source in SOURCES.items() if re.search("BatchedLogitsProcessor|apply_batched", source)]
+    with registered(forces=Forces, fails=Fails):
+        async with running(tiny_model) as engine:
+            assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
+            plain = await tokens(engine, request(ignore_eos=True))
+            assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
+        made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
+        copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
+        assert len(inspect.signature(copied).parameters) == 5
+        scores = torch.zeros(1, 1, 64)
+        copied(7, scores, [[1, 2, 3]], None, None)
+        assert scores.argmax().item() == 42 and scores.min() == -1e9
+        assert not [
+            name for name, source in SOURCES.items() if re.search("BatchedLogitsProcessor|apply_batched", source)
+        ]
 
 
 async def test_gotcha_15_the_async_llm_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

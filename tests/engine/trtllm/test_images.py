@@ -23,7 +23,8 @@ from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import IMAGE, handed_over, model_folder, picture, travelled
-from tests.support.trtllm_gotchas import request, running, until
+from tests.support.trtllm_gotchas import request, running
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 TEXT = "w5 <image> w6 <image> w7"
@@ -226,7 +227,7 @@ async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: 
         stream = engine.generate(showing(RED, BLUE))
         await asyncio.sleep(0)
         await stream.aclose()
-        await until(lambda: not engine._streams)
+        await until(lambda: not engine.streams)
         await asyncio.sleep(0.1)
         assert len(calls) == submitted and [delta async for delta in stream] == []
 
@@ -236,8 +237,8 @@ async def test_one_that_is_closed_later_is_aborted(folder: Path) -> None:
         stream = engine.generate(showing(RED, BLUE, max_tokens=3000))
         await anext(stream)
         await stream.aclose()
-        await until(lambda: not engine._running)
-        assert engine._aborted == 1 and not engine._streams
+        await until(lambda: not engine.running)
+        assert engine.aborted == 1 and not engine.streams
 
 
 async def test_an_engine_that_closes_meanwhile_fails_the_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +267,7 @@ async def test_a_prefill_with_images_is_held_until_its_stream_is_closed(folder: 
         assert not (await asyncio.wait([waiting], timeout=0.1))[0]
         await stream.aclose()
         await asyncio.wait([waiting])
-        await until(lambda: not engine._running)
+        await until(lambda: not engine.running)
 
 
 async def test_embeddings_of_the_embedded_engine_are_refused(folder: Path) -> None:

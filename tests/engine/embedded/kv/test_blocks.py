@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
                 known.difference_update(event.block_hashes)
             elif isinstance(event, Cleared):
                 known.clear()
-        assert known == {event_hash(key) for key in self.pool._block_of}
+        assert known == {event_hash(key) for key in self.pool.keys}
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

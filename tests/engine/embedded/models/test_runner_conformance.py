@@ -185,7 +185,7 @@ def test_a_slot_gets_another_sequence(runner: ModelRunner, reference: LlamaForCa
     near(runner.forward(step_of([other])), logits_of(reference, B))
     again = Part(A, [33, 34, 35], 0, 39, slot=0)
     runner.forward(step_of([again]))
-    near(runner.forward(step_of([again._replace(start=39, length=1)])), logits_of(reference, A)[39:])
+    near(runner.forward(step_of([again.changed(start=39, length=1)])), logits_of(reference, A)[39:])
 
 
 def test_shared_blocks_are_read_by_both(runner: ModelRunner, reference: LlamaForCausalLM) -> None:
@@ -279,6 +279,6 @@ def test_embeddings_take_the_places_of_tokens(load: Any, llava: Path) -> None:
     begun = Part(other, TABLES[1], 0, 3, slot=1)
     logits = runner.forward(step_of([begun, first], embeddings=EmbeddingRows([5, 6, 7, 8], embeddings[:4]))).clone()
     near(logits, torch.cat((expected(other, None)[:3], expected(prompt, embeddings)[:6])))
-    parts = [begun._replace(start=3, length=1), first._replace(start=6, length=8)]
+    parts = [begun.changed(start=3, length=1), first.changed(start=6, length=8)]
     logits = runner.forward(step_of(parts, embeddings=EmbeddingRows([1, 2, 3, 4, 5], embeddings[4:])))
     near(logits, torch.cat((expected(other, None)[3:], expected(prompt, embeddings)[6:])))

@@ -72,8 +72,8 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
                 name: torch.cat([image.tensors[name] for image in images]).to(DEVICE) for name in images[0].tensors
             }
             with torch.inference_mode():
-                assert torch.allclose(rows, tower._features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
-    assert len(tower._graphs._graphs) == (3 if kind == "llava" else 0)
+                assert torch.allclose(rows, tower.features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
+    assert len(tower.graphs) == (3 if kind == "llava" else 0)
 
 
 def test_what_fits_no_graph_is_computed_without() -> None:
@@ -86,7 +86,7 @@ def test_what_fits_no_graph_is_computed_without() -> None:
         assert torch.equal(graphs(pixels), pixels * 2)
         assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
     others = Graphs(lambda pixels: pixels * 3)
-    assert torch.equal(others(pixels), pixels * 3) and len(others._graphs) == 1
+    assert torch.equal(others(pixels), pixels * 3) and len(others) == 1
 
 
 @pytest.mark.parametrize(
