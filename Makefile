@@ -19,7 +19,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-disaggregated serve-routed doctor config test check bench
+.PHONY: help serve serve-vision serve-disaggregated serve-routed doctor config test test-slow test-all check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -42,7 +42,13 @@ doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtll
 config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; ARGS are settings
 	@exec $(BIN)/python -m server config $(ARGS)
 
-test: $(DEV)  ## Run the tests; ARGS go to pytest
+test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: $(DEV)  ## Run the other tests: faults, fleets of replicas, matrices
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+
+test-all: $(DEV)  ## Run all tests
 	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(DEV)  ## Lint, formatting and types

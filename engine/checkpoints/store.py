@@ -71,7 +71,7 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
 
 
 def present_model(model: str, cache_dir: Path) -> Path | None:
-    """The folder that `resolve_model` would find without converting or downloading; None if there is none. Raises ModelError."""
+    """Return what `resolve_model` would find without converting or downloading, or None. Raises ModelError."""
     folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
     return folder if folder.is_dir() else None
 

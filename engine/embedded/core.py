@@ -1,4 +1,5 @@
-"""The engine's step: schedule, launch, finish. Synchronous and owned by one thread; `engine/embedded/engine.py` drives it."""
+"""The engine's step: schedule, launch, finish. Synchronous and owned by one thread; `engine/embedded/engine.py`
+drives it."""
 
 import time
 from collections.abc import Callable
@@ -119,7 +120,8 @@ class EngineCore:
         self._stalled = False
 
     def abort(self, request_id: str) -> None:
-        """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it has finished."""
+        """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it
+        has finished."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -145,15 +147,17 @@ class EngineCore:
         return ended
 
     def close(self) -> None:
-        """End all transfers and wait for that, since they write to the runner's memory; the core is of no use afterwards."""
+        """End all transfers and wait for that, since they write to the runner's memory; the core is of no use
+        afterwards."""
         if self.remote is not None:
             self.remote.transfers.close()
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.
 
-        With overlap that is the step before: the next one is prepared and launched while the device computes, and its decodes take
-        tokens which the host has yet to see. Without, launch and result follow each other; both give the same tokens.
+        With overlap that is the step before: the next one is prepared and launched while the device computes, and its
+        decodes take tokens which the host has yet to see. Without, launch and result follow each other; both give the
+        same tokens.
         """
         outputs: Outputs = []
         self.poll()
@@ -206,7 +210,8 @@ class EngineCore:
         self._event_id += 1
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
-        """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences that take part."""
+        """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences
+        that take part."""
         started, preemptions = time.monotonic(), self.scheduler.preemptions
         chunks = self.scheduler.schedule()
         if self.runner.takes_images is not None and (lost := lacking_embeddings(chunks)):
@@ -305,7 +310,8 @@ class EngineCore:
         return held_of(self.layout, sequence.tables, self.remote.transfers.offers(), sequence.lease)
 
     def _fail(self, chunks: list[Chunk], error: Exception) -> Outputs:
-        """End the sequences of a failed step. Raises if the device itself is broken, since every later step would fail too."""
+        """End the sequences of a failed step. Raises if the device itself is broken, since every later step would
+        fail too."""
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return self._end(chunks, lambda: failure_of(error))

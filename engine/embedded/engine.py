@@ -31,12 +31,13 @@ from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
-"""Seconds between two looks at a transfer while nothing else runs, and by how much each is longer than the last."""
+"""Seconds between two polls of transfers while nothing else runs, and the factor by which each pause is longer than
+the last."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
 class EmbeddedEngine:
-    """PyTorch on this machine, behind the Engine protocol."""
+    """The embedded engine behind the `Engine` protocol."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self._config = config
@@ -179,8 +180,8 @@ class EmbeddedEngine:
             self._call(self._fail_all, EngineDied("the engine died"))
 
     def _obey(self, core: EngineCore) -> bool:
-        """Carry out the commands that wait, and wait for one, with an eye on transfers, while no step would get anywhere; False when told
-        to stop."""
+        """Carry out queued commands. While no step would get anywhere, wait for one and poll transfers. Returns
+        False when told to stop."""
         told, pause = False, _SHORTEST_PAUSE
         while True:
             if not core.ready and not told:
@@ -231,12 +232,12 @@ class EmbeddedEngine:
         return core
 
     def _take_events(self) -> list[KvEvent]:
-        """The KV events since the last time: they travel with the outputs of a step."""
+        """Return the KV events since the last call: they travel with the outputs of a step."""
         events, self._new_events = self._new_events, []
         return events
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call on the event loop; when that has gone there is nobody to tell."""
+        """Call a function on the event loop, unless the loop has been closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -263,7 +264,7 @@ class EmbeddedEngine:
 
 
 def _settle(loaded: "asyncio.Future[EngineInfo]", outcome: EngineInfo | EngineFailure) -> None:
-    """Tell the start, unless it was cancelled meanwhile."""
+    """Give the outcome of loading to `start`, unless that was cancelled meanwhile."""
     if loaded.done():
         return
     if isinstance(outcome, EngineInfo):

@@ -30,7 +30,8 @@ class _Orphan(NamedTuple):
 
 
 class Fetches:
-    """Reads what the scheduler's sequences fetch. Owned by the engine's thread, like the scheduler; nothing here waits."""
+    """Reads what the scheduler's sequences fetch. Owned by the engine's thread, like the scheduler; nothing here
+    waits."""
 
     def __init__(self, scheduler: Scheduler, timeout_seconds: float) -> None:
         self._scheduler = scheduler

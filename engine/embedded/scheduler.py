@@ -1,12 +1,14 @@
 """Which sequences run in the next step, and with how many tokens each.
 
-Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all within one budget
-of tokens and in order of rank. A sequence is admitted when there are blocks for all its present tokens, or for its first chunk and the
-window in layers of a sliding window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is
-preempted: it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
+Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
+within one budget of tokens and in order of rank. A sequence is admitted when there are blocks for all its present
+tokens, or for its first chunk and the window in layers of a sliding window; it takes further ones as it goes on, and
+when none is left the running sequence of the last rank is preempted: it gives its blocks back and waits to be
+recomputed, mostly from the prefix cache.
 
-A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to these. One whose
-prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them. Neither is ever preempted.
+A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to
+these. One whose prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them.
+Neither is ever preempted.
 """
 
 import bisect
@@ -72,7 +74,8 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a finished or aborted sequence and free its blocks. One that is FETCHING has to be abandoned instead."""
+        """Take out a finished or aborted sequence and free its blocks. One that is FETCHING has to be abandoned
+        instead."""
         assert sequence.status is not SequenceStatus.FETCHING, "a source may still write to its blocks"
         self._take_out(sequence, SequenceStatus.FINISHED)
         self.blocks.release(sequence.tables)
@@ -105,7 +108,8 @@ class Scheduler:
         sequence.stored = len(keys)
 
     def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
-        """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is queued again."""
+        """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is
+        queued again."""
         assert sequence.status is SequenceStatus.FETCHING
         self._fetches = [fetch for fetch in self._fetches if fetch.sequence is not sequence]
         self._take_out(sequence, SequenceStatus.WAITING if again else SequenceStatus.FINISHED)
@@ -161,7 +165,8 @@ class Scheduler:
         return chunks
 
     def computed(self, chunks: list[Chunk]) -> None:
-        """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those behind a window are freed."""
+        """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those
+        behind a window are freed."""
         size, sliding = self.blocks.block_size, self.blocks.sliding
         for chunk in chunks:
             sequence, start, length, _, _ = chunk
@@ -207,14 +212,16 @@ class Scheduler:
             source.release(sequence)
 
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Return the largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt may run alone."""
+        """Return the largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt
+        may run alone."""
         remaining = min(sequence.remaining, self.blocks.max_chunk)
         if self._chunked:
             return min(remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
         return remaining if remaining <= budget or not chunks else 0
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Give the sequence blocks for its next `count` tokens, preempting others of a later rank, or itself, when there are none."""
+        """Give the sequence blocks for its next `count` tokens, preempting others of a later rank, or itself, when
+        there are none."""
         end = sequence.computed + count
         if end <= len(sequence.tables[-1]) * self.blocks.block_size:  # no other table is shorter
             return True
@@ -275,9 +282,10 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_rank)
 
     def _seat(self, sequence: Sequence, tables: list[Table], end: int) -> list[list[int]]:
-        """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; return the indices of those that were MISSING, by group."""
+        """Give a waiting sequence a slot, tables that fit, and blocks up to `end`; return the indices of those that
+        were MISSING, by group."""
         assert sequence.status is SequenceStatus.WAITING
-        self.blocks.hold(tables, sequence.length)
+        self.blocks.reference(tables, sequence.length)
         missing = self.blocks.fill(tables)
         grown = self.blocks.grow(tables, sequence.length, end)
         assert grown, "alone, every sequence fits"
@@ -289,7 +297,8 @@ class Scheduler:
         return missing
 
     def _offered(self, sequence: Sequence) -> tuple[Source, int, list[Table]] | None:
-        """Return the first source that offers blocks which are not here, the end of its offer, and tables up to there."""
+        """Return the first source that offers blocks which are not here, the end of its offer, and tables up to
+        there."""
         if not self._sources or sequence.wants_prompt_logprobs:
             return None
         size = self.blocks.block_size
@@ -314,14 +323,15 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> list[Table]:
-        """Return reusable blocks of its prefix. One token at least is computed, for its logits; all of them, if all are reported."""
+        """Return reusable blocks of its prefix. One token at least is computed, for its logits; all of them, if all
+        are reported."""
         size = self.blocks.block_size
         usable = 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // size
         return self.blocks.match(sequence.extend_keys(size)[:usable])
 
     def _candidates(self) -> Iterator[Sequence]:
-        """Yield waiting sequences in order, but not those whose next block a running prompt is computing, or a fetching one is reading: they
-        wait to share it."""
+        """Yield waiting sequences in order, but not those whose next block a running prompt is computing, or a
+        fetching one is reading: they wait to share it."""
         size = self.blocks.block_size
         prompts = (
             [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []

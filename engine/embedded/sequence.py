@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class SequenceStatus(Enum):
     """Where a sequence is; the scheduler alone changes it.
 
-    WAITING -> RUNNING -> FINISHED is the usual way. A waiting sequence whose prompt can be read from elsewhere is FETCHING before it runs;
-    a running one is WAITING again when it is preempted; one whose prompt was computed for another replica is HELD until that has read it.
+    WAITING -> RUNNING -> FINISHED is the usual way. A waiting sequence whose prompt can be read from elsewhere is
+    FETCHING before it runs; a running one is WAITING again when it is preempted; one whose prompt was computed for
+    another replica is HELD until that has read it.
     """
 
     WAITING = "waiting"
@@ -40,9 +41,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """Its tokens, and how many of them have keys and values in its blocks.
 
-    `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the end, the next
-    token is sampled, and is *pending* until the host has it. Preemption drops `tables` and sets `computed` back; the tokens and the
-    sampler's state stay, so the output does not change.
+    `tokens` is the prompt and the output so far. A step computes tokens[computed : computed + n]; when that reaches the
+    end, the next token is sampled, and is *pending* until the host has it. Preemption drops `tables` and sets
+    `computed` back; the tokens and the sampler's state stay, so the output does not change.
     """
 
     request: GenerateRequest
@@ -62,7 +63,8 @@ class Sequence:
     slot: int = -1
     """Its number among the running sequences, for what a model runner keeps of each; -1 without one."""
     admission: int = 0
-    """Number of its last admission, unique in the engine: what was launched before a preemption does not count afterwards."""
+    """Number of its last admission, unique in the engine: what was launched before a preemption does not count
+    afterwards."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
     mm_keys: dict[BlockKey, MmKeys] = field(default_factory=dict)
@@ -116,7 +118,8 @@ class Sequence:
     def take(
         self, sampled: tuple[int, ...], eos_token_ids: tuple[int, ...], context_length: int
     ) -> tuple[int, FinishReason | None, int | None]:
-        """Append sampled tokens to the output, up to the one that ends it or has the sampler fail (`SamplerState.error`).
+        """Append sampled tokens to the output, up to the one that ends it or has the sampler fail
+        (`SamplerState.error`).
 
         Returns how many were taken, and the finish and stop reason if the last of them ended the output.
         """

@@ -54,9 +54,11 @@ def prompt_rows(chunks: list[Chunk]) -> list[PromptRows]:
 
 
 def step_input(chunks: list[Chunk], reported: list[PromptRows], dtype: torch.dtype, device: torch.device) -> StepInput:
-    """Build the input of a step from its chunks, those of one token first. Embeddings of images are converted and moved as given.
+    """Build the input of a step from its chunks, those of one token first. Embeddings of images are converted and moved
+    as given.
 
-    Logits are wanted of the rows in `reported`, and then of the rows that tokens are sampled from, both in the order of chunks.
+    Logits are wanted of the rows in `reported`, and then of the rows that tokens are sampled from, both in the order of
+    chunks.
     """
     sequences, starts, lengths, sampled, admissions = zip(*chunks, strict=True)
     singles = lengths.count(1)

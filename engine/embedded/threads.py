@@ -1,4 +1,4 @@
-"""How many threads compute."""
+"""The number of threads that compute."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def compute_threads(configured: int = 0, cgroup: Path = _CGROUP) -> int:
-    """`configured`, or else one for each core that the process may use.
+    """Return `configured`, or else the number of cores that the process may use.
 
-    Those are the cores that it is bound to, and no more than its container's quota (`docker run --cpus`, limits.cpu of Kubernetes): more
-    threads only use the quota up earlier, and then all of them stand still until its next period.
+    Those are the cores that it is bound to, and no more than its container's quota (`docker run --cpus`, limits.cpu of
+    Kubernetes): more threads only use the quota up earlier, and then all of them stand still until its next period.
     """
     return configured or min(_bound_to(), _quota(cgroup))
 
@@ -20,7 +20,8 @@ def _bound_to() -> int:
 
 
 def _quota(cgroup: Path) -> int:
-    """Whole cores, at least one, of cgroup v2's cpu.max or v1's cpu.cfs_quota_us; many without a limit."""
+    """Return the quota in whole cores, at least one, from cgroup v2's cpu.max or v1's cpu.cfs_quota_us; a large
+    number without a limit."""
     try:
         if (file := cgroup / "cpu.max").exists():
             quota, period = file.read_text().split()

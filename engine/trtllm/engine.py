@@ -1,4 +1,7 @@
-"""TensorRT-LLM as an `Engine`: one `LLM`, its results followed as deltas, its events and statistics polled, its health watched."""
+"""TensorRT-LLM as an `Engine`: one `LLM`, whose results become deltas.
+
+Its KV-cache events and statistics are polled, and its health is checked.
+"""
 
 import asyncio
 import contextlib
@@ -22,16 +25,61 @@ from engine.kv_events import KvEvent
 from engine.media import MediaFiles
 from engine.stats import IterationStats
 from engine.trtllm import library
-from engine.trtllm.events import iteration_stats, kv_capacity
+from engine.trtllm.disaggregation import held_of
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.polling import poll_kv_events, poll_stats
-from engine.trtllm.run import Run
-from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest
+from engine.trtllm.polling import iteration_stats, kv_capacity, poll_kv_events, poll_stats
+from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class ActiveRequest:
+    """One request in TensorRT-LLM.
+
+    An abort is delayed while KV blocks are being transferred to the request: it could take as long as the transfer's
+    time limit, and leave the blocks held on the other side.
+    """
+
+    stream: DeltaStream
+
+    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
+        self.result = result
+        self._context_only = context_only
+        self._transferring = transferring
+        self.aborted = False
+
+    async def deliver(self, delta: Delta, request: GenerateRequest) -> None:
+        """Pass on a delta.
+
+        A context-only request holds its KV blocks; this then waits until the stream ends. The engine has finished the
+        request by then, and frees the blocks when they have been read or after the transceiver's time limit.
+        """
+        if self._context_only:
+            delta = held_of(self.result, delta, request)
+        self.stream.put(delta)
+        if delta.held is not None:
+            over = asyncio.Event()
+            self.stream.when_done(over.set)
+            await over.wait()
+
+    def abort(self) -> None:
+        self.aborted = True
+        if not self._transferring:
+            self.result.abort()
+
+    def abandon(self) -> None:
+        """Abort a result that nobody follows any more."""
+        if not self.result.finished:
+            self.result.abort()
+
+    def transferred(self) -> None:
+        """Note that the engine has answered, so the blocks have arrived."""
+        waited, self._transferring = self._transferring, False
+        if waited and self.aborted:
+            self.result.abort()
 
 
 class TrtllmEngine:
@@ -73,7 +121,7 @@ class TrtllmEngine:
         return self._info is not None and not self._dead
 
     async def start(self) -> None:
-        """Blocks the event loop while the model loads: `LLM` starts its worker processes from the main thread, as NVIDIA's server does."""
+        """Load the model. Blocks the event loop: `LLM` must start its worker processes from the main thread."""
         self._loop = asyncio.get_running_loop()
         self._facts = read_model_facts(Path(self._config.model))
         self._facts.check()
@@ -115,7 +163,7 @@ class TrtllmEngine:
         self._dead = True
         self._stop_watching.set()
         self._fail_all(EngineNotReady("the engine is closing"))
-        while self._tasks:  # Python 3.11's wait_for, which the library waits with, can lose a cancellation
+        while self._tasks:  # repeatedly: Python 3.11's wait_for, which the library uses, can lose a cancellation
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=0.2)
@@ -126,10 +174,10 @@ class TrtllmEngine:
         self._events.close()
 
     def _decode_first(self, request: GenerateRequest, media: MediaFiles) -> DeltaStream:
-        """The stream of a request that begins when its images are decoded."""
+        """Return the stream of a request that starts after its images are decoded."""
 
         def begin(images: list[Any]) -> DeltaStream:
-            self._check(request)  # again: the engine may have died meanwhile
+            self._check(request)  # again, as the engine may have died in the meantime
             return self._begin(request, images)
 
         deferred = Deferred(media.files, self._config.max_image_pixels, begin)
@@ -138,21 +186,23 @@ class TrtllmEngine:
         return deferred.stream
 
     def _begin(self, request: GenerateRequest, images: Sequence[Any] = ()) -> DeltaStream:
-        """Raises InvalidRequest, EngineUnavailable and EngineFailure."""
-        context_only = request.prefill_only and request.sampling.max_tokens > 1  # else there is nothing to hand over
+        """Start the request. Raises InvalidRequest, EngineUnavailable and EngineFailure."""
+        context_only = (
+            request.prefill_only and request.sampling.max_tokens > 1
+        )  # otherwise there is nothing to hand off
         try:
             result = library.submit(self.llm, request, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
-        run = Run(result, context_only=context_only, transferring=request.handoff is not None)
+        run = ActiveRequest(result, context_only=context_only, transferring=request.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._keep(run.stream)
         self._spawn(self._follow(request, run))
         return run.stream
 
     def _keep(self, stream: DeltaStream) -> None:
-        """Know of a stream for as long as it is open."""
+        """Track a stream until it ends."""
         self.streams.add(stream)
         stream.when_done(lambda: self.streams.discard(stream))
 
@@ -166,8 +216,8 @@ class TrtllmEngine:
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
-    async def _follow(self, request: GenerateRequest, run: Run) -> None:
-        """The request to its end, an aborted one too: the engine has finished with it only then."""
+    async def _follow(self, request: GenerateRequest, run: ActiveRequest) -> None:
+        """Follow a request until the engine has finished it, even if it was aborted."""
         outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
         started = False
@@ -182,9 +232,7 @@ class TrtllmEngine:
         except EngineError as error:
             stream.fail(error)
             run.abandon()
-        except (
-            Exception
-        ) as error:  # of TensorRT-LLM's making: one kind is about this request, all others are the engine's end
+        except Exception as error:  # RequestError concerns this request; all others mean that the engine has died
             failure = library.translate(error, started=started)
             stream.fail(failure)
             if isinstance(failure, EngineDied):
@@ -193,13 +241,13 @@ class TrtllmEngine:
             self.running -= 1
             self._publish(self._newest)
 
-    def _abort(self, run: Run) -> None:
-        if not run.result.finished:  # else its blocks were held
+    def _abort(self, run: ActiveRequest) -> None:
+        if not run.result.finished:  # a finished request may still hold blocks for decode
             self.aborted += 1
             run.abort()
 
     def _publish(self, stats: IterationStats) -> None:
-        """With our own count of aborts. The engine reports on steps alone: that it has become idle is for us to say."""
+        """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
         self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
         if not self.running:
             cache = stats.kv_cache_stats
@@ -208,8 +256,9 @@ class TrtllmEngine:
         self._stats.publish(self._newest)
 
     async def _first_stats(self) -> dict[str, Any]:
-        """Run one token: events and statistics exist from the first request on, and the statistics know the size of the KV cache. Empty if
-        there are none, or none that can be read.
+        """Generate one token and return the first statistics, which tell the size of the KV cache.
+
+        Events and statistics exist from the first request on. Empty if there are none that can be read.
         """
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
@@ -225,11 +274,11 @@ class TrtllmEngine:
         return first
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
-        """`capacity` is in blocks, and tokens in one."""
+        """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
         arguments, facts = self.llm.args, self._facts
         if capacity is None:
             log.warning(
-                "the engine does not report the size of its KV cache (is enable_iter_perf_stats off?): it is shown as 0"
+                "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
             )
             capacity = 0, arguments.kv_cache_config.tokens_per_block
         return EngineInfo(
@@ -251,10 +300,10 @@ class TrtllmEngine:
         )
 
     def _watch(self, llm: Any) -> None:
-        """In a thread of its own, so that a loop that is stuck inside the engine is no obstacle."""
+        """Check the engine's health, in a thread, so that this works even if the event loop is blocked."""
         while not self._stop_watching.wait(HEALTH_SECONDS):
             if not library.is_alive(llm):
-                with contextlib.suppress(RuntimeError):  # the loop has gone
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._die, EngineDied("the engine has shut itself down"))
                 return
 
@@ -274,7 +323,7 @@ class TrtllmEngine:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """What follows requests and polls handles all that can go wrong there: one that ends by an error is a bug, and not a silent one."""
+        """Report a task that ended with an error. Tasks handle expected errors, so this is a bug."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(EngineDied(f"the engine is not watched any more: {type(error).__name__}: {error}"), error)
+            self._die(EngineDied(f"an internal task failed: {type(error).__name__}: {error}"), error)

@@ -1,4 +1,4 @@
-"""Every call into `tensorrt_llm`, imported when it is needed. A test holds each name and keyword here against the contract."""
+"""All calls into `tensorrt_llm`, imported on first use. A test checks every name and keyword against its API."""
 
 import copy
 import logging
@@ -20,30 +20,28 @@ from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampl
 from engine.types import GenerateRequest, SamplingParams
 
 _OF_THE_REQUEST = (AssertionError, RuntimeError, TypeError, ValueError)
-"""How 1.2.1 says that it cannot do what a request asks for, RequestError and NotImplementedError among the second."""
+"""Errors with which 1.2.1 rejects a request; RequestError and NotImplementedError are RuntimeErrors."""
 
 log = logging.getLogger(__name__)
 
 
 def load(config: TrtllmConfig) -> Any:
-    """The `LLM`, or the `MultimodalEncoder` of an encode replica, loaded: minutes, for a large model. Raises EngineFailure."""
-    arguments = copy.deepcopy(config.arguments)  # some of what it is handed is changed there
+    """Load the `LLM`, or the `MultimodalEncoder` of an encode replica, which may take minutes. Raises EngineFailure."""
+    arguments = copy.deepcopy(config.arguments)  # the library changes some of its arguments
     try:
-        from tensorrt_llm import LLM  # noqa: PLC0415 - takes seconds, and is there on GPU machines only
+        from tensorrt_llm import LLM  # noqa: PLC0415 - takes seconds, and exists on GPU machines only
         from tensorrt_llm.llmapi import MultimodalEncoder  # noqa: PLC0415
         from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict  # noqa: PLC0415
     except ImportError as error:
-        cause = (
-            None if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm" else error
-        )  # where it broke, if it is there
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm"
         raise EngineFailure(
             f"tensorrt_llm cannot be imported ({error}): run in NVIDIA's container, or see docs/tensorrt-llm.md"
-        ) from cause
+        ) from (None if absent else error)
     limit_pixels(config.max_image_pixels)
     try:
         if isinstance(config, TrtllmEncoderConfig):
             return MultimodalEncoder(**{**arguments, "model": config.model})
-        # What is null is for the class to take as it is: the function would make a nested configuration of it, and cannot.
+        # Nulls bypass this function, which would fail to make nested configurations of them.
         classes = update_llm_args_with_extra_dict(
             {}, {name: value for name, value in arguments.items() if value is not None}
         )
@@ -53,7 +51,7 @@ def load(config: TrtllmConfig) -> Any:
 
 
 def shutdown(llm: Any) -> None:
-    """Never raises: there is nobody to whom a failure would be of use."""
+    """Shut down; errors are only logged."""
     try:
         llm.shutdown()
     except Exception as error:
@@ -61,19 +59,21 @@ def shutdown(llm: Any) -> None:
 
 
 def is_alive(llm: Any) -> bool:
-    """Whether the executor runs. It shuts itself down after any error that is not one request's; one that cannot say is as good as gone."""
+    """Return whether the executor runs. It shuts itself down after errors that concern more than one request."""
     try:
         return bool(llm._check_health())
     except Exception as error:
-        log.error("TensorRT-LLM's executor does not say whether it runs: %s: %s", type(error).__name__, error)
+        log.error("TensorRT-LLM's health check failed: %s: %s", type(error).__name__, error)
         return False
 
 
 def submit(
     llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False
 ) -> Any:
-    """Start a request, with PIL `images` for its media; the result is an async iterator of itself. Context-only computes the prompt and one
-    token, and answers once. Raises InvalidRequest, EngineFailure and EngineDied.
+    """Start a request, with PIL `images` for its media. The result is an async iterator of itself.
+
+    A context-only request computes the prompt and one token, and yields once. Raises InvalidRequest, EngineFailure and
+    EngineDied.
     """
     sampling = request.sampling
     if context_only:
@@ -94,7 +94,7 @@ def submit(
 
 
 def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
-    """Start to encode PIL `images` for a text with their placeholders; the result is awaitable. Raises as `submit` does."""
+    """Start to encode PIL `images` for a text with placeholders. The result is awaitable. Raises as `submit` does."""
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
 
     try:
@@ -107,7 +107,7 @@ def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
 
 
 async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
-    """Generate one token from inside the running loop: what is polled later is bound to the loop of the first request."""
+    """Generate one token in the running loop, to which the first request binds the queues that are polled later."""
     started = time.monotonic()
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     await submit(llm, GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling), facts)
@@ -115,8 +115,10 @@ async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
 
 
 def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: bool = False) -> Any:
-    """A fresh object for each request, since the engine changes it. Of a `templated` prompt, text that has its special tokens already, the
-    engine's tokenizer is to add none: a second beginning of sequence would shift every position. Raises InvalidRequest.
+    """Return a new object for each request, since the engine changes it. Raises InvalidRequest.
+
+    A `templated` prompt is text that contains its special tokens. The engine's tokenizer must not add any: a second
+    beginning-of-sequence token would shift every position.
     """
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
@@ -134,8 +136,10 @@ def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: b
 
 
 def refusal(llm: Any, error: Exception) -> EngineError:
-    """Ours for what a call raised instead of starting a request. While the executor runs, that is about this request alone: a check of
-    theirs on what it asks for, or else something that no request can help, such as a processor that cannot be pickled.
+    """Translate an error that a call raised instead of starting a request.
+
+    While the executor runs, the error concerns only this request: a failed check of its arguments, or something that
+    is not the client's fault, such as a processor that cannot be pickled.
     """
     said = f"{type(error).__name__}: {error}"
     if not is_alive(llm):
@@ -146,8 +150,10 @@ def refusal(llm: Any, error: Exception) -> EngineError:
 
 
 def translate(error: Exception, *, started: bool) -> EngineError:
-    """Ours for what a result raised while it was followed. A RequestError is about one request: before its first token something was wrong
-    with it, later the engine failed on it. Everything else means that the executor is gone or going.
+    """Translate an error that a result raised.
+
+    A RequestError concerns one request: before the first token the request was wrong, later the engine failed on it.
+    Everything else means that the executor has died.
     """
     from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
 
@@ -157,7 +163,7 @@ def translate(error: Exception, *, started: bool) -> EngineError:
 
 
 def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
-    """Token ids; or text whose placeholders the engine expands, since with ids it would drop the embeddings of images."""
+    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
     match request.media:
@@ -173,7 +179,7 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:
-    """A salt of its own for each prompt with images: 1.2.1's documentation says that they do not go with the reuse of KV blocks."""
+    """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
     images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
     return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
 

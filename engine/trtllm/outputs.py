@@ -1,4 +1,4 @@
-"""What TensorRT-LLM yields, one mutated object with cumulative outputs, as deltas."""
+"""Converts what TensorRT-LLM yields, one mutable object with cumulative outputs, to deltas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,31 +8,30 @@ from engine.media import Unexpanded
 from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 FLOOR = -9999.0
-"""The log-probability of a token that the engine does not report."""
+"""Log-probability of tokens for which the engine reports none."""
 
 
 class Outputs:
-    """The state of one request: how much of its output has been passed on."""
+    """How much of one request's output has been passed on."""
 
     def __init__(self, request: GenerateRequest, eos_token_ids: Sequence[int]) -> None:
         self._request = request
         self._eos = frozenset(eos_token_ids)
         self._end_id = eos_token_ids[0] if eos_token_ids else None
-        # With a handoff the first token has been passed on already, and the report with it; the engine says that token again.
+        # After a handoff, the first token and the prompt's report have been passed on; the engine repeats the token.
         self._handed = 0 if request.handoff is None else len(request.handoff.first.token_ids)
         self._tokens = self._handed
         self._reported = request.handoff is not None
 
     def feed(self, result: Any) -> Delta | None:
-        """The delta of a response, or None if there is nothing to pass on yet. Raises EngineFailure where the engine gave up, or said what
-        cannot be understood.
+        """Return the delta of a response, or None if there is nothing to pass on yet.
+
+        Raises EngineFailure if the engine ended the request, or if the response is malformed.
         """
         try:
             return self._delta(result)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise EngineFailure(
-                f"the engine's response cannot be understood: {type(error).__name__}: {error}"
-            ) from error
+            raise EngineFailure(f"malformed response of the engine: {type(error).__name__}: {error}") from error
 
     def _delta(self, result: Any) -> Delta | None:
         output = result.outputs[0]
@@ -44,7 +43,7 @@ class Outputs:
             None if output.finish_reason is None else "stop" if output.finish_reason == "stop" else "length"
         )
         if not scored and finish is None:
-            return None  # the prompt's log-probabilities belong to the first delta, and come when they come
+            return None  # the first delta waits for the prompt's log-probabilities
         if sampling.max_tokens == 0:
             return None if finish is None else Delta((), finish_reason="length", prompt=self._report(result, output))
         tokens = tuple(output.token_ids[self._tokens :])
@@ -64,21 +63,15 @@ class Outputs:
     def _with_end(
         self, output: Any, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], stop_reason: int | None
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """The token that ended the sequence is the last of a delta's; the engine may have cut it off."""
-        end = (
-            stop_reason
-            if stop_reason is not None
-            else output.stop_reason
-            if isinstance(output.stop_reason, int)
-            else self._end_id
-        )
+        """Append the token that ended the sequence, which the engine may have cut off."""
+        end = output.stop_reason if isinstance(output.stop_reason, int) else self._end_id
+        end = end if stop_reason is None else stop_reason
         last = output.token_ids[-1] if output.token_ids else None
         if end is None or last == end or (stop_reason is None and last in self._eos):
             return tokens, logprobs
-        return (*tokens, end), (
-            *logprobs,
-            (Logprob(end, FLOOR, 1),),
-        ) if self._request.sampling.logprobs is not None else logprobs
+        if self._request.sampling.logprobs is not None:
+            logprobs = (*logprobs, (Logprob(end, FLOOR, 1),))
+        return (*tokens, end), logprobs
 
     def _report(self, result: Any, output: Any) -> PromptReport:
         self._reported = True
@@ -93,22 +86,24 @@ class Outputs:
         if asked is None:
             return ()
         entries = list(output.logprobs or [])
-        lacking = min(
-            self._handed, max(0, len(output.token_ids) - len(entries))
-        )  # it may have none for a token that was handed to it
+        # The engine may have no entry for a token that came with a handoff.
+        lacking = min(self._handed, max(0, len(output.token_ids) - len(entries)))
         entries = entries[self._tokens - lacking :][: len(tokens)]
         entries += [{}] * (len(tokens) - len(entries))
         return tuple(_position(entry, token, asked) for entry, token in zip(entries, tokens, strict=True))
 
 
 def _of_prompt(entries: Sequence[Any], prompt: Sequence[int], asked: int) -> tuple[TokenLogprobs | None, ...]:
-    """One for each prompt token, the first None: entry i of the engine's tells of token i + 1, whether or not it has one for the last."""
+    """Return an entry for each prompt token; the first is None. Entry i of the engine is for token i + 1."""
     padded = [*entries[: len(prompt) - 1], *[{}] * (len(prompt) - 1 - len(entries))]
     return (None, *(_position(entry, token, asked) for entry, token in zip(padded, prompt[1:], strict=True)))
 
 
 def _position(entry: Any, token: int, asked: int) -> TokenLogprobs:
-    """The token itself first, then `asked` alternatives by rank. The engine gives a mapping from ids, or in some paths a number."""
+    """Return the token's log-probability, then `asked` alternatives by rank.
+
+    `entry` is a mapping from token ids or, on some code paths, a number.
+    """
     if not isinstance(entry, Mapping):
         return (Logprob(token, float(entry), 1),)
     ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)

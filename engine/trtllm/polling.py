@@ -1,17 +1,22 @@
-"""Asks TensorRT-LLM again and again for its KV-cache events and statistics, with pauses that grow while there is nothing."""
+"""Polls TensorRT-LLM for KV-cache events and step statistics, and converts them from its JSON to our types.
+
+Pauses between polls grow while there is nothing to read.
+"""
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
+from engine.errors import EngineFailure
 from engine.kv_events import KvEvent
-from engine.stats import IterationStats
-from engine.trtllm.events import iteration_stats, kv_event
+from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
 
 EVENT_PAUSES = (0.005, 0.020, 1.5)
-"""Seconds after a poll that brought nothing: the shortest, the longest, and the factor from one to the next."""
+"""Shortest and longest pause in seconds after a poll without results, and the factor by which pauses grow."""
 STATS_PAUSES = (0.010, 0.100, 2.0)
 _WAIT_SECONDS = 0.5
 
@@ -20,17 +25,17 @@ log = logging.getLogger(__name__)
 
 
 async def poll_kv_events(llm: Any, put: Callable[[KvEvent], None]) -> None:
-    """Pass on every event as it comes, for as long as this runs."""
-    await _poll(llm.get_kv_cache_events_async, kv_event, put, EVENT_PAUSES, Mishaps("KV-cache events"))
+    """Pass every event to `put` until cancelled."""
+    await _poll(llm.get_kv_cache_events_async, kv_event, put, EVENT_PAUSES, PollErrors("KV-cache events"))
 
 
 async def poll_stats(llm: Any, publish: Callable[[IterationStats], None]) -> None:
-    """Publish the statistics of every step."""
-    await _poll(llm.get_stats_async, iteration_stats, publish, STATS_PAUSES, Mishaps("statistics"))
+    """Publish the statistics of every step until cancelled."""
+    await _poll(llm.get_stats_async, iteration_stats, publish, STATS_PAUSES, PollErrors("statistics"))
 
 
-class Mishaps:
-    """What went wrong in one poller, by kind: said at the 1st, 10th, 100th … time, since a kind that comes once mostly comes often."""
+class PollErrors:
+    """Errors of one poller, counted by kind and logged at the 1st, 10th, 100th ... time, since most kinds recur."""
 
     def __init__(self, what: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -51,13 +56,14 @@ async def _poll(
     convert: Callable[[dict[str, Any]], T],
     put: Callable[[T], None],
     pauses: tuple[float, float, float],
-    mishaps: Mishaps,
+    errors: PollErrors,
 ) -> None:
-    """A poll lasts until nothing has come for a while, which ends it without an error. A failed one costs what it had still to deliver, an
-    item that cannot be read itself alone; nothing ends the polling.
+    """Poll until cancelled. No error ends the polling.
 
-    1.2.1 can fail while it serialises a change of one of two properties (AttributeError) and before the first request (AssertionError);
-    once its executor has shut down every poll fails (RuntimeError), and who watches its health says so.
+    A poll ends without an error if nothing has arrived for a while. A failed poll loses the items that it had not yet
+    delivered, an item that cannot be converted only itself. 1.2.1 can fail while it serialises some updated events
+    (AttributeError) and before the first request (AssertionError). After the executor has shut down, every poll fails
+    (RuntimeError); the health check reports that.
     """
     pause, longest, factor = pauses
     while True:
@@ -68,10 +74,69 @@ async def _poll(
                 try:
                     item = convert(raw)
                 except Exception as error:
-                    mishaps.note("an item", error)
+                    errors.note("an item", error)
                 else:
                     put(item)
         except Exception as error:
-            mishaps.note("a poll", error)
+            errors.note("a poll", error)
         pause = pauses[0] if found else min(longest, pause * factor)
         await asyncio.sleep(pause)
+
+
+def kv_event(raw: Mapping[str, Any]) -> KvEvent:
+    """Convert an event; hashes become unsigned 64-bit integers. Raises msgspec.ValidationError for unknown events."""
+    return msgspec.convert(_unsigned(raw), KvEvent)
+
+
+def iteration_stats(raw: Mapping[str, Any]) -> IterationStats:
+    """Convert statistics. Missing keys count as 0; a timestamp that is not a number of seconds too.
+
+    Raises AttributeError, msgspec.ValidationError, TypeError or ValueError for malformed statistics.
+    """
+    cache = raw.get("kvCacheStats") or {}
+    blank = {"maxNumBlocks": 0, "freeNumBlocks": 0, "usedNumBlocks": 0, "tokensPerBlock": 0}
+    return IterationStats(
+        timestamp=raw["timestamp"] if isinstance(raw.get("timestamp"), float) else 0.0,
+        iteration=_int(raw, "iter"),
+        iter_latency_ms=float(raw.get("iterLatencyMS") or 0.0),
+        num_active_requests=_int(raw, "numActiveRequests"),
+        num_queued_requests=_int(raw, "numQueuedRequests"),
+        num_completed_requests=_int(raw, "numCompletedRequests"),
+        max_num_active_requests=_int(raw, "maxNumActiveRequests"),
+        kv_cache_stats=msgspec.convert(blank | _set(cache), KvCacheStats, strict=False),
+        inflight_batching_stats=msgspec.convert(
+            _set(raw.get("inflightBatchingStats") or {}), InflightBatchingStats, strict=False
+        ),
+    )
+
+
+def kv_capacity(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the number of KV blocks and tokens per block; None if not reported. Raises EngineFailure for no blocks."""
+    cache = raw.get("kvCacheStats") or {}
+    blocks, size = cache.get("maxNumBlocks"), cache.get("tokensPerBlock")
+    if blocks is None or size is None:
+        return None
+    if blocks <= 0 or size <= 0:
+        raise EngineFailure(
+            f"the engine has a KV cache of {blocks} blocks of {size} tokens: no memory is left for it. Raise "
+            "kv_cache_config.free_gpu_memory_fraction, spread the model over more GPUs, or free what else is on them"
+        )
+    return int(blocks), int(size)
+
+
+def _int(raw: Mapping[str, Any], key: str) -> int:
+    return int(raw.get(key) or 0)
+
+
+def _set(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _unsigned(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {name: _unsigned(child, name) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_unsigned(child, key) for child in value]
+    if key in ("block_hash", "parent_hash", "block_hashes") and isinstance(value, int):
+        return value % (1 << 64)
+    return value

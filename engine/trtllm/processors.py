@@ -1,4 +1,4 @@
-"""Our logits processors as TensorRT-LLM's: called in its worker processes, on its sampling stream, with what they need pickled along."""
+"""Adapts our logits processors to TensorRT-LLM, which pickles them and calls them in its worker processes."""
 
 import contextlib
 import logging
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class ProcessorAdapter:
-    """Runs one request's processors in order. Takes one sequence of one beam; on any error the logits stay as they were.
+    """Runs one request's processors in order, for one sequence with one beam. On errors, logits stay unchanged.
 
-    Picklable as long as the factories are, which module-level classes and functions are.
+    It can be pickled if its factories can, as module-level classes and functions can.
     """
 
     def __init__(self, factories: Sequence[Factory]) -> None:
@@ -25,14 +25,14 @@ class ProcessorAdapter:
     def __call__(
         self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
     ) -> None:
-        """`logits` [beam, 1, vocab] is changed in place; `token_ids` holds one list for each beam, the prompt included."""
+        """Change `logits` [beam, 1, vocab] in place. `token_ids` has a list for each beam, prompt included."""
         try:
             if logits.shape[0] != 1 or len(token_ids) != 1:
                 raise ValueError(f"logits processors take one beam, not {logits.shape[0]}")
             with _stream(stream_ptr):
                 row = logits.view(-1)
                 row.copy_(self._processed(token_ids[0], row))
-        except Exception:  # the code of others, on a thread of the engine's: it must not take the engine down
+        except Exception:  # third-party code on an engine thread must not stop the engine
             log.exception("a logits processor failed on request %s and had no effect", req_id)
 
     def _processed(self, token_ids: Sequence[int], row: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class ProcessorAdapter:
 
 
 class BadSequences:
-    """Keeps the last token of each of some token sequences from following the others."""
+    """Prevents token sequences: masks the last token of each when the others precede it."""
 
     def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
         self._sequences = tuple(sequences)
@@ -63,5 +63,5 @@ class BadSequences:
 
 
 def _stream(pointer: int | None) -> contextlib.AbstractContextManager[Any]:
-    """The engine's own CUDA stream, so that the change comes before what it does next."""
+    """Use the engine's CUDA stream, so that the change is ordered before its next operation."""
     return contextlib.nullcontext() if pointer is None else torch.cuda.stream(torch.cuda.ExternalStream(pointer))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Our sampling parameters as keywords of TensorRT-LLM's `SamplingParams`, and guides as those of `GuidedDecodingParams`. Pure."""
+"""Converts sampling parameters and guides to keywords of TensorRT-LLM's `SamplingParams` and `GuidedDecodingParams`."""
 
 import json
 import re
@@ -9,15 +9,15 @@ from engine.errors import InvalidRequest
 from engine.types import Guide, SamplingParams
 
 MASKED = -1e9
-"""A bias that no logit outweighs; minus infinity would become NaN where it meets another."""
+"""Bias that masks a token. Minus infinity could become NaN when combined with another."""
 
 
 def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Keywords for one request; `embedding_bias`, `logits_processor` and `guided_decoding` are made by the caller, from the functions
-    below.
+    """Return keywords for one request.
 
-    An explicit `end_id` has the engine leave its tokenizer alone, so all further end-of-sequence ids are stop ids. Stop tokens are kept
-    in the output: a delta ends with the token that ended the sequence.
+    The caller adds `embedding_bias`, `logits_processor` and `guided_decoding` with the functions below. With an
+    explicit `end_id` the engine does not ask its tokenizer, so further end-of-sequence ids are passed as stop ids. Stop
+    tokens stay in the output: a delta ends with the token that ended the sequence.
     """
     ends = [] if sampling.ignore_eos else list(eos_token_ids)
     keywords: dict[str, Any] = {
@@ -41,24 +41,24 @@ def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int]) ->
 
 
 def wanted_logprobs(asked: int | None) -> int | None:
-    """How many alternatives to ask for: there 0 means none at all, so that the sampled token alone takes 1."""
+    """Return how many alternatives to request. 0 would turn log-probabilities off, so the sampled token needs 1."""
     return None if asked is None else max(1, asked)
 
 
 def bias_of(sampling: SamplingParams) -> Mapping[int, float] | None:
-    """What to add to the logits of which ids; the id -1 stands for all that are not named. None adds nothing."""
+    """Return the bias by token id; -1 stands for all other ids. None means no bias."""
     if sampling.allowed_token_ids:
         return {-1: MASKED, **{token: sampling.logit_bias.get(token, 0.0) for token in sampling.allowed_token_ids}}
     return sampling.logit_bias or None
 
 
 def bad_sequences(sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Bad words of several tokens. `bad_token_ids` takes single ones, and `bad` takes strings, which need the engine's tokenizer."""
+    """Return bad words of several tokens, for which TensorRT-LLM has no parameter that takes ids."""
     return tuple(words for words in sampling.bad_words if len(words) > 1)
 
 
 def guide_keywords(guide: Guide) -> dict[str, Any]:
-    """The one keyword for a guide. A choice becomes a regular expression, since there is no guide of that kind."""
+    """Return the keyword for a guide. A choice becomes a regular expression, as there is no such guide."""
     match guide.kind:
         case "json_schema":
             return {"json": guide.spec}
@@ -76,7 +76,7 @@ def guide_keywords(guide: Guide) -> dict[str, Any]:
 
 
 def _drawing(sampling: SamplingParams) -> dict[str, Any]:
-    """Temperature and truncation; the temperature is always said, since without any of these the engine is greedy."""
+    """Return temperature and truncation. The temperature is always set; without any of these, decoding is greedy."""
     return {
         "temperature": sampling.temperature,
         "top_p": _unless(sampling.top_p, 1.0),

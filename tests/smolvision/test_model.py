@@ -109,8 +109,7 @@ def test_a_step_teaches_all_that_is_trained_and_nothing_else(student: Student, b
     learns = {
         name for name, parameter in student.trained.items() if parameter.grad is not None and parameter.grad.any()
     }
-    # A change that is still zero has no gradient in its first half.
-    # LLaVA takes the tower's output before its last norm.
+    # `lora_down` has no gradient while `lora_up` is zero, and LLaVA takes the tower's output before its last norm.
     assert learns >= {name for name in student.trained if "lora_down" not in name and "post_layernorm" not in name}
     taught = {id(parameter) for parameter in student.trained.values()}
     assert all(parameter.grad is None for parameter in student.language.parameters() if id(parameter) not in taught)

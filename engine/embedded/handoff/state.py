@@ -1,4 +1,5 @@
-"""What one replica says of the KV blocks that it holds for another, and what the other makes of that: it believes nothing unseen."""
+"""Description of the KV blocks that one replica holds for another, and how the other checks and uses it: nothing is
+trusted."""
 
 from collections import abc
 from pathlib import Path
@@ -17,13 +18,13 @@ from engine.types import GenerateRequest, Handoff, Held
 
 BACKEND = "embedded"
 MAX_STATE_BYTES = 8 << 20
-"""Of a table with a million blocks, and more."""
+"""Enough for a table with more than a million blocks."""
 _PARAM = "handoff"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What two replicas must have in common so that one can use the other's KV blocks."""
+    """Properties that two replicas must share so that one can use the other's KV blocks."""
 
     model: str
     """Hash of config.json and of samples of the weights: two fine-tunes of one model differ in all of them."""
@@ -32,19 +33,20 @@ class Layout(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
-    """Of the groups of layers; None for full attention."""
+    """Sliding window of each group of layers; None for full attention."""
     dtype: str
-    """Of keys and values."""
+    """Type of keys and values."""
     form: str
     """The order of values in a block."""
     block_size: int
     block_bytes: tuple[int, ...]
-    """Of each group."""
+    """Bytes of a block, for each group."""
 
     def __str__(self) -> str:
         windows = "/".join("full" if window is None else str(window) for window in self.windows)
         shape = f"{self.layers} layers of {self.kv_heads}x{self.head_dim}"
-        return f"model {self.model}, {shape}, {self.dtype}, {self.form}, blocks of {self.block_size} tokens, windows {windows}"
+        blocks = f"blocks of {self.block_size} tokens"
+        return f"model {self.model}, {shape}, {self.dtype}, {self.form}, {blocks}, windows {windows}"
 
 
 _NAMES = {
@@ -103,13 +105,13 @@ def _identity(folder: Path) -> str:
 
 
 def held_of(layout: Layout, tables: abc.Sequence[Table], offers: tuple[Offer, ...], lease: LeaseWord) -> Held:
-    """What there is to say of a prompt's tables."""
+    """Return the description of a held prompt's blocks."""
     return Held(encode_state(HeldState(layout, tuple(map(tuple, tables)), offers, lease)))
 
 
 def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
-    """Have a new sequence go on from a handoff. Raises InvalidRequest for one that lies or cannot be gone on from, EngineUnavailable where
-    the prefill replica has another layout than this one."""
+    """Make a new sequence continue from a handoff. Raises InvalidRequest if the handoff is wrong or cannot be
+    continued, EngineUnavailable if the prefill replica has another layout than this one."""
     first = _check_handoff(sequence.request, handoff, layout)
     if handoff.state:  # else the blocks are lost
         sequence.remote = _checked(handoff.state, layout, sequence.num_prompt)
@@ -119,7 +121,7 @@ def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
 
 
 def _check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -> int:
-    """The first token."""
+    """Return the first token of the output."""
     prompt = request.prompt_token_ids
     if handoff.backend != BACKEND:
         raise InvalidRequest(f"the handoff is of engine {handoff.backend}; this one is {BACKEND}", _PARAM)
@@ -134,7 +136,7 @@ def _check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -
 
 
 def reads_of(state: HeldState, tables: abc.Sequence[Table], missing: abc.Sequence[abc.Sequence[int]]) -> list[Read]:
-    """What fills the blocks at the indices `missing`, by group, of a sequence's tables."""
+    """Return the reads that fill the blocks at the indices `missing`, by group, of a sequence's tables."""
     return [
         Read(group, state.tables[group][index] * size, tables[group][index] * size, size)
         for group, size in enumerate(state.layout.block_bytes)

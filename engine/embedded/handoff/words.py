@@ -1,8 +1,9 @@
 """Words in shared memory by which a replica that has read another's KV blocks knows that they were valid all the while.
 
-Beside the KV blocks lies a table of words, in memory that other replicas read in the same way. A replica that holds blocks for another
-writes a random word into its table, and removes it before it gives the blocks up. The other replica reads the blocks first and the word
-afterwards: if the word is still there, so were the blocks. Clocks, delayed messages and suspended processes make no difference.
+Beside the KV blocks lies a table of words, in memory that other replicas read in the same way. A replica that holds
+blocks for another writes a random word into its table, and removes it before it gives the blocks up. The other replica
+reads the blocks first and the word afterwards: if the word is still there, so were the blocks. Clocks, delayed messages
+and suspended processes make no difference.
 """
 
 import secrets
@@ -14,7 +15,8 @@ from engine.embedded.kv.memory import region_of, shared_zeros
 from engine.transfer.base import Read, Region
 
 _PLACES = 1 << 14
-"""Places for our own words, and again as many for words that are read. Both are taken in turn: one that is overwritten counts as lost."""
+"""Places for our own words, and again as many for words that are read. Both are taken in turn: one that is
+overwritten counts as lost."""
 _BYTES = 8
 
 
@@ -26,7 +28,8 @@ class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseWords:
-    """The table of words, owned by the engine's thread. On a GPU it has a stream of its own, so that words do not wait for a step.
+    """The table of words, owned by the engine's thread. On a GPU it has a stream of its own, so that words do not wait
+    for a step.
 
     Its region must be the last one, since a transfer reads the regions in their order.
     """

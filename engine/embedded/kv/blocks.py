@@ -1,13 +1,13 @@
-"""The KV block pool: who holds which block, which prefixes can be reused, and what to evict.
+"""The KV block pool: which sequences reference a block, which prefixes can be reused, and what to evict.
 
-A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group (`engine/embedded/kv/groups.py`). A full
-block is named by a key, the BLAKE3 hash of its parent's key, its tokens and the images that they are part of, so a key stands for a whole
-prefix; the chain starts at a root made from the request's cache salt.
-A block is in one of three states:
+A block holds the keys and values of `block_size` consecutive tokens, for all layers of a group
+(`engine/embedded/kv/groups.py`). A full block is named by a key, the BLAKE3 hash of its parent's key, its tokens and
+the images that they are part of, so a key stands for a whole prefix; the chain starts at a root made from the request's
+cache salt. A block is in one of three states:
 
-    held    by one or more sequences (reference count > 0)
-    cached  by nobody, but reusable under its key; evicted in least-recently-used order
-    free    by nobody, without contents
+    referenced  by one or more sequences
+    cached      by none, but reusable under its key; evicted in least-recently-used order
+    free        by none, without contents
 """
 
 import struct
@@ -25,23 +25,23 @@ EventData = Created | Stored | Removed | Cleared
 
 
 def root_key(cache_salt: str) -> BlockKey:
-    """The parent of a first block: only requests with equal salts can share blocks."""
+    """Return the parent of a first block: only requests with equal salts can share blocks."""
     return blake3(cache_salt.encode()).digest()
 
 
 def block_key(parent: BlockKey, tokens: Sequence[int], overlaps: Iterable[Overlap] = ()) -> BlockKey:
-    """32 bytes that name the prefix ending with these tokens, some of them images' tokens."""
+    """Return 32 bytes that name the prefix ending with these tokens, some of them images' tokens."""
     media = b"".join(bytes.fromhex(key) + struct.pack("<2i", offset, place) for key, offset, place in overlaps)
     return blake3(parent + struct.pack(f"<{len(tokens)}i", *tokens) + media).digest()
 
 
 def event_hash(key: BlockKey) -> int:
-    """The unsigned 64-bit hash that KV events give for a key."""
+    """Return the unsigned 64-bit hash that KV events give for a key."""
     return int.from_bytes(key[:8], "little")
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
-    """Index in its sequence of the first block that a token at `position` attends to."""
+    """Return the index in its sequence of the first block that a token at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
@@ -61,7 +61,7 @@ class BlockPool:
         self.block_size = block_size
         self.reuse = reuse
         self.window = window
-        """How many tokens, itself included, a token of these layers attends to; None for all."""
+        """Number of tokens, itself included, that a token of these layers attends to; None for all."""
         self._publish = publish
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -74,12 +74,12 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give: free ones and cached ones."""
+        """Number of blocks that `allocate` can give: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """Blocks held by sequences."""
+        """Number of blocks that sequences reference."""
         return self.num_blocks - self.available
 
     @property
@@ -88,15 +88,15 @@ class BlockPool:
         return self._block_of.keys()
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether a block with this key can be reused."""
+        """Return whether a block with this key can be reused."""
         return key in self._block_of
 
     def first(self, position: int) -> int:
-        """Index in its sequence of the first block that a token at `position` attends to."""
+        """Return the index in its sequence of the first block that a token at `position` attends to."""
         return first_block(position, self.window, self.block_size)
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The longest run of reusable blocks for a chain of keys, not yet held."""
+        """Return the longest run of reusable blocks for a chain of keys, without referencing them."""
         blocks: list[int] = []
         if self.reuse:
             for key in keys:
@@ -107,14 +107,14 @@ class BlockPool:
         return blocks
 
     def find(self, keys: Sequence[BlockKey]) -> list[int | None]:
-        """The reusable block of each key, not yet held; None where there is none."""
+        """Return the reusable block of each key, None where there is none, without referencing them."""
         return [self._block_of.get(key) for key in keys] if self.reuse else [None] * len(keys)
 
     def idle_among(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks `available` counts now and would not once they are held."""
+        """Return how many of these blocks `available` counts now and would not once they are referenced."""
         return sum(self._references[block] == 0 for block in blocks)
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def reference(self, blocks: Sequence[int]) -> None:
         """Take a reference to matched blocks."""
         for block in blocks:
             if self._references[block] == 0:
@@ -123,7 +123,8 @@ class BlockPool:
         self.alloc_total += len(blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with undefined contents, held once each; evicts cached ones when the free ones do not suffice."""
+        """Return `count` blocks with undefined contents, each referenced once. Evicts cached blocks when there are
+        too few free ones."""
         assert count <= self.available, "allocate must be preceded by a look at `available`"
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(self._free))]
         if evicted:
@@ -154,8 +155,8 @@ class BlockPool:
         mm_keys: Mapping[BlockKey, MmKeys] = MappingProxyType({}),
         cache_salt: str = "",
     ) -> None:
-        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence, and `mm_keys` tells
-        of those with images. Events repeat the salt of their root.
+        """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence,
+        and `mm_keys` tells of those with images. Events repeat the salt of their root.
 
         A block whose key another one already has stays private to its sequence.
         """
@@ -184,20 +185,21 @@ class BlockPool:
         return key
 
     def clear(self) -> None:
-        """Drop every cached block. Blocks that sequences hold keep their contents and lose their names."""
+        """Drop every cached block. Blocks that sequences reference keep their contents and lose their keys."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._key_of.clear()
         self._block_of.clear()
         self._publish(Cleared())
 
-    def audit(self, held: Sequence[Sequence[int]] = ()) -> None:
-        """Assert that the books balance, given the blocks of every live sequence: none lost, none counted twice."""
+    def audit(self, tables: Sequence[Sequence[int]] = ()) -> None:
+        """Assert that reference counts are right, given the blocks of every live sequence: no block is lost or
+        counted twice."""
         counts = [0] * self.num_blocks
-        for blocks in held:
+        for blocks in tables:
             for block in blocks:
                 counts[block] += 1
-        assert counts == self._references, "reference counts differ from what sequences hold"
+        assert counts == self._references, "reference counts differ from the tables of sequences"
         idle = sorted([*self._free, *self._cached])
         assert idle == [block for block in range(self.num_blocks) if not counts[block]], (
             "an idle block is lost or listed twice"

@@ -1,8 +1,8 @@
 """Blocks by group: layers that look equally far back share a pool, and a sequence has one table of blocks in each.
 
-Full attention makes one group, each sliding window another. A table lists a sequence's blocks by their index; those that lie wholly
-behind the window have been given back and leave GONE in their place. What was given back can be reused as long as it is not evicted,
-so a prefix can be taken up wherever every group still has what the next token attends to.
+Full attention makes one group, each sliding window another. A table lists a sequence's blocks by their index; those
+that lie wholly behind the window have been given back and leave GONE in their place. What was given back can be reused
+as long as it is not evicted, so a prefix can be taken up wherever every group still has what the next token attends to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,18 @@ from engine.kit.spans import MmKeys
 from engine.stats import KvCacheStats
 
 GONE = -1
-"""In a table: no block, because no later token attends to it."""
+"""Entry of a table without a block, because no later token attends to it."""
 MISSING = -2
-"""In a table that is not held yet: a block whose contents are to be read from another replica."""
+"""Entry of a table that is not referenced yet: a block that has to be read from a source."""
 UNLIMITED = 1 << 62
 
 Table = list[int]
 
 
 def longest_chunk(pool_blocks: int, block_size: int, window: int) -> int:
-    """Most tokens of a sequence in one step, so that it can always go on alone: two such chunks, one computed and one prepared, and the
-    window before them fit into the group's pool, wherever they begin within a block."""
+    """Return the most tokens of a sequence in one step with which it can always go on alone: two such chunks, one
+    computed and one prepared, and the window before them fit into the group's pool, wherever they begin within a
+    block."""
     return ((pool_blocks - 2) * block_size - window) // 2
 
 
@@ -32,9 +33,11 @@ class BlockGroups:
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         assert all(pool.window is not None for pool in pools[1:]), "full attention is one group, the first"
         self.pools = pools
-        self.block_size, self.reuse = pools[0].block_size, pools[0].reuse
+        self.block_size = pools[0].block_size
+        self.reuse = pools[0].reuse
         self.reused = self.missed = 0
-        """Blocks of prefixes that admitted sequences took up, and that they compute: each counted once, not once for each group."""
+        """Blocks of prefixes that admitted sequences reused, and those that they had to compute; each is counted
+        once, not once for each group."""
         self._sliding = [(index, pool, pool.window) for index, pool in enumerate(pools) if pool.window is not None]
         self.sliding = bool(self._sliding)
         self.max_chunk = min(
@@ -45,11 +48,11 @@ class BlockGroups:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence: a window's pool bounds none."""
+        """Most tokens of a sequence; the pool of a window sets no limit."""
         return UNLIMITED if self.pools[0].window is not None else self.pools[0].num_blocks * self.block_size
 
     def stats(self) -> KvCacheStats:
-        """Blocks of all groups; what was reused, and what was not, in blocks of a prefix."""
+        """Return figures of all groups; what was reused or not is counted in blocks of a prefix."""
         looked_up = self.reused + self.missed
         return KvCacheStats(
             max_num_blocks=sum(pool.num_blocks for pool in self.pools),
@@ -64,7 +67,7 @@ class BlockGroups:
         )
 
     def match(self, keys: Sequence[BlockKey]) -> list[Table]:
-        """Tables for the longest prefix, of the chain that `keys` name, that can be taken up; not yet held."""
+        """Return tables for the longest reusable prefix of the chain that `keys` name, without referencing blocks."""
         if not self._sliding:
             return [self.pools[0].match(keys)]
         count = self._reusable(keys) if self.reuse else 0
@@ -75,8 +78,8 @@ class BlockGroups:
         return tables
 
     def plan(self, keys: Sequence[BlockKey], position: int) -> list[Table]:
-        """Tables for a sequence that goes on at `position`, whose full blocks before it have these `keys`: what can be reused, and what is
-        MISSING; not yet held."""
+        """Return tables for a sequence that goes on at `position`, whose full blocks before it have these `keys`:
+        blocks that can be reused, and MISSING. References none."""
         count, tables = _blocks(position, self.block_size), []
         for pool in self.pools:
             first = pool.first(position)
@@ -85,7 +88,7 @@ class BlockGroups:
         return tables
 
     def fill(self, tables: Sequence[Table]) -> list[list[int]]:
-        """Allocate the blocks that are MISSING in held tables; where they were, by group."""
+        """Allocate the blocks that are MISSING in referenced tables; return their indices, by group."""
         places = [[index for index, block in enumerate(table) if block == MISSING] for table in tables]
         for pool, table, missing in zip(self.pools, tables, places, strict=True):
             for index, block in zip(missing, pool.allocate(len(missing)), strict=True):
@@ -93,7 +96,7 @@ class BlockGroups:
         return places
 
     def _reusable(self, keys: Sequence[BlockKey]) -> int:
-        """After how many blocks every group has what the next token attends to."""
+        """Return the longest prefix, in blocks, after which every group has what the next token attends to."""
         if self.pools[0].window is None:
             keys = keys[: len(self.pools[0].match(keys))]
         best, runs = 0, [0] * len(self._sliding)
@@ -107,8 +110,9 @@ class BlockGroups:
         return best
 
     def fits(self, matched: Sequence[Table], length: int, end: int, spare: int) -> bool:
-        """Whether a sequence of `length` tokens, the first `end` of them computed in its first step, can be admitted with matched tables,
-        so that `spare` blocks are left in each pool. A window is counted whole: what lies behind it comes back only later."""
+        """Return whether a sequence of `length` tokens, the first `end` of them computed in its first step, can be
+        admitted with matched tables so that `spare` blocks are left in each pool. A window is counted whole: blocks
+        behind it are freed only later."""
         for pool, table in zip(self.pools, matched, strict=True):
             tokens = length if pool.window is None else min(length, end + pool.window)
             new = _blocks(tokens, self.block_size) - len(table) + table.count(MISSING)
@@ -116,16 +120,17 @@ class BlockGroups:
                 return False
         return True
 
-    def hold(self, matched: Sequence[Table], length: int) -> None:
+    def reference(self, matched: Sequence[Table], length: int) -> None:
         """Take a reference to the blocks of matched tables, for a sequence of `length` tokens."""
         for pool, table in zip(self.pools, matched, strict=True):
-            pool.hold(_present(table))
+            pool.reference(_present(table))
         reused = len(matched[0]) - matched[0].count(MISSING)
         self.reused += reused
         self.missed += _blocks(length, self.block_size) - reused
 
     def grow(self, tables: Sequence[Table], length: int, end: int) -> bool:
-        """Add blocks for the tokens up to `end`, where attention is full for all `length`; False, and no change, if there are too few."""
+        """Add blocks for the tokens up to `end`, and for all `length` tokens where attention is full. Returns False,
+        without a change, if there are too few."""
         needed = [_blocks(length if pool.window is None else end, self.block_size) for pool in self.pools]
         if any(
             count - len(table) > pool.available for count, table, pool in zip(needed, tables, self.pools, strict=True)
@@ -145,8 +150,8 @@ class BlockGroups:
         mm_keys: Mapping[BlockKey, MmKeys],
         cache_salt: str,
     ) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are gone by then; `mm_keys`
-        tells of those with images, and events repeat the salt."""
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are
+        gone by then; `mm_keys` tells of those with images, and events repeat the salt."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first
@@ -156,7 +161,7 @@ class BlockGroups:
             pool.store(keys[start - 1] if start else None, chain, mm_keys, cache_salt)
 
     def leave_behind(self, tables: Sequence[Table], position: int) -> None:
-        """Give back what no token from `position` on attends to."""
+        """Release the blocks that no token from `position` on attends to."""
         for index, pool, _ in self._sliding:
             table = tables[index]
             start = stop = pool.first(position)
@@ -167,18 +172,18 @@ class BlockGroups:
                 table[start:stop] = [GONE] * (stop - start)
 
     def count(self, tables: Sequence[Table]) -> int:
-        """How many blocks there are in a sequence's tables."""
+        """Return the number of blocks in a sequence's tables."""
         return sum(len(_present(table)) for table in tables)
 
     def release(self, tables: Sequence[Table]) -> None:
-        """Give back a sequence's tables."""
+        """Release the blocks of a sequence's tables."""
         for pool, table in zip(self.pools, tables, strict=False):  # a sequence that waits has none
             pool.release(table if pool.window is None else _present(table))
 
-    def audit(self, held: Sequence[Sequence[Table]]) -> None:
-        """Assert that the books of every pool balance, given the tables of every live sequence."""
+    def audit(self, sequences: Sequence[Sequence[Table]]) -> None:
+        """Assert that the reference counts of every pool are right, given the tables of every live sequence."""
         for index, pool in enumerate(self.pools):
-            pool.audit([_present(tables[index]) for tables in held if tables])
+            pool.audit([_present(tables[index]) for tables in sequences if tables])
 
 
 def _present(table: Table) -> Table:

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 KINDS = {"full_attention", "sliding_attention"}
 TYPICAL_TOKENS = 4096
-"""The memory is shared so that as many sequences of this length as possible fit; in shorter ones windows need more of it."""
+"""The memory is shared so that as many sequences of this length as possible fit; in shorter ones windows need more
+of it."""
 
 
 class Attends(NamedTuple):
-    """What a model's layers keep of each token, and how far back each looks."""
+    """Size of the keys and values of a token, and how far back each layer attends."""
 
     windows: tuple[int | None, ...]
-    """For each layer the tokens, itself included, that one attends to; None for all."""
+    """For each layer the number of tokens, itself included, that a token attends to; None for all."""
     kv_heads: int
     head_dim: int
 
@@ -41,7 +42,7 @@ class LayerGroup(NamedTuple):
 
 
 class _Probe:
-    """In the place of attention: takes note of what every layer hands over."""
+    """A stand-in for attention that notes what every layer passes to it."""
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}
@@ -58,11 +59,13 @@ class _Probe:
 
 
 def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
-    """Have the model compute one token. Windows as long as the context are none. Raises EngineFailure for layers of other kinds."""
+    """Find out how a model's layers attend by computing one token. A window as long as the context counts as full
+    attention. Raises EngineFailure for layers of other kinds."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
     if others := set(kinds or ()) - KINDS:
         raise EngineFailure(
-            f"the embedded engine runs full and sliding-window attention; {config.model_type} has {', '.join(sorted(others))}"
+            "the embedded engine runs full and sliding-window attention; "
+            f"{config.model_type} has {', '.join(sorted(others))}"
         )
     probe = _Probe()
     with torch.inference_mode():
@@ -82,7 +85,7 @@ def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
 
 
 def share(attends: Attends, layer_block_bytes: int, memory: int, block_size: int, num_blocks: int) -> list[LayerGroup]:
-    """The groups, with `num_blocks` blocks each or, if that is 0, with those for which `memory`, in bytes, has room.
+    """Return the groups, with `num_blocks` blocks each or, if that is 0, with as many as fit into `memory` bytes.
 
     `layer_block_bytes` is what one layer keeps of a block. Raises EngineFailure if there is too little.
     """

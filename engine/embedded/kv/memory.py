@@ -1,4 +1,4 @@
-"""A model's KV memory, as those who move blocks between replicas see it."""
+"""A model's KV memory, as code that moves blocks between replicas sees it."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from engine.transfer.shared_memory import shared_memory
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The memory of every group of layers. The first dimension of each tensor counts blocks, and a block is one contiguous range."""
+    """The memory of every group of layers. The first dimension of each tensor counts blocks, and a block is one
+    contiguous range."""
 
     form: str
-    """What distinguishes the order of values within a block from other orders."""
+    """Name of the order of values within a block."""
     attends: Attends
     blocks: list[torch.Tensor]
 
@@ -25,17 +26,18 @@ class KvMemory:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Of each group."""
+        """Bytes of a block, for each group."""
         return tuple(blocks[0].nbytes for blocks in self.blocks)
 
     @property
     def regions(self) -> list[Region]:
-        """One for each group."""
+        """One region for each group."""
         return [region_of(blocks) for blocks in self.blocks]
 
 
 def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the host that other processes of this machine can be let read. Pages take memory once they are written."""
+    """Allocate zeros on the host that other processes of this machine can be allowed to read. Pages take memory once
+    they are written."""
     return torch.frombuffer(shared_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 

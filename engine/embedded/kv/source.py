@@ -1,4 +1,5 @@
-"""The seam for reading keys and values of a prompt instead of computing them: `Source`, and the `Reading` of some blocks from one."""
+"""The seam for reading keys and values of a prompt instead of computing them: `Source`, and the `Reading` of some
+blocks from one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Reading(Protocol):
     def done(self) -> bool:
         """Return whether all blocks have arrived and are what was offered.
 
-        Raises TransferError if they never will. Once this has returned True or raised, nothing is written to the blocks any more.
+        Raises TransferError if they never will. Once this has returned True or raised, nothing is written to the blocks
+        any more.
         """
         ...
 
@@ -27,31 +29,37 @@ class Reading(Protocol):
 
 
 class Source(Protocol):
-    """A place that has keys and values of prompts: another replica, memory of the host, a disk. Owned by the engine's thread.
+    """A place that has keys and values of prompts: another replica, memory of the host, a disk. Owned by the engine's
+    thread.
 
-    The scheduler asks for an offer when it could admit a sequence. If blocks of the offer are not in the pools already, it gives the
-    sequence blocks for all of the offer, and the missing ones are read while the sequence is FETCHING. Then it runs from the end of the
-    offer. If the reading fails or takes too long, the sequence is queued again and its prompt is computed here, unless it has another offer.
+    The scheduler asks for an offer when it could admit a sequence. If blocks of the offer are not in the pools already,
+    it gives the sequence blocks for all of the offer, and the missing ones are read while the sequence is FETCHING.
+    Then it runs from the end of the offer. If the reading fails or takes too long, the sequence is queued again and its
+    prompt is computed here, unless it has another offer.
     """
 
     def offer(self, sequence: Sequence) -> int:
         """Return how many leading tokens of a waiting sequence have their keys and values here, 0 for none.
 
-        Always less than its tokens, since one has to be computed for its logits. A source that keeps blocks by their keys looks up
-        `sequence.extend_keys(block_size)`, and offers whole blocks. Must be cheap and have no effect: it is asked again and again.
+        Always less than its tokens, since one has to be computed for its logits. A source that keeps blocks by their
+        keys looks up `sequence.extend_keys(block_size)`, and offers whole blocks. Must be cheap and have no effect: it
+        is asked again and again.
         """
         ...
 
     def read(self, sequence: Sequence, missing: list[list[int]]) -> Reading:
-        """Start to read blocks of the offer into the sequence's tables; `missing` has their indices in the table of each group of layers.
+        """Start to read blocks of the offer into the sequence's tables; `missing` has their indices in the table of
+        each group of layers.
 
         Raises TransferError if that cannot be started; the blocks are untouched then.
         """
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Drop what is kept for the sequence: it has read the offer, failed to, or does not need it any more. May be called in any state.
+        """Drop what is kept for the sequence: it has read the offer, failed to, or does not need it any more. May be
+        called in any state.
 
-        A reading that goes on after that keeps what it needs itself. A source whose reading failed must not repeat that offer.
+        A reading that goes on after that keeps what it needs itself. A source whose reading failed must not repeat that
+        offer.
         """
         ...

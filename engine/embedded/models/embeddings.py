@@ -13,7 +13,8 @@ NO_IMAGES = "the KV blocks of the prompt are lost, and its images are not here t
 
 
 class PromptImages:
-    """Places of a prompt's image tokens, and their embeddings: decoded when first needed, dropped once they have been computed."""
+    """Places of a prompt's image tokens, and their embeddings: decoded when first needed, dropped once they have
+    been computed."""
 
     def __init__(self, request: GenerateRequest, takes: ImageTokens) -> None:
         tokens = np.array(request.prompt_token_ids)
@@ -35,14 +36,15 @@ class PromptImages:
         return bool(self._takes.merge)
 
     def missing(self, start: int, length: int) -> bool:
-        """Return whether these tokens of the prompt need embeddings that are not here: the request came without them, since keys and values
-        were to come from another replica."""
+        """Return whether these tokens of the prompt need embeddings that are not here: the request came without
+        them, since keys and values were to come from another replica."""
         return any(not self._images[index].data for index, _, _ in self._parts(start, length))
 
     def rows(
         self, start: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """For each image with tokens among these, yield the image tokens, counted from `start`, and their embeddings [tokens, hidden]."""
+        """For each image with tokens among these, yield the image tokens, counted from `start`, and their embeddings
+        [tokens, hidden]."""
         for index, first, last in self._parts(start, length):
             if index not in self._decoded:
                 image = self._images[index]
@@ -56,7 +58,8 @@ class PromptImages:
             self._decoded.clear()
 
     def rope_positions(self, start: int, length: int) -> torch.Tensor:
-        """Return the positions of these tokens in time, height and width, int64 [3, length]. Output follows its prompt in all three."""
+        """Return the positions of these tokens in time, height and width, int64 [3, length]. Output follows its
+        prompt in all three."""
         if self._rope is None:
             self._rope = self._prompt_positions()
         end = start + length
@@ -66,8 +69,9 @@ class PromptImages:
         return torch.cat((self._rope[:, start:end], output), 1)
 
     def _prompt_positions(self) -> torch.Tensor:
-        """Positions of the prompt as Qwen2-VL defines them (arXiv 2409.12191, section 2.1): text advances in all three dimensions, the tokens
-        of an image count the cells of its grid, and what follows it goes on behind its longer side."""
+        """Positions of the prompt as Qwen2-VL defines them (arXiv 2409.12191, section 2.1): text advances in all
+        three dimensions, the tokens of an image count the cells of its grid, and what follows it goes on behind its
+        longer side."""
         positions = np.empty((3, self._num_tokens), np.int64)
         row = position = 0
         for places, image in zip(self.places, self._images, strict=True):
@@ -84,7 +88,8 @@ class PromptImages:
         return torch.from_numpy(positions)
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each image with tokens among these, and which of its tokens: from the first to before the last."""
+        """Yield the number of each image with tokens among these, and which of its tokens: from the first to before
+        the last."""
         if start < self._end:
             for index, places in enumerate(self.places):
                 first, last = np.searchsorted(places, (start, start + length)).tolist()

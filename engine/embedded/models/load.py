@@ -1,13 +1,13 @@
-"""Which of the engine's models a configuration gets. transformers is slow to import, and only imported by those that need it."""
+"""The choice of a model runner for a configuration. transformers is slow to import, so only runners that need it
+import it."""
 
 import logging
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
-from engine.config import EmbeddedConfig, EncoderConfig
+from engine.config import EmbeddedConfig
+from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
 from engine.errors import EngineFailure
 
@@ -20,18 +20,16 @@ _loading = threading.Lock()
 """transformers replaces functions of torch while it loads: two models at once would leave them replaced."""
 
 
-class UnsupportedModelError(ValueError):
-    """This model, or this machine, has no fast path; the message says why."""
-
-
 def load_runner(config: EmbeddedConfig) -> "ModelRunner":
-    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises EngineFailure."""
+    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises
+    EngineFailure."""
     with _loading:
         return _load(config)
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
-    """What `load_runner` would compute with, by name, as far as it shows before weights are read. Raises EngineFailure."""
+    """Yield what `load_runner` would compute with, as name and value, as far as that is known before weights are
+    read. Raises EngineFailure."""
     level, device = chosen(config.cpu_isa), device_of(config)
     yield "device", str(device)
     if device.type == "cuda":
@@ -101,24 +99,6 @@ def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
 
 
 def _fp8_settings(config: EmbeddedConfig) -> str:
-    """Those that ask for fp8, as they are set; empty for none. Only the fast path on a GPU has it."""
+    """Return the settings that ask for fp8, as they are set; empty if none does. Only the fast path on a GPU has it."""
     asked = {"QUANTIZATION": config.quantization, "KV_CACHE_DTYPE": config.kv_cache_dtype}
     return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
-
-
-def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, whichever it is, and bfloat16 on a GPU.
-
-    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block and the replicas
-    that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
-    """
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype

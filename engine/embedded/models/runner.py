@@ -1,7 +1,8 @@
 """The seam between the engine and the code that computes a step on a device: `ModelRunner` over `StepInput`.
 
-Three runners pass one conformance suite (`tests/engine/embedded/models/test_runner_conformance.py`): `torch/` runs transformers' own
-model code on any device, `native/` compiled code on a CPU, `cuda/` kernels and CUDA graphs on an NVIDIA GPU.
+Three runners pass one conformance suite (`tests/engine/embedded/models/test_runner_conformance.py`): `torch/` runs
+transformers' own model code on any device, `native/` compiled code on a CPU, `cuda/` kernels and CUDA graphs on an
+NVIDIA GPU.
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ class EmbeddingRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Everything that a model runner is told of a step, as plain data: some consecutive tokens of some sequences, side by side.
+    """Everything that a model runner is told of a step, as plain data: some consecutive tokens of some sequences, side
+    by side.
 
-    Flat lists have an entry for each token, the others one for each sequence. Sequences of one token, which decodes are, come first.
-    Lists may be the scheduler's own: a runner reads them while `forward` runs and does not keep them.
+    Flat lists have an entry for each token, the others one for each sequence. Sequences of one token, which decodes
+    are, come first. Lists may be the scheduler's own: a runner reads them while `forward` runs and does not keep them.
     """
 
     tokens: list[int]
@@ -41,12 +43,15 @@ class StepInput:
     lengths: Sequence[int]
     """Number of tokens of each sequence, one at least."""
     slots: Sequence[int]
-    """Number of each sequence among the running ones, below the batch size: where a runner keeps what outlives a step."""
+    """Number of each sequence among the running ones, below the batch size: where a runner keeps what outlives a
+    step."""
     admissions: Sequence[int]
-    """Changes for a slot when another sequence is admitted to it, or the same one again. Otherwise its tables have only grown."""
+    """Changes for a slot when another sequence is admitted to it, or the same one again. Otherwise its tables have
+    only grown."""
     tables: Sequence[Sequence[list[int]]]
-    """Block table of each sequence in each group of layers: the block of every `block_size` tokens, from the first to that of the last
-    token of this step or further. Those behind a sliding window are GONE (`engine/embedded/kv/groups.py`)."""
+    """Block table of each sequence in each group of layers: the block of every `block_size` tokens, from the first
+    to that of the last token of this step or further. Those behind a sliding window are GONE
+    (`engine/embedded/kv/groups.py`)."""
     sampled: Sequence[int]
     """Number of tokens that are sampled for each sequence after this step: 0 in the middle of a prompt."""
     rows: list[int]
@@ -54,7 +59,8 @@ class StepInput:
     embeddings: EmbeddingRows | None = None
     """Embeddings of images; None for a step without any, which most are."""
     rope_positions: torch.Tensor | None = None
-    """Models with mRoPE: positions in time, height and width, int64 [3, tokens]; None where all three are `positions`."""
+    """Models with mRoPE: positions in time, height and width, int64 [3, tokens]; None where all three are
+    `positions`."""
 
     @property
     def singles(self) -> int:
@@ -65,11 +71,13 @@ class StepInput:
 class ModelRunner(Protocol):
     """A loaded model, its KV cache, and the computation of steps over both. Owned by one thread.
 
-    A runner is ready for any step when it has been constructed: it has warmed up, on blocks of its own. Construction raises EngineFailure
-    for settings that cannot be served and UnsupportedModelError for a model, or a machine, that another runner has to run.
+    A runner is ready for any step when it has been constructed: it has warmed up, on blocks of its own. Construction
+    raises EngineFailure for settings that cannot be served and UnsupportedModelError for a model, or a machine, that
+    another runner has to run.
 
-    Keys and values that a step writes are those that later steps read through block tables; a runner knows no sequence beyond `slots`.
-    What a sequence's logits are depends on its own tokens alone, up to rounding, whatever else is in the step.
+    Keys and values that a step writes are those that later steps read through block tables; a runner knows no sequence
+    beyond `slots`. What a sequence's logits are depends on its own tokens alone, up to rounding, whatever else is in
+    the step.
     """
 
     device: torch.device
@@ -93,14 +101,17 @@ class ModelRunner(Protocol):
     def forward(self, step: StepInput) -> torch.Tensor:
         """Compute a step and return the logits [len(step.rows), vocab_size] of the rows wanted, on the device.
 
-        Does not wait for the device. The logits may be overwritten by the next call. Raises RuntimeError or ValueError if the step fails.
+        Does not wait for the device. The logits may be overwritten by the next call. Raises RuntimeError or ValueError
+        if the step fails.
         """
         ...
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the token with the largest logit of each row, int64 [rows]; `logits` is what `forward` returned last, or a part of it."""
+        """Return the token with the largest logit of each row, int64 [rows]; `logits` is what `forward` returned
+        last, or a part of it."""
         ...
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
-        """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may name them."""
+        """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
+        name them."""
         ...

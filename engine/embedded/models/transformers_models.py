@@ -1,4 +1,4 @@
-"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, and its language part alone.
+"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, its language part.
 
 The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
 """
@@ -16,7 +16,7 @@ from engine.errors import EngineFailure
 
 
 def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
-    """transformers' configuration, and the facts with its defaults for what config.json leaves out. Raises EngineFailure."""
+    """Return transformers' configuration, and the facts with its defaults filled in. Raises EngineFailure."""
     facts = read_model_facts(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -28,7 +28,7 @@ def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The automatic class of transformers that loads this model."""
+    """Return the automatic class of transformers that loads this model."""
     return AutoModelForImageTextToText if family_of(config.model_type).vision else AutoModelForCausalLM
 
 

@@ -1,7 +1,8 @@
-"""What a request may do to its logits before a token is drawn: bias, penalties, masks and logits processors, over a batch of rows.
+"""Changes to logits that requests ask for before a token is drawn: bias, penalties, masks and logits processors, over a
+batch of rows.
 
-Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the penalties, and are put
-back over what a logits processor wrote.
+Each function works only on the rows that ask for it. A masked id is -inf. Masks are hard: they hold after the
+penalties, and are put back over what a logits processor wrote.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
 
 
 def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    """Repetition (multiplicative, prompt and output), then presence and frequency (subtractive, output only)."""
+    """Apply repetition (multiplicative, prompt and output), then presence and frequency penalties (subtractive,
+    output only)."""
     rows = [row for row, state in enumerate(states) if state.counts is not None]
     if not rows:
         return
@@ -95,7 +97,8 @@ def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tens
 
 
 def process(logits: torch.Tensor, state: SamplerState) -> None:
-    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and that is all."""
+    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and
+    that is all."""
     token_ids = tuple(state.tokens)
     for processor in state.processors:
         copy = logits.clone()
@@ -114,7 +117,8 @@ def process(logits: torch.Tensor, state: SamplerState) -> None:
 def _repair(
     logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
 ) -> None:
-    """Rows whose masks contradict each other, with nothing left: the grammar alone decides, and without one the sequence ends."""
+    """Repair rows whose masks contradict each other and leave nothing: the grammar alone decides, and without one
+    the sequence ends."""
     if not rows:
         return
     empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]
@@ -129,5 +133,5 @@ def _repair(
 
 
 def _flat(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Indices into `logits.view(-1)` of `ids[i]` in row `rows[i]`."""
+    """Return the indices into `logits.view(-1)` of `ids[i]` in row `rows[i]`."""
     return torch.cat([row * logits.shape[1] + part for row, part in zip(rows, ids, strict=True)])

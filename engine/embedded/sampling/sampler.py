@@ -1,8 +1,9 @@
-"""From logits to tokens, for a batch of sequences: one home of temperature, truncation, randomness and log-probabilities.
+"""Sampling for a batch of sequences: temperature, truncation, randomness and log-probabilities.
 
-Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then greedy, or
-temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output). Requests that name a seed are
-drawn by a race, which shrugs off the rounding errors by which logits differ from batch to batch; the others by the cheaper quantile.
+Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then
+greedy, or temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output).
+Requests that name a seed are drawn by a race, which shrugs off the rounding errors by which logits differ from batch to
+batch; the others by the cheaper quantile.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Sampled(NamedTuple):
 
 
 class SamplerState:
-    """What sampling must remember of one sequence. Built once on admission, kept through preemption.
+    """State of sampling for one sequence. Built once on admission, kept through preemption.
 
     Raises InvalidRequest if the request names a logits processor that is not registered.
     """
@@ -56,7 +57,8 @@ class SamplerState:
         device: torch.device,
     ) -> None:
         self.sampling = sampling
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
+        self._device = device
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.matcher = matcher
@@ -109,7 +111,7 @@ class SamplerState:
         return self.matcher.error if self.matcher is not None else ""
 
     def banned(self) -> list[int]:
-        """Ids that may not come next because of bad_words and min_tokens."""
+        """Return the ids that may not come next because of bad_words and min_tokens."""
         banned = list(self._single_bans)
         output = self.tokens[self.num_prompt :] if self._bad_words else []
         for words in self._bad_words:
@@ -127,8 +129,8 @@ class SamplerState:
             assert accepted, f"token {token_id} was sampled against the grammar"
 
     def resume(self, token_id: int) -> None:
-        """The first token was sampled elsewhere. Logits processors are called as for it, with logits that mean nothing, since they may keep
-        state. Raises InvalidRequest if the grammar does not allow it."""
+        """Accept a first token that was sampled elsewhere. Logits processors are called for it with meaningless
+        logits, since they may keep state. Raises InvalidRequest if the grammar does not allow it."""
         if self.matcher is not None and not self.matcher.accept(token_id):
             raise InvalidRequest("the handoff's token is not one that the guide allows", "handoff")
         if self.processors:
@@ -157,11 +159,12 @@ class Sampler:
         self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-        """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed. Does not call `accept`."""
+        """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed.
+        Does not call `accept`."""
         return self.draw(logits, states).results()
 
     def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
-        """As `sample`, but the result may still be on its way: on a GPU this returns as soon as all is queued."""
+        """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
             return Drawn(self._argmax(logits))
@@ -206,7 +209,7 @@ class Drawn:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, complete once the stream has come this far."""
+    """Return a copy in the host's memory, complete once the stream has come this far."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -221,7 +224,8 @@ def _recorded(device: torch.device) -> torch.cuda.Event | None:
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of prompt tokens: `logits` is [N, vocab], `targets[i]` the prompt token that follows position i."""
+    """Return log-probabilities of prompt tokens: `logits` is [N, vocab], `targets[i]` the prompt token that follows
+    position i."""
     report: list[TokenLogprobs] = []
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[start : start + _ROWS_AT_ONCE]
@@ -234,7 +238,8 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) that draws output token `position`: 53 bits of a hash, the same on every machine."""
+    """Return the random number in [0, 1) that draws output token `position`: 53 bits of a hash, the same on every
+    machine."""
     digest = hashlib.blake2b(
         seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8
     ).digest()
@@ -254,9 +259,10 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
 
 
 class Report:
-    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32 [N, vocab].
+    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32
+    [N, vocab].
 
-    What there is to compute is queued at once; `entries` may be read when the stream has come this far.
+    The computation is queued at once; `entries` may be called when the stream has come this far.
     """
 
     def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> None:
@@ -269,7 +275,7 @@ class Report:
         self._parts = [to_host(part) for part in of_device]
 
     def entries(self) -> list[TokenLogprobs]:
-        """For each row the chosen token, then its alternatives; ties are listed by id."""
+        """Return for each row the chosen token, then its alternatives; ties are listed by id."""
         report: list[TokenLogprobs] = []
         rows = zip(*(part.tolist() for part in self._parts), self._counts, strict=True)
         for token, value, norm, own_rank, best_values, best_ids, count in rows:
@@ -296,7 +302,7 @@ def _bias(logit_bias: dict[int, float], device: torch.device) -> Bias | None:
 
 
 def _forbidden(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor | None:
-    """bool [vocab], true for ids that are not allowed; None if all are."""
+    """Return a mask, bool [vocab], that is true for ids that are not allowed; None if all are."""
     if not allowed:
         return None
     forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)

@@ -1,7 +1,8 @@
 """Temperature, top-k, top-p, min-p and the draw, for a batch of rows, without sorting the vocabulary.
 
-Every truncation keeps the tokens at or above a threshold, so a row's result is one number; tokens that tie with the last one kept are
-kept too. The draw inverts the cumulative distribution in order of token id: no order of equal logits can change it.
+Every truncation keeps the tokens at or above a threshold, so a row's result is one number; tokens that tie with the
+last one kept are kept too. The draw inverts the cumulative distribution in order of token id: no order of equal logits
+can change it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FIRST_LOOK = 128
 
 
 class Truncation(NamedTuple):
-    """How one row is shaped before the draw; the names are those of `SamplingParams`."""
+    """Parameters of one row's truncation; the names are those of `SamplingParams`."""
 
     temperature: float
     top_k: int
@@ -36,7 +37,8 @@ class Truncation(NamedTuple):
 
 
 def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """One token id, int64 [N], for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0, 1), ids in order.
+    """Draw one token id, int64 [N], for each row of `weights`, float32 [N, vocab], at the quantile `uniforms[i]` in [0,
+    1), ids in order.
 
     In a flat distribution the least change of the weights moves every later id, and so the choice.
     """
@@ -48,10 +50,11 @@ def quantile(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """One token id, int64 [rows], for each of `rows` of `weights`, drawn by the exponential race: the largest weight / noise wins.
+    """Draw one token id, int64 [rows], for each of `rows` of `weights` by the exponential race: the largest weight /
+    noise wins.
 
-    Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the choice only if the
-    two best were about to swap. Costs one exponential per id.
+    Every id has noise of its own, from the row's key (seed, position), so a small change of the weights changes the
+    choice only if the two best were about to swap. Costs one exponential per id.
     """
     ids = []
     for row, (seed, position) in zip(rows, keys, strict=True):
@@ -64,10 +67,11 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
 
 
 def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left within that index."""
+    """Return the index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left
+    within that index."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
-    # Strictly below the total, so that the first index whose cumulative weight exceeds the target exists and has weight.
+    # Strictly below the total, so that the first index with more cumulative weight exists and has weight.
     target = torch.minimum(quantiles * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, target, right=True)
     weight = weights.gather(1, index)
@@ -75,7 +79,8 @@ def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tenso
 
 
 def weigh(logits: torch.Tensor, truncations: Sequence[Truncation]) -> torch.Tensor:
-    """Probabilities after temperature and truncation, not normalised: 1 for the likeliest token of each row, 0 for those cut."""
+    """Return probabilities after temperature and truncation, not normalised: 1 for the likeliest token of each row,
+    0 for those cut."""
     temperatures = _column([max(truncation.temperature, 1e-30) for truncation in truncations], logits)
     scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperatures)
     weights = scaled.exp()
@@ -94,7 +99,8 @@ def weigh(logits: torch.Tensor, truncations: Sequence[Truncation]) -> torch.Tens
 
 
 def _thresholds(scaled: torch.Tensor, weights: torch.Tensor, truncations: Sequence[Truncation]) -> torch.Tensor:
-    """The smallest scaled logit kept in each row, [N, 1]: that of top-k, then that of top-p among what top-k keeps."""
+    """Return the smallest scaled logit kept in each row, [N, 1]: that of top-k, then that of top-p among what top-k
+    keeps."""
     vocab_size = scaled.shape[1]
     ks = [truncation.top_k if 0 < truncation.top_k < vocab_size else 0 for truncation in truncations]
     best = scaled.topk(min(vocab_size, max(_FIRST_LOOK, *ks)), dim=1).values
@@ -120,25 +126,25 @@ def _thresholds(scaled: torch.Tensor, weights: torch.Tensor, truncations: Sequen
 
 
 def _reach(best: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaled logit at which the running mass of the sorted `best`, [N, M], reaches each goal, [N, 1], and its index, [N]: M where the
-    goal lies behind."""
+    """Return the scaled logit at which the running mass of the sorted `best`, [N, M], reaches each goal, [N, 1], and
+    its index, [N]: M if it is never reached."""
     last = torch.searchsorted(best.exp().cumsum(dim=1), goals)
     return best.gather(1, last.clamp(max=best.shape[1] - 1)), last[:, 0]
 
 
 def take(batch: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows, in order: a copy, or the batch itself if they are all of it."""
+    """Return some rows, in order: a copy, or the batch itself if they are all of it."""
     return batch if len(rows) == len(batch) else batch[rows]
 
 
 def put(batch: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> None:
-    """Write back what `take` gave, after it was changed in place."""
+    """Write back what `take` returned, after it was changed in place."""
     if part is not batch:
         batch[rows] = part
 
 
 def _descending(rows: torch.Tensor) -> torch.Tensor:
-    """Each row sorted. On a CPU by NumPy, which sorts float32 fifteen times as fast as torch 2.13."""
+    """Sort each row. On a CPU by NumPy, which sorts float32 fifteen times as fast as torch 2.13."""
     if rows.device.type == "cpu":
         return torch.from_numpy(np.sort(rows.numpy(), axis=1)).flip(1)
     return rows.sort(dim=1, descending=True).values

@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EncoderConfig
-from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import FAMILIES, VisionPart
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.checkpoint import read_config
 from engine.embedded.models.transformers_models import load_config
 from engine.errors import EngineFailure
@@ -20,8 +20,7 @@ from tests.support.vision_models import BUILDERS
 SERVED: dict[str, VisionPart] = {name: family.vision for name, family in FAMILIES.items() if family.vision}
 FACTS = (
     "model_type", "text_type", "vocab_size", "context_length", "eos_token_ids", "layers", "hidden_size", "heads",
-    "kv_heads", "head_dim",
-    "rope_theta", "quantized", "takes_images", "image_tokens", "no_images",
+    "kv_heads", "head_dim", "rope_theta", "quantized", "takes_images", "image_tokens", "no_images",
 )  # fmt: skip
 served = pytest.mark.parametrize("kind", SERVED)
 
@@ -175,30 +174,18 @@ def test_tokens_that_end_a_sequence(
 @pytest.mark.parametrize(
     ("change", "name", "message"),
     [
-        (
-            {"vocab_size": "many"},
-            "vocab_size",
-            "^vocab_size in the config.json of .* must be a positive integer, not 'many'$",
-        ),
+        ({"vocab_size": "many"}, "vocab_size", "^vocab_size in the config.json of .* a positive integer, not 'many'$"),
         ({"vocab_size": 0}, "vocab_size", "vocab_size .* not 0"),
         ({"max_position_embeddings": True}, "context_length", "max_position_embeddings .* not True"),
         ({"text_config": {"num_hidden_layers": 1.5}}, "layers", r"text_config\.num_hidden_layers .* not 1\.5"),
-        (
-            {"text_config": {"hidden_act": "silu"}},
-            "hidden_size",
-            r"the config\.json of .* has no text_config\.hidden_size",
-        ),
+        ({"text_config": {"hidden_act": "silu"}}, "hidden_size", r"config\.json of .* has no text_config\.hidden_size"),
         ({"text_config": [1]}, "vocab_size", r"text_config in .* must be an object, not \[1\]"),
         ({"model_type": 3}, "vocab_size", "model_type in .* must be a string"),
         ({"rope_theta": -1}, "rope_theta", "rope_theta .* must be a positive number, not -1"),
         ({"rope_parameters": 7}, "rope_theta", "rope_parameters .* must be an object, not 7"),
         ({}, "rope_theta", "has no rope_theta"),
         ({"eos_token_id": "</s>"}, "eos_token_ids", r"eos_token_id in the config\.json of .* not '</s>'"),
-        (
-            {"model_type": "llava", "image_token_index": -1},
-            "image_tokens",
-            "image_token_index in .* must be a token id",
-        ),
+        ({"model_type": "llava", "image_token_index": -1}, "image_tokens", "image_token_index .* must be a token id"),
         ({"model_type": "llava", "vision_config": "clip"}, "no_images", "vision_config in .* must be an object"),
         (
             {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 0}},

@@ -51,8 +51,8 @@ GOLDEN = [
     ),
     ("\xbd of \u0663\u0664 and \u2167\xb2", [16738, 282, 216, 164, 113, 164, 114, 284, 216, 173, 223, 117, 19133]),
     (
-        "Z\xfcrich, na\xefve caf\xe9 \u2014 \u6771\u4eac "
-        "\u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627",
+        "Z\xfcrich, na\xefve caf\xe9 \u2014 \u6771\u4eac \u041f\u0440\u0438\u0432\u0435\u0442 "
+        "\u0645\u0631\u062d\u0628\u0627",
         [
             74,
             7170,
@@ -80,8 +80,8 @@ GOLDEN = [
         ],
     ),
     (
-        "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 "
-        "\U0001f642\U0001f44d\U0001f3fd \U0001f1e9\U0001f1ea",
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f642\U0001f44d\U0001f3fd "
+        "\U0001f1e9\U0001f1ea",
         [
             10813,
             235,
@@ -203,7 +203,7 @@ def test_predicts_the_next_word_of_common_text(smollm2: Path) -> None:
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    text = ", ".join(2 * ["Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"])
+    text = ", ".join(2 * ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"])
     ids = torch.tensor([Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids])
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The adapter's source uses no name, keyword or attribute that the contract of TensorRT-LLM 1.2.1 lacks.
+"""The adapter's source uses only names, keywords and attributes that TensorRT-LLM 1.2.1 has.
 
 `test_contract_values.py` checks what builders make, which is not in the source.
 """
@@ -30,7 +30,7 @@ HELD_IN = {
     "polling.py": {"call": "LLM.get_kv_cache_events_async"},  # or get_stats_async, of the same signature
 }
 NOT_THEIRS = {
-    "arguments.py": {"value"}, "engine.py": {"work"}, "events.py": {"value"}, "library.py": {"bias"},
+    "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
     "outputs.py": {"entry"},
     "processors.py": {"logits"}, "llm_args.py": {"batched_logits_processor", "checkpoint_loader", "decoding_config",
     "draft_checkpoint_loader", "tokenizer"}, "llm_configs.py": {"drafter", "load_balancer", "resource_manager"},
@@ -92,8 +92,8 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
         ("from tensorrt_llm.llmapi import DisaggregatedParams as D\nD(**k, disagg_request_id=1)", "disagg_request_id"),
         ("from tensorrt_llm.llmapi.llm_args import update_llm_args_with_extra_dict as u\nu({})", "llm_args_dict"),
         (
-            "from tensorrt_llm import LLM\n"
-            "async def f(p):\n    with LLM(model=p) as x:\n        pass\n    LLM(p).encode(p)",
+            "from tensorrt_llm import LLM\nasync def f(p):\n"
+            "    with LLM(model=p) as x:\n        pass\n    LLM(p).encode(p)",
             "LLM has no encode",
         ),
         ("llm.generate_async(inputs=[1], priority=1)", "priority"),

@@ -111,11 +111,9 @@ def adapters(name: str) -> dict[str, TypeAdapter[Any]]:
         for field, text in texts.items()
         if kind_of(text) is None and "torch" not in text and "Processor" not in text
     }
-    return {
-        field: TypeAdapter(parse(text, {"BaseModel": dict, "AdditionalModelOutput": Any}))
-        for field, text in plain.items()
-        if field in constructor(name).parameters and "lookahead" not in field
-    }
+    names = {"BaseModel": dict, "AdditionalModelOutput": Any}
+    fields = [field for field in plain if field in constructor(name).parameters and "lookahead" not in field]
+    return {field: TypeAdapter(parse(plain[field], names)) for field in fields}
 
 
 def assert_valid(value: Any, name: str) -> None:
@@ -250,7 +248,7 @@ def test_media_are_submitted_under_the_keys_of_a_text_prompt() -> None:
 
 def test_statistics_are_read_under_keys_that_there_are() -> None:
     schema = API["json_schemas"]["iteration_stats"]
-    tree = ast.parse((ROOT / "engine" / "trtllm" / "events.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "engine" / "trtllm" / "polling.py").read_text(encoding="utf-8"))
     reader = next(
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "iteration_stats"
     )

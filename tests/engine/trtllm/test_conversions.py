@@ -13,8 +13,8 @@ import pytest
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kv_events import Created, EventDiff, Removed, Stored, Updated
-from engine.trtllm.events import iteration_stats, kv_capacity, kv_event
 from engine.trtllm.outputs import FLOOR, Outputs
+from engine.trtllm.polling import iteration_stats, kv_capacity, kv_event
 from engine.trtllm.sampling import MASKED, bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import Delta, GenerateRequest, Guide, GuideKind, SamplingParams
 
@@ -304,7 +304,7 @@ def test_the_capacity_of_the_cache_is_the_engines_own_word_or_unknown() -> None:
 )
 def test_a_response_of_an_unknown_shape_is_that_requests_failure(fault: dict[str, Any]) -> None:
     run = Run(logprobs=1)
-    with pytest.raises(EngineFailure, match="cannot be understood"):
+    with pytest.raises(EngineFailure, match="malformed response"):
         run.outputs.feed(SimpleNamespace(cached_tokens=0, **fault))
 
 

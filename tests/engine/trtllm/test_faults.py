@@ -133,7 +133,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
     async with running(folder) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
-            with pytest.raises(EngineFailure, match="cannot be understood"):
+            with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
         await until(lambda: not engine.llm._executor._jobs)
         assert engine.healthy and await tokens(engine, request())
@@ -190,7 +190,7 @@ async def test_a_poller_that_ends_is_the_engines_end(
     monkeypatch.setattr(engine_module, "poll_stats", ends)
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
-        with pytest.raises(EngineDied, match="not watched"):
+        with pytest.raises(EngineDied, match="internal task failed"):
             _ = [delta async for delta in stream]
         assert not engine.healthy and "a bug" in caplog.text
 

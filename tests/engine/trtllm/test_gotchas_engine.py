@@ -16,8 +16,7 @@ from engine.kv_events import EventDiff, KvEvent, Updated
 from engine.trtllm import engine as engine_module
 from engine.trtllm import library
 from engine.trtllm.arguments import defaults, forced, merge, problems
-from engine.trtllm.events import iteration_stats, kv_event
-from engine.trtllm.polling import poll_kv_events
+from engine.trtllm.polling import iteration_stats, kv_event, poll_kv_events
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, faults, found, registered, sampling
 from tests.support.trtllm_contract_api import ATTRIBUTES

@@ -1,7 +1,8 @@
 """Attention over our KV blocks on a GPU: FlashInfer for prompts, a kernel of our own for decodes.
 
-What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths and cache rows
-follow. So a decode step needs no planning and fits a CUDA graph. Prompts are planned on the host, once for each step.
+What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths
+and cache rows follow. So a decode step needs no planning and fits a CUDA graph. Prompts are planned on the host, once
+for each step.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ class CudaAttention:
         self.tables = torch.full(
             (max_num_seqs + 1, self.width), len(cache.data) - 1, dtype=torch.int32, device=self._device
         )
-        """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names the spare block."""
+        """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names
+        the spare block."""
         self._tabled = [(-1, 0)] * (max_num_seqs + 1)
         """For each slot the admission that its row is of, and how many blocks of that are in it."""
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
@@ -81,7 +83,7 @@ class CudaAttention:
             self.tables.view(-1)[update[0]] = update[1].int()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""
+        """Return a layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""
         return self._layers[index]
 
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
@@ -99,8 +101,8 @@ class CudaAttention:
     def __call__(
         self, step: AttentionStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and `value` are the
-        step's own, [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
+        """Attend; keys and values are in the cache already. `query` [tokens, heads, head_dim], contiguous; `key` and
+        `value` are the step's own, [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
         """
         out = torch.empty_like(query)
         keys, values = self._layers[layer]
@@ -114,13 +116,14 @@ class CudaAttention:
         return out
 
     def _rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The cache row of each token, int64 [tokens]."""
+        """Return the cache row of each token, int64 [tokens]."""
         size = self._cache.block_size
         cells = slots.long() * self.width + positions // size
         return self.tables.view(-1)[cells].long() * self._stride + positions % size
 
     def _plan(self, step: StepInput, first: int) -> _PromptPlan:
-        """Have FlashInfer plan the prompts of a step, its sequences from `first` on; the step before last used the same buffers."""
+        """Have FlashInfer plan the prompts of a step, its sequences from `first` on; the step before last used the
+        same buffers."""
         self._wrappers.reverse()
         ragged, paged = self._wrappers[0]
         cache = self._cache

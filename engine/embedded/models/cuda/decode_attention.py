@@ -1,4 +1,5 @@
-"""Attention of one new token of each sequence over its KV blocks: bound by the memory, of which it takes nine tenths on an H200."""
+"""Attention of one new token of each sequence over its KV blocks: bound by the memory, of which it takes nine tenths
+on an H200."""
 
 # mypy: ignore-errors
 
@@ -10,15 +11,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _PROGRAMS = 264
-"""Two for each multiprocessor of an H200: as many as attention is divided into while there are fewer sequences."""
+"""Two programs for each multiprocessor of an H200: attention is divided into so many while there are fewer
+sequences."""
 _MAX_SPLITS = 8
 
 
 @triton.jit
 def _attend(
     query, keys, values, tables, positions, out, partial, counters, scale, width, block_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
@@ -30,9 +32,8 @@ def _attend(
     share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     q = tl.load(query + heads, inside, 0.0)
     if FP8:
-        q = q.to(
-            tl.float16
-        )  # eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost
+        # Eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost.
+        q = q.to(tl.float16)
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
@@ -76,13 +77,17 @@ def _attend(
 
 
 class DecodeAttention:
-    """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one product.
+    """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one
+    product.
 
-    While there are few sequences each is divided among several programs, and the last of them to finish puts the parts together.
+    While there are few sequences each is divided among several programs, and the last of them to finish puts the parts
+    together.
     """
 
     def __init__(self, heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> None:
-        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
+        self._heads = heads
+        self._kv_heads = kv_heads
+        self._dim = dim
         self._scale = scale / math.log(2)
         self._pad = max(16, triton.next_power_of_2(heads // kv_heads))
         programs = max(_PROGRAMS + kv_heads, _MAX_SPLITS * kv_heads)
@@ -98,15 +103,15 @@ class DecodeAttention:
         positions: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim]; block tables `tables`
-        int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values are there already.
-        Keys and values are of the query's type or float8_e4m3fn.
+        """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim];
+        block tables `tables` int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values
+        are there already. Keys and values are of the query's type or float8_e4m3fn.
         """
         rows = len(query)
         splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * self._kv_heads)))
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
-            query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1], keys.stride(0),
-            self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile, splits, 3,
-            keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
+            query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1],
+            keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile,
+            splits, 3, keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Decoder layers of the Llama kind on a GPU: joined products, Triton kernels between them, the residual stream changed in place."""
+"""Decoder layers of the Llama kind on a GPU: joined products, Triton kernels between them, the residual stream
+changed in place."""
 
 from __future__ import annotations
 
@@ -31,16 +32,18 @@ class _JoinedLayer:
         self.down = _joined(products, "down", mlp.down_proj)
 
     def convert(self, products: Products) -> None:
-        """Have the weights for other products, in the place of these."""
-        self.qkv, self.out = (products.join(weight.name, [weight.values]) for weight in (self.qkv, self.out))
-        self.gate_up, self.down = (products.join(weight.name, [weight.values]) for weight in (self.gate_up, self.down))
+        """Convert the weights for other products, in place."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight: Weight = getattr(self, name)
+            setattr(self, name, products.join(weight.name, [weight.values]))
 
 
 class LlamaDecoder:
-    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own layers.
+    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own
+    layers.
 
-    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the vocabulary, as if they were
-    of more tokens, so that a CUDA graph takes them too.
+    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the
+    vocabulary, as if they were of more tokens, so that a CUDA graph takes them too.
     """
 
     def __init__(self, model: Any, context_length: int, most_shown: int = 0) -> None:
@@ -64,24 +67,25 @@ class LlamaDecoder:
             inner.layers[index] = torch.nn.Identity()
 
     def quantise(self) -> None:
-        """Weights in eight bits from here on, layer by layer: one layer is all that is there twice."""
+        """Convert the weights to eight bits, layer by layer: no more than one layer is in memory twice."""
         self._products = Fp8Products(self._fetch)
         for layer in self._layers:
             layer.convert(self._products)
 
     def load_products(self, max_rows: int) -> None:
-        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds each."""
+        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds
+        each."""
         layer = self._layers[0]
         for rows in range(256, max_rows + 1, 256):
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 self._products.load(weight, rows)
 
     def show(self, embeddings: torch.Tensor) -> None:
-        """Have token ids from `vocabulary` on stand for these, [rows, hidden size], from here on."""
+        """Set the embeddings, [rows, hidden size], that token ids from `vocabulary` on stand for."""
         self._embedding[self.vocabulary : self.vocabulary + len(embeddings)] = embeddings
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What goes in for token ids, int [tokens]: [tokens, hidden size]."""
+        """Return the embeddings, [tokens, hidden size], of token ids, int [tokens]."""
         return functional.embedding(tokens, self._embedding)
 
     def __call__(
@@ -92,8 +96,8 @@ class LlamaDecoder:
         step: AttentionStep,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [rows, vocab] of these flat rows, all of them if None. `x`: the tokens' embeddings, [tokens, hidden size], which are
-        changed in place; `positions`: int [tokens]."""
+        """Return the logits [rows, vocab] of these flat rows, of all rows if None. `x`: the tokens' embeddings,
+        [tokens, hidden size], which are changed in place; `positions`: int [tokens]."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
@@ -124,7 +128,7 @@ class LlamaDecoder:
 
 
 def is_llama_kind(model: Any) -> bool:
-    """Whether the parts are those that `LlamaDecoder` knows, without biases; `trial` shows the rest."""
+    """Return whether a model has the parts that `LlamaDecoder` knows, without biases; `trial` shows the rest."""
     inner = model.get_decoder()
     if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= {name for name, _ in inner.named_children()}:
         return False
@@ -142,14 +146,12 @@ def is_llama_kind(model: Any) -> bool:
 
 
 class _Stub:
-    """In the place of attention: something that depends on all of its arguments."""
+    """A stand-in for attention whose result depends on all of its arguments."""
 
     def __init__(self, decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> None:
         _, kv_heads, dim = decoder.heads
-        self._cache, self._scale = (
-            KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device)),
-            decoder.scale,
-        )
+        self._cache = KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device))
+        self._scale = decoder.scale
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
@@ -161,7 +163,7 @@ class _Stub:
 
 
 def trial_by_transformers(model: Any) -> torch.Tensor:
-    """The model's own logits of some tokens, with a stub in the place of attention: float32 [tokens, vocab]."""
+    """Return the model's own logits of some tokens, float32 [tokens, vocab], with a stub in place of attention."""
     device = model.get_output_embeddings().weight.device
     tokens = torch.arange(1, 1 + _TRIAL, device=device).unsqueeze(0)
     logits: torch.Tensor = model(
@@ -171,7 +173,8 @@ def trial_by_transformers(model: Any) -> torch.Tensor:
 
 
 def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same by `decoder`, with a KV cache of this type: the first token alone, as a decode step has it, then the others."""
+    """Return the same logits computed by `decoder`, with a KV cache of this type: the first token alone, as in a
+    decode step, then the others."""
     stub = _Stub(decoder, dtype, device)
     tokens = torch.arange(1, 1 + _TRIAL, device=device, dtype=torch.int32)
     parts = []
@@ -194,7 +197,7 @@ def _extended(embedding: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _rotations(rotary: Any, context_length: int, device: torch.device) -> torch.Tensor:
-    """Cosines of half a head, then sines, for every position: float32 [positions, head_dim]."""
+    """Return the cosines of half a head, then the sines, for every position: float32 [positions, head_dim]."""
     positions = torch.arange(context_length, device=device).unsqueeze(0)
     cos, sin = rotary(torch.zeros(1, device=device), positions)
     half = cos.shape[-1] // 2

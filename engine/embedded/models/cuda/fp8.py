@@ -1,4 +1,5 @@
-"""Products in eight bits: weights with a scale for each output channel, activations with one for each token (docs/decisions/0011)."""
+"""Products in eight bits: weights with a scale for each output channel, activations with one for each token
+(docs/decisions/0011)."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -10,7 +11,8 @@ from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, We
 
 
 class Fp8Products(Products):
-    """Half the bytes of a weight for one row, which keeps its own type; more rows are quantised and multiplied on fp8 tensor cores."""
+    """Products of weights in eight bits: one row keeps its own type; more rows are quantised and multiplied on fp8
+    tensor cores."""
 
     # Measured on an H200 (benchmarks/kernels.py).
     tiles: ClassVar[Mapping[str, Tile]] = {
@@ -53,7 +55,7 @@ class Fp8Products(Products):
         return self._added(x, _quantised(*fp8_kernels.silu_mul(self._product_rows(normed, gate_up))), down, norm)
 
     def _added(self, x: torch.Tensor, value: Normed, weight: Weight, norm: Norm | None) -> Normed:
-        """`_scaled_mm` cannot add to x: the norm that follows does, in the same pass."""
+        """Add a product to x in the same pass as the norm that follows, since `_scaled_mm` cannot add."""
         product = self._product_rows(value, weight)
         return Normed(x.add_(product)) if norm is None else _quantised(*fp8_kernels.rms_norm(x, *norm, added=product))
 

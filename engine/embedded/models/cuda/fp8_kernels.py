@@ -1,7 +1,7 @@
-"""Triton kernels that end in eight bits: what a product of fp8 takes, each row with a scale of its own.
+"""Triton kernels whose results are in eight bits, as products of fp8 take them, each row with a scale of its own.
 
-A row is quantised where it comes from, by the program that has the whole of it in registers; its scale makes its largest value 448, the
-largest of float8_e4m3fn. As in `kernels`, a kernel may start while the one before it drains.
+The program that has a whole row in registers quantises it; its scale makes its largest value 448, the largest of
+float8_e4m3fn. As in `kernels`, a kernel may start while the one before it drains.
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LARGEST = 448.0
 _LARGEST = tl.constexpr(LARGEST)
 _TINY = tl.constexpr(1e-12)
-"""Least of what a row's largest value counts as, so that a row of zeros has a scale."""
+"""Lower bound of a row's largest value, so that a row of zeros has a scale."""
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _silu_mul(gate_up, out, scales, size, BLOCK: tl.constexpr):
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, size] as float8_e4m3fn, and the scale of each row: float32 [rows, 1]."""
+    """Return x [rows, size] as float8_e4m3fn, and the scale of each row: float32 [rows, 1]."""
     out, scales = _empty(len(x), x.shape[1], x.device)
     block, warps = _whole(x.shape[1])
     _quantise[(len(x),)](x, out, scales, x.shape[1], block, num_warps=warps, launch_pdl=True)
@@ -78,7 +78,8 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension, quantised as by `quantise`: [rows, size]. `added` is first added to x, in place."""
+    """RMSNorm over the last dimension, quantised as by `quantise`: [rows, size]. `added` is first added to x, in
+    place."""
     out, scales = _empty(len(x), x.shape[1], x.device)
     block, warps = _whole(x.shape[1])
     term = x if added is None else added
@@ -102,6 +103,6 @@ def _empty(rows: int, size: int, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def _whole(size: int) -> tuple[int, int]:
-    """A block that holds a row, and the warps that hold the block in their registers."""
+    """Return the size of a block that holds a row, and the number of warps that hold the block in their registers."""
     block = triton.next_power_of_2(size)
     return block, min(32, max(4, block // 512))

@@ -9,11 +9,13 @@ T = TypeVar("T")
 
 
 def capture(compute: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Run `compute` once, so that everything it needs is loaded, and record it; return the graph and what `compute` returned.
+    """Run `compute` once, so that everything it needs is loaded, and record it; return the graph and what `compute`
+    returned.
 
-    Each `replay` reads and writes the memory that the recording used. `pool` is another graph's `pool()`, to share its memory: then neither
-    may be replayed before what the other has written was used. Raises what `compute` raises, torch.OutOfMemoryError, and RuntimeError for
-    what no graph can hold; the current stream is the same afterwards in any case.
+    Each `replay` reads and writes the memory that the recording used. `pool` is another graph's `pool()`, to share its
+    memory: then neither may be replayed before what the other has written was used. Raises what `compute` raises,
+    torch.OutOfMemoryError, and RuntimeError for what no graph can hold; the current stream is the same afterwards in
+    any case.
     """
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Triton kernels for what lies between matrix products and attention, and for the products themselves when there are few rows.
+"""Triton kernels for the operations between matrix products and attention, and for products of few rows.
 
-A decode step streams every weight once, so its time is that of the memory; what these save are passes over activations and the gaps
-between kernels. All are bound to the stream order of one CUDA graph. With programmatic dependent launch (`launch_pdl`) a kernel may
-start while the one before it drains: it reads weights, which nothing writes, and waits (`gdc_wait`) before it touches what others wrote.
+A decode step reads every weight once, so it is bound by memory; these kernels save passes over activations and the gaps
+between kernels. All run in the stream order of one CUDA graph. With programmatic dependent launch (`launch_pdl`) a
+kernel may start while the one before it drains: it reads weights, which nothing writes, and waits (`gdc_wait`) before
+it touches what others wrote.
 """
 
 # mypy: ignore-errors
@@ -60,14 +61,15 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _clamped(value):
-    """What float8_e4m3fn holds: its largest value is 448."""
+    """Clamp to what float8_e4m3fn holds: its largest value is 448."""
     return tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
 
 
 @triton.jit
 def _rotate_and_store(
     qkv, query, rotations, positions, slots, keys, values,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
     half = tl.arange(0, HALF)[None, :]
@@ -110,12 +112,13 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotary embedding, and the step's keys and values into their cache rows; the rotated keys also stay in `qkv`.
+    """Apply the rotary embedding and write the step's keys and values into their cache rows; the rotated keys also stay
+    in `qkv`.
 
-    `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim] has the cosines of
-    half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the first of `keys` and of `values`,
-    whose strides are those of one row; they may be float8_e4m3fn, where larger values become ±448. Returns the queries,
-    [rows, heads, dim].
+    `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim]
+    has the cosines of half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the
+    first of `keys` and of `values`, whose strides are those of one row; they may be float8_e4m3fn, where larger values
+    become ±448. Returns the queries, [rows, heads, dim].
     """
     count, kv_count, dim = heads
     query = qkv.new_empty((len(qkv), count, dim))
@@ -210,11 +213,13 @@ def gemv(
     fetch: bool = False,
     tile: tuple[int, int, int] = (8, 1024, 4),
 ) -> torch.Tensor:
-    """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32 [N].
+    """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32
+    [N].
 
-    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place; `gated` takes
-    the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the weight brought to the L2 cache
-    while the kernel before runs, which pays if that one leaves the memory idle and K is a power of two.
+    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place;
+    `gated` takes the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the
+    weight brought to the L2 cache while the kernel before runs, which pays if that one leaves the memory idle and K is
+    a power of two.
     """
     fp8 = isinstance(weight, tuple)
     weight, channels = weight if fp8 else (weight, x)
@@ -233,12 +238,12 @@ def gemv(
 
 
 def fits_gemv(weight: torch.Tensor) -> bool:
-    """Whether `gemv` takes a weight of this shape."""
+    """Return whether `gemv` takes a weight of this shape."""
     return weight.shape[1] % 64 == 0 and weight.shape[0] % 16 == 0
 
 
 def _fitting(tile: tuple[int, int, int], n: int, k: int) -> tuple[int, int, int]:
-    """A tile of about as many values that divides [n, k]."""
+    """Return a tile of about as many values that divides [n, k]."""
     block_n, block_k, warps = tile
     while k % block_k:
         block_k //= 2

@@ -1,7 +1,7 @@
-"""A product of few rows: bound by the memory that the weight comes from, like `kernels.gemv`, on tensor cores.
+"""Products of few rows on tensor cores: bound by reading the weight, like `kernels.gemv`.
 
-cuBLAS is as good at the product itself, but it neither starts while the kernel before drains nor takes in what follows it. Tiles come by
-the tensor memory accelerator, which leaves threads nothing to compute and fills what is missing of the rows with zeros.
+cuBLAS is as fast at the product itself, but it neither starts while the kernel before drains nor includes what follows
+it. The tensor memory accelerator loads tiles, so that threads compute no addresses and missing rows are zeros.
 """
 
 # mypy: ignore-errors
@@ -19,8 +19,8 @@ _MAX_PROGRAMS = 1024
 @triton.jit
 def _product(
     x, weight, out, partial, counters, rows, N, K,
-    ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     gdc_launch_dependents()
@@ -72,8 +72,8 @@ class Product:
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. `tile`: rows and columns of the weight for each
-        program, splits of K, stages, warps."""
+        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. `tile`: rows and columns
+        of the weight for each program, splits of K, stages, warps."""
         rows, k = x.shape
         n = weight.shape[0] // 2 if gated else weight.shape[0]
         block_n, block_k, splits, stages, warps = tile
@@ -81,7 +81,8 @@ class Product:
         padded = max(16, triton.next_power_of_2(rows))
         assert rows <= MAX_ROWS and (n // block_n) * splits <= _MAX_PROGRAMS, "the scratch memory is for fewer"
         _product[(n // block_n, splits)](
-            TensorDescriptor.from_tensor(x, [padded, block_k]), TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+            TensorDescriptor.from_tensor(x, [padded, block_k]),
+            TensorDescriptor.from_tensor(weight, [block_n, block_k]),
             out, self._partial, self._counters, rows, n, k, residual is not None, gated,
             padded, block_n, block_k, splits, stages, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
@@ -89,5 +90,5 @@ class Product:
 
 
 def fits_product(weight: torch.Tensor) -> bool:
-    """Whether tiles of up to 64 rows and 256 columns, splits included, divide a weight of this shape."""
+    """Return whether tiles of up to 64 rows and 256 columns, splits included, divide a weight of this shape."""
     return weight.shape[0] % 128 == 0 and weight.shape[1] % 256 == 0

@@ -1,5 +1,5 @@
-"""A model on a GPU: inputs by one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for the device but for the
-embeddings of images."""
+"""The CUDA runner: inputs in one copy, steps of few tokens as CUDA graphs, others eagerly. Nothing here waits for
+the device."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention, to_device
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
-from engine.embedded.models.load import UnsupportedModelError, dtype_of
+from engine.embedded.models.devices import UnsupportedModelError, dtype_of
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config
@@ -23,17 +23,20 @@ from engine.embedded.models.transformers_models import auto_class, load_config
 log = logging.getLogger(__name__)
 
 _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
-"""Below how many rows graphs are how far apart, from 16 on."""
+"""Distances of graph sizes from 16 on: below so many rows, so many apart."""
 _SHORT_PROMPT = 256
-"""Tokens of a step that has a graph, however few sequences run: what a chat that goes on adds to its prompt is often no more."""
+"""Steps of so many tokens have a graph, however few sequences run: a chat that goes on often adds no more to its
+prompt."""
 _MOST_READ = 1 << 17
-"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning takes."""
+"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning
+takes."""
 
 _TOLERANCE = 0.05
-"""Of logits, as a part of the largest and of each: what bfloat16 explains."""
+"""Tolerance of logits, relative to the largest and to each: what rounding to bfloat16 explains."""
 _FP8_TOLERANCE = 0.5
-"""The model's kind is certain by then; this is whether products of fp8 work. Rounding to three bits of mantissa, weights and activations,
-makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit; logits that have nothing in common differ by 1.4."""
+"""Tolerance once the model's kind is certain, to see whether products of fp8 work. Rounding weights and activations
+to three bits of mantissa makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit;
+unrelated logits differ by 1.4."""
 
 
 class CudaRunner(TorchRunner):
@@ -71,7 +74,8 @@ class CudaRunner(TorchRunner):
     def graph_size(self, step: StepInput) -> int:
         """Return the size of the graph that runs a step, 0 for none.
 
-        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up to its own.
+        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up
+        to its own.
         """
         count, singles = len(step.tokens), step.singles
         if singles < len(step.lengths):
@@ -102,7 +106,7 @@ class CudaRunner(TorchRunner):
         self._sampled[self._to_device(slots)] = tokens
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
-        """The weights are joined, and quantised, layer by layer: what that gives back is there for KV blocks."""
+        """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""
         if set(attends.windows) != {None}:
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
@@ -122,7 +126,7 @@ class CudaRunner(TorchRunner):
         torch.cuda.empty_cache()
 
     def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
-        """Whether the decoder's logits are these but for a part of the largest, and of each."""
+        """Return whether the decoder's logits are these within a tolerance relative to the largest and to each."""
         found = trial(self._decoder, self.cache_dtype, self.device)
         return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
@@ -138,7 +142,8 @@ class CudaRunner(TorchRunner):
         return self._likeliest[0]
 
     def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a graph does: the step, and the likeliest tokens, remembered as if they had been sampled."""
+        """Run a step as a graph does: compute logits and the likeliest tokens, and remember these as if they had
+        been sampled."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
         logits = self._decoder(self._decoder.embed(self._filled_in(tokens)), positions, self._attention, step, None)
@@ -152,7 +157,8 @@ class CudaRunner(TorchRunner):
         return torch.where(tokens < 0, pending, tokens.long())
 
     def _inputs(self, step: StepInput, size: int) -> torch.Tensor:
-        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up with the spare slot.
+        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up
+        with the spare slot.
 
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
         """
@@ -178,7 +184,8 @@ class CudaRunner(TorchRunner):
         return to_device(indices, torch.int64, self.device)
 
     def _warm_up(self) -> None:
-        """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that decodes."""
+        """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that
+        decodes."""
         started, size = time.monotonic(), self.cache.block_size
         spare_block = len(self.cache.data) - 1
         for starts in ((0, 0), (2 * size - 1, size)):
@@ -216,7 +223,7 @@ class CudaRunner(TorchRunner):
 
 
 def _check(config: EmbeddedConfig) -> None:
-    """What can be known before anything is loaded."""
+    """Check what is known before anything is loaded. Raises UnsupportedModelError."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise UnsupportedModelError(
             f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}"
@@ -232,7 +239,7 @@ def _check(config: EmbeddedConfig) -> None:
 
 
 class _Graph(NamedTuple):
-    """A step of so many tokens: what it reads and what it writes."""
+    """A captured step of some number of tokens: what it reads and what it writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
@@ -241,7 +248,7 @@ class _Graph(NamedTuple):
 
 
 def _sizes(largest: int) -> list[int]:
-    """Sizes of steps that have a graph of their own: powers of two, then ever wider apart."""
+    """Return the sizes of steps that have a graph: powers of two, then ever wider apart."""
     sizes = [1, 2, 4, 8, 16]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + next(apart for limit, apart in _SPACING if sizes[-1] < limit))

@@ -1,7 +1,7 @@
-"""A layer's products with what surrounds them: in the model's type here, in eight bits in `fp8`.
+"""Products of a layer with the operations around them: in the model's type here, in eight bits in `fp8`.
 
-Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a norm returns is
-for the next product alone: a single row is normalised by the product itself, and eight bits come with scales.
+Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a
+norm returns is for the next product alone: the product itself normalises a single row, and eight bits come with scales.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from engine.embedded.models.cuda.products import MAX_ROWS, Product, fits_product
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMSNorm."""
 Tile = tuple[int, int, int]
-"""What `kernels.gemv` gives each program: rows of the weight, columns, warps."""
+"""Share of each program of `kernels.gemv`: rows of the weight, columns, warps."""
 
 _FEW_ROWS = range(33, MAX_ROWS + 1)
 """Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
@@ -33,12 +33,13 @@ class Weight(NamedTuple):
 
     @property
     def streamed(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `kernels.gemv` takes it."""
+        """The weight as `kernels.gemv` takes it."""
         return self.values if self.scales is None else (self.values, self.scales)
 
 
 class Normed(NamedTuple):
-    """x for the next product: normalised, unless the product is to do it by `norm`; quantised if there are `scales`, float32 [rows, 1]."""
+    """x for the next product: normalised, unless the product does that by `norm`; quantised if there are `scales`,
+    float32 [rows, 1]."""
 
     values: torch.Tensor
     norm: Norm | None = None
@@ -46,7 +47,7 @@ class Normed(NamedTuple):
 
 
 class Products(ABC):
-    """The products of one row, which both kinds do alike, and the seam for those of more."""
+    """Products of one row, which both kinds compute alike, and the seam for products of more rows."""
 
     tiles: ClassVar[Mapping[str, Tile]]
 
@@ -56,20 +57,20 @@ class Products(ABC):
 
     @abstractmethod
     def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
-        """A weight of those that have the same input, [N, K] each."""
+        """Join weights that have the same input, [N, K] each."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> Normed:
-        """x [rows, K], normalised for a product; valid until x changes."""
+        """Return x [rows, K] normalised for a product; valid until x changes."""
         return Normed(x, norm) if len(x) == 1 else self._norm_rows(x, norm)
 
     def product(self, normed: Normed, weight: Weight) -> torch.Tensor:
-        """x · weightᵀ of the normalised x: [rows, N]."""
+        """Return x · weightᵀ of the normalised x: [rows, N]."""
         if normed.norm is None:
             return self._product_rows(normed, weight)
         return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, tile=self.tiles[weight.name])
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
-        """x += value · weightᵀ, in place, and then `norm` of it; without one x itself."""
+        """Add value · weightᵀ to x in place, and return `norm` of x; without a norm, x itself."""
         if len(x) != 1:
             return self._add_rows(x, value, weight, norm)
         fetch = weight.name == "out" and self._fetch
@@ -77,7 +78,7 @@ class Products(ABC):
         return Normed(x, norm)
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
-        """The same of silu(gate) · up of the normalised x, of which the first half of the weight's rows make the gates."""
+        """Add the product of silu(gate) · up of the normalised x; the first half of the weight's rows are the gates."""
         if normed.norm is None:
             return self._add_gated_rows(x, normed, gate_up, down, norm)
         tile = self.tiles[gate_up.name]

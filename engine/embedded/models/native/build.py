@@ -26,7 +26,7 @@ class NoCompilerError(Exception):
 
 @cache
 def library(folder: Path, level: Level) -> ctypes.CDLL:
-    """The compiled code, kept in `folder`. Raises NoCompilerError."""
+    """Load the compiled code, which is kept in `folder`. Raises NoCompilerError."""
     flags = (*_FLAGS, *level.flags, f"-DLANES={level.lanes}")
     path = folder / f"decoder-{level.name}-{_fingerprint(flags)}.so"
     if not path.exists():
@@ -50,7 +50,7 @@ def find_compiler() -> str:
 
 
 def _compile(path: Path, flags: tuple[str, ...]) -> None:
-    """Several processes may do this at once: each makes a file of its own and moves it into place."""
+    """Compile into a file of its own and move it into place: several processes may do this at once."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=path.parent) as part:
         made = Path(part) / path.name

@@ -1,7 +1,7 @@
-"""What a model folder says of a model of the Llama kind, read without transformers; other models are refused.
+"""The configuration and tensors of a model of the Llama kind, read without transformers; other models are refused.
 
-Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix of its own, and
-the vision tower is left where it is.
+Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix
+of its own, and the vision tower is left where it is.
 """
 
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import VisionPart
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
@@ -26,7 +26,7 @@ _LINEARS = (*_QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model, and what else its layers compute with."""
+    """Sizes of the model and other parameters of its layers."""
 
     layers: int
     hidden: int
@@ -122,15 +122,15 @@ class Checkpoint:
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether every tensor is stored so; others may still be values that bfloat16 holds."""
+        """Whether every tensor is stored as bfloat16; values of other types may still fit bfloat16."""
         return all(file.get_slice(stored).get_dtype() == "BF16" for file, stored in self._places.values())
 
     def floats(self, name: str) -> torch.Tensor:
-        """A tensor as float32."""
+        """Return a tensor as float32."""
         return self._tensor(name).float()
 
     def weight(self, name: str) -> torch.Tensor:
-        """A matrix as bfloat16 [outputs, inputs]. Raises UnsupportedModelError if that would change it."""
+        """Return a matrix as bfloat16 [outputs, inputs]. Raises UnsupportedModelError if that would change it."""
         tensor = self._tensor(name)
         narrow = tensor.bfloat16()
         if tensor.dtype != torch.bfloat16 and not torch.equal(narrow.to(tensor.dtype), tensor):

@@ -1,4 +1,5 @@
-"""Instruction sets that `decoder.cpp` is compiled for, and those that this processor has. No torch here: the command line asks too."""
+"""Instruction sets that `decoder.cpp` is compiled for, and those that this processor has. No torch here: the command
+line asks too."""
 
 import platform
 from collections.abc import Iterable
@@ -13,15 +14,16 @@ _X86_64 = ("x86_64", "AMD64")
 
 
 class Level(NamedTuple):
-    """One of `CPU_ISA`'s values."""
+    """One value of `CPU_ISA`."""
 
     name: str
     lanes: int
-    """Floats in a vector."""
+    """Number of floats in a vector."""
     flags: tuple[str, ...]
-    """Of the compiler. None names this machine's processor, so that a level computes the same on every processor that has it."""
+    """Flags of the compiler. None names this machine's processor, so that a level computes the same on every
+    processor that has it."""
     needs: frozenset[str]
-    """What the processor must have, as Linux names it."""
+    """Features that the processor must have, as Linux names them."""
 
 
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -31,21 +33,22 @@ LEVELS = (
     Level("avx2", 8, ("-march=x86-64-v3",), _AVX2),
     Level("avx512", 16, ("-march=x86-64-v4",), _AVX2 | _AVX512),
 )
-"""Every level is a superset of the one before.
+"""Levels, each a superset of the one before.
 
-None is for AVX-512 BF16: its dot products round activations to bfloat16, and what would make up for that, activations in three parts, takes
-longer than float32's products.
+There is none for AVX-512 BF16: its dot products round activations to bfloat16, and splitting activations into three
+parts to make up for that takes longer than float32's products.
 """
 
 
 def available() -> tuple[Level, ...]:
-    """Levels that this processor has, the fastest last."""
+    """Return the levels that this processor has, the fastest last."""
     features = _features()
     return tuple(level for level in LEVELS if level.needs <= features)
 
 
 def chosen(name: str) -> Level:
-    """The level of that name, or the fastest for `auto`. Raises EngineFailure for one that the processor lacks."""
+    """Return the level of that name, or the fastest for `auto`. Raises EngineFailure for one that the processor
+    lacks."""
     present = {level.name: level for level in available()}
     if name == "auto":
         return list(present.values())[-1]
@@ -59,13 +62,14 @@ def chosen(name: str) -> Level:
 
 @cache
 def _features() -> frozenset[str]:
-    """Of the processor, as far as the system lets them be used; none that matters here on other than x86-64 and Linux."""
+    """Return the processor's features that the system lets programs use; none that matters here except on x86-64 and
+    Linux."""
     if platform.machine() not in _X86_64 or not _CPUINFO.exists():
         return frozenset()
     return common_flags(_CPUINFO.read_text(errors="replace").splitlines())
 
 
 def common_flags(lines: Iterable[str]) -> frozenset[str]:
-    """Those that every core has."""
+    """Return the features that every core has."""
     cores = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
     return frozenset.intersection(*cores) if cores else frozenset()

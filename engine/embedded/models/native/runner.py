@@ -1,7 +1,8 @@
-"""A model of the Llama kind on a CPU, computed by `decoder.cpp`: loads its weights itself, without transformers.
+"""The native runner: models of the Llama kind on a CPU, computed by `decoder.cpp`. Loads weights itself, without
+transformers.
 
-Beside the other models (`engine/embedded/models/torch/runner.py`), which run whatever transformers has, this is the fast path for what it knows:
-bfloat16 weights, float32 activations, keys and values, a whole step in one call.
+The torch runner (`engine/embedded/models/torch/runner.py`) runs whatever transformers has; this is the fast path for
+what it knows: bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.load import UnsupportedModelError
+from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.levels import chosen
@@ -26,11 +27,13 @@ from engine.embedded.threads import compute_threads
 
 MIB = 1 << 20
 _TAIL = 64
-"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within one."""
+"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within
+one."""
 
 
 class NativeRunner(PendingTokens):
-    """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever else is in a step."""
+    """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever
+    else is in a step."""
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -49,7 +52,8 @@ class NativeRunner(PendingTokens):
         with Checkpoint(folder, shape) as checkpoint:
             self._weights = Weights(code, checkpoint, shape)
         self.takes_images = shape.takes_images
-        self.vocab_size, self.eos_token_ids = shape.vocab_size, shape.eos_token_ids
+        self.vocab_size = shape.vocab_size
+        self.eos_token_ids = shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)
         blocks = self.groups[0].num_blocks, _block_bytes(config, shape) // 4
@@ -89,7 +93,8 @@ class NativeRunner(PendingTokens):
 
 
 def check(config: EmbeddedConfig) -> bool:
-    """Whether the model certainly runs here, without reading weights or compiling; False if that depends on the weights' values.
+    """Return whether the model certainly runs here, without reading weights or compiling; False if that depends on the
+    weights' values.
 
     Raises UnsupportedModelError.
     """
@@ -112,7 +117,7 @@ def _check_settings(config: EmbeddedConfig) -> None:
 
 
 def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.uintp]]":
-    """For each flat token that of its embedding, 0 for one that has its own."""
+    """Return for each flat token the address of the embedding that replaces its own, 0 for none."""
     addresses = np.zeros(tokens, np.uintp)
     row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize
     addresses[images.rows] = images.embeddings.data_ptr() + np.arange(len(images.rows)) * row_bytes
@@ -131,5 +136,6 @@ def _attends(shape: LlamaConfig) -> Attends:
 
 
 def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
-    """Of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as [kv_heads, block_size, head_dim]."""
+    """Return the bytes of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as
+    [kv_heads, block_size, head_dim]."""
     return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4

@@ -15,7 +15,7 @@ from engine.embedded.threads import compute_threads
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Anonymous pages, which take memory only once they are written; large ones where the system has them."""
+    """Allocate anonymous pages, which take memory only once they are written; large ones where the system has them."""
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -27,7 +27,9 @@ class Weights:
     """All panels and norms of a model, and the structures that point to them."""
 
     def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig) -> None:
-        self._code, self._checkpoint, self._config = code, checkpoint, config
+        self._code = code
+        self._checkpoint = checkpoint
+        self._config = config
         self._panel: int = code.panel_size()
         self._kept: list[torch.Tensor] = []
         self._work: list[Callable[[], None]] = []
@@ -39,7 +41,8 @@ class Weights:
             + 2 * self._words(config.intermediate, config.hidden)
             + self._words(config.hidden, config.intermediate)
         )
-        self._arena, self._used = zeros((matrices,), torch.int32), 0
+        self._arena = zeros((matrices,), torch.int32)
+        self._used = 0
         self.layers = (NativeLayer * config.layers)(
             *(self._layer(f"model.layers.{index}.") for index in range(config.layers))
         )
@@ -52,7 +55,7 @@ class Weights:
         self._work.clear()
 
     def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
-        """The whole model for the compiled code; valid while this and `cache` live."""
+        """Return the whole model for the compiled code; valid while this and `cache` live."""
         config = self._config
         return NativeModel(
             layers=self.layers,
@@ -80,9 +83,9 @@ class Weights:
         )
 
     def _matrix(self, names: list[str], *, interleaved: bool = False) -> NativeMatrix:
-        """Linears of one input, one below the other or a panel of each in turn; to be filled by `_work`.
+        """Join linears of one input, one below the other or a panel of each in turn; `_work` fills them later.
 
-        Interleaved ones have whole panels: what is beyond their outputs counts as outputs, and is zero.
+        Interleaved linears are padded to whole panels with zeros, which count as outputs.
         """
         weights = [self._checkpoint.weight(f"{name}.weight") for name in names]
         sizes, inputs = [len(weight) for weight in weights], weights[0].shape[1]
@@ -108,7 +111,7 @@ class Weights:
         return pack
 
     def _bias(self, names: list[str]) -> int | None:
-        """Whole panels, zero beyond the outputs."""
+        """Return the bias in whole panels, zero beyond the outputs."""
         present = [f"{name}.bias" for name in names if f"{name}.bias" in self._checkpoint]
         if len(present) != len(names):
             return None
@@ -123,9 +126,9 @@ class Weights:
         return values.data_ptr()
 
     def _words(self, outputs: int, inputs: int) -> int:
-        """32-bit words of a matrix's panels."""
+        """Return the number of 32-bit words of a matrix's panels."""
         return self._padded(outputs) * inputs // 2
 
     def _padded(self, size: int) -> int:
-        """The next multiple of a panel."""
+        """Round up to a multiple of a panel."""
         return -(-size // self._panel) * self._panel

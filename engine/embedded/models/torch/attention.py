@@ -1,8 +1,8 @@
 """Paged attention: the seam between transformers' model code and our KV blocks.
 
-transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat tokens. It hands
-them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends over them. `SdpaAttention` is the
-reference, for any device.
+transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat
+tokens. It hands them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends
+over them. `SdpaAttention` is the reference, for any device.
 """
 
 import math
@@ -23,19 +23,20 @@ from engine.embedded.models.runner import EmbeddingRows, StepInput
 
 ATTENTION_NAME = "trellis_paged"
 OPTIONS = ("sliding_window", "softcap", "s_aux")
-"""What layers may hand over besides: the window, a bound on scores, sinks."""
+"""Further options that layers may pass: the window, a bound on scores, sinks."""
 MAX_PADDING = 1.25
 """Decodes attend in one batch as long as its padded length stays below this multiple of the real one."""
 
 
 class KvCache:
-    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size, kv_heads, head_dim], so that
-    all layers of a block are one contiguous range."""
+    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size,
+    kv_heads, head_dim], so that all layers of a block are one contiguous range."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         _, self.layers, _, self.block_size, heads, head_dim = data.shape
-        self.heads, self.head_dim = heads, head_dim
+        self.heads = heads
+        self.head_dim = head_dim
         self.token_rows = data.view(-1, heads * head_dim)
         """[blocks * layers * 2 * block_size, heads * head_dim]"""
         self.block_rows = data.view(-1, self.block_size * heads * head_dim)
@@ -43,7 +44,8 @@ class KvCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN would survive that.
+    """Allocate memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN
+    would survive that.
 
     On a CPU they are anonymous pages, which take memory only once a block is written.
     """
@@ -59,7 +61,8 @@ class AttentionBackend(Protocol):
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **options: Any
     ) -> torch.Tensor:
-        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim].
+        """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads,
+        head_dim].
 
         `options` are those of OPTIONS that the layer has.
         """
@@ -77,7 +80,8 @@ def paged_attention(
     paged: AttentionBackend,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens,
+    heads, head_dim] out."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     return paged(module.layer_idx, query, key, value, scaling, **options).unsqueeze(0), None
@@ -103,41 +107,43 @@ class StepAttention:
 
 
 class _Scores(NamedTuple):
-    """How products of queries and keys become scores."""
+    """Parameters by which products of queries and keys become scores."""
 
     scale: float
     softcap: float | None
-    """A bound that they approach, as Gemma 2 has it; None for none."""
+    """Bound that scores approach, as in Gemma 2; None for none."""
 
 
 class _Decodes(NamedTuple):
-    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask of the padding."""
+    """Sequences that decode together: their rows in the step, the gathered block rows of every layer, and the mask
+    of the padding."""
 
     rows: slice
     gathered: Sequence[torch.Tensor]
     """For each layer the flat [2 * count * width] indices of key, then value block rows."""
     length: int
-    """Most tokens that one has from its first block on."""
+    """Number of tokens of the longest sequence, from its first block on."""
     mask: torch.Tensor | None
     """[count, 1, 1, length], 0 where there is a token in sight and -inf elsewhere; None if that is everywhere."""
 
 
 class _PromptPart(NamedTuple):
-    """Some consecutive tokens of one prompt: their rows in the step, the gathered block rows of every layer, None if it attends to itself alone, and the
-    mask, None for a causal one."""
+    """Some consecutive tokens of one prompt: their rows in the step, the gathered block rows of every layer, None if
+    it attends to itself alone, and the mask, None for a causal one."""
 
     rows: slice
     length: int
-    """Tokens from its first block on."""
+    """Number of tokens from its first block on."""
     gathered: Sequence[torch.Tensor] | None
     mask: torch.Tensor | None
 
 
 class SdpaAttention:
-    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by one.
+    """torch's scaled dot product attention over a group's gathered blocks: decodes in padded batches, prompts one by
+    one.
 
-    `tables` are those of the step's sequences in the group. Decodes should be in order of length: `sort_decodes`. What the layers share is
-    computed once, for all of them: a step of one token is bound by the number of operations.
+    `tables` are those of the step's sequences in the group. Decodes should be in order of length: `sort_decodes`. What
+    the layers share is computed once, for all of them: a step of one token is bound by the number of operations.
     """
 
     def __init__(self, cache: KvCache, step: StepInput, tables: Sequence[Table], window: int | None) -> None:
@@ -157,14 +163,15 @@ class SdpaAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores
     ) -> torch.Tensor:
-        """As `AttentionBackend`, with the layer's number in the group."""
+        """Attend as an `AttentionBackend` does; `layer` is the layer's number in the group."""
         self._cache.token_rows.index_copy_(0, self._written[layer], torch.cat((key, value)).flatten(1))
         outputs = [self._attend_decodes(batch, layer, query[batch.rows], scores) for batch in self._decodes]
         outputs += [self._attend_prompt(part, layer, query, (key, value), scores) for part in self._prompts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_decodes(self, batch: _Decodes, layer: int, query: torch.Tensor, scores: _Scores) -> torch.Tensor:
-        """The queries that share a key head are rows of one attention, so that keys and values are read once for all of them."""
+        """Attend for a batch of decodes. The queries that share a key head are rows of one attention, so that keys
+        and values are read once for all of them."""
         keys, values = self._gather(batch.gathered[layer], len(query), batch.length)
         grouped = query.reshape(len(query), self._cache.heads, -1, query.shape[-1])
         return _attend(grouped, keys, values, batch.mask, scores).reshape(query.shape)
@@ -185,20 +192,21 @@ class SdpaAttention:
         return _attend(queries, keys, values, part.mask, scores, causal=part.mask is None)[0].transpose(0, 1)
 
     def _gather(self, rows: torch.Tensor, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `count` sequences, copied whole blocks at a time: each [count, kv_heads, length, head_dim]."""
+        """Return copies of the keys and values of `count` sequences, each [count, kv_heads, length, head_dim]."""
         cache = self._cache
         blocks = cache.block_rows.index_select(0, rows).view(2, count, -1, cache.heads, cache.head_dim)
         keys, values = blocks[:, :, :length].transpose(2, 3).unbind(0)
         return keys, values
 
     def _of_layers(self, rows: torch.Tensor, values: int) -> Sequence[torch.Tensor]:
-        """For each layer the indices of its keys and then of its values, from those of layer 0's keys: `values` is the step between."""
+        """Return for each layer the indices of its keys and then of its values, from those of layer 0's keys:
+        `values` is the distance between them."""
         both = torch.cat((rows, rows + values))
         layers = torch.arange(self._cache.layers, device=rows.device).unsqueeze(1)
         return (both + layers * (2 * values)).unbind(0)
 
     def _write_rows(self, step: StepInput, tables: Sequence[Table]) -> torch.Tensor:
-        """The token row of layer 0's keys for every token of the step: [tokens]."""
+        """Return the token row of layer 0's keys for every token of the step: [tokens]."""
         size, stride = self._cache.block_size, self._cache.layers * 2 * self._cache.block_size
         rows = [
             table[position // size] * stride + position % size
@@ -208,11 +216,11 @@ class SdpaAttention:
         return torch.tensor(rows, device=self._cache.data.device)
 
     def _first(self, position: int) -> int:
-        """Index of the first block that a token attends to."""
+        """Return the index of the first block that a token attends to."""
         return first_block(position, self._window, self._cache.block_size)
 
     def _key_rows(self, blocks: Sequence[int], width: int) -> list[int]:
-        """The row of layer 0's keys for each block, filled up to `width`."""
+        """Return the row of layer 0's keys for each block, padded to `width`."""
         stride = 2 * self._cache.layers
         return [block * stride for block in blocks] + [0] * (width - len(blocks))
 
@@ -265,7 +273,8 @@ def _attend(
     scores: _Scores,
     causal: bool = False,
 ) -> torch.Tensor:
-    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the shape of `query`."""
+    """`query` [batch, heads, tokens, head_dim], `keys` and `values` [batch, kv_heads, length, head_dim]; returns the
+    shape of `query`."""
     if scores.softcap is None:
         return functional.scaled_dot_product_attention(
             query,
@@ -286,8 +295,8 @@ def _attend(
 
 
 def sort_decodes(step: StepInput) -> StepInput:
-    """Return the same step with its decodes by position, so that sequences of like length attend together. The wanted rows keep their
-    order."""
+    """Return the same step with its decodes by position, so that sequences of like length attend together. The
+    wanted rows keep their order."""
     order = sorted(range(step.singles), key=step.starts.__getitem__)
     if order == list(range(len(order))):
         return step
@@ -314,8 +323,8 @@ def sort_decodes(step: StepInput) -> StepInput:
 
 
 def _cuts(widths: Sequence[int]) -> list[int]:
-    """Where to cut decodes into batches of little padding, from how many blocks each attends to, in rising order but for one more or less:
-    the first index of each batch, and the end."""
+    """Return where to cut decodes into batches of little padding: the first index of each batch, and the end.
+    `widths` is how many blocks each attends to, in rising order give or take one."""
     if not widths:
         return []
     cuts, real, widest = [0], 0, 0

@@ -1,7 +1,7 @@
 """A decoder layer of the Llama kind on a CPU, in some thirty operations.
 
-transformers' own takes a hundred and as many Python calls, and a step of one token is bound by their number (docs/log.md). Layers that
-compute something else are left as they are.
+transformers' own takes a hundred and as many Python calls, and a step of one token is bound by their number
+(docs/log.md). Layers that compute something else are left as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,18 +26,21 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class _SignedRotation:
-    """A step's cosines and sines as the layers need them, made by the first layer that asks: each [tokens, 1, head_dim]."""
+    """A step's cosines and sines as the layers need them, made by the first layer that asks: each [tokens, 1,
+    head_dim]."""
 
     def __init__(self) -> None:
         self._source: Rotation | None = None
         self._made: Rotation
 
     def of(self, source: Rotation) -> Rotation:
-        """From transformers' [1, tokens, head_dim]; the sines of the first half negative, as they meet the second half's values."""
+        """Return cosines and sines from transformers' [1, tokens, head_dim]; the sines of the first half are
+        negative, as they meet the second half's values."""
         if self._source is not source:
             cos, sin = source[0][0].unsqueeze(1), source[1][0].unsqueeze(1)
             half = sin.shape[-1] // 2
-            self._source, self._made = source, (cos, torch.cat((-sin[..., :half], sin[..., half:]), -1))
+            self._source = source
+            self._made = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
         return self._made
 
 
@@ -47,21 +50,24 @@ class DecoderLayer(nn.Module):
     def __init__(self, layer: Any, rotation: _SignedRotation) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._scale, self._head_dim = attention.layer_idx, attention.scaling, attention.head_dim
-        self._heads, self._kv_heads = (
-            linear.out_features // self._head_dim for linear in (attention.q_proj, attention.k_proj)
-        )
+        self._index = attention.layer_idx
+        self._scale = attention.scaling
+        self._head_dim = attention.head_dim
+        self._heads = attention.q_proj.out_features // self._head_dim
+        self._kv_heads = attention.k_proj.out_features // self._head_dim
         self._qkv = pack_joined([attention.q_proj, attention.k_proj, attention.v_proj]).forward
         self._out = pack_joined([attention.o_proj]).forward
         self._gate_up = pack_joined([mlp.gate_proj, mlp.up_proj]).forward
         self._down = pack_joined([mlp.down_proj]).forward
-        self._attention_norm, self._mlp_norm = layer.input_layernorm.forward, layer.post_attention_layernorm.forward
+        self._attention_norm = layer.input_layernorm.forward
+        self._mlp_norm = layer.post_attention_layernorm.forward
         self._rotation = rotation
 
     def forward(
         self, hidden_states: torch.Tensor, *, position_embeddings: Rotation, paged: AttentionBackend, **_: Any
     ) -> torch.Tensor:
-        """`hidden_states` [1, tokens, hidden]; further arguments are those that transformers passes and this does without."""
+        """`hidden_states` [1, tokens, hidden]; further arguments are those that transformers passes and this does
+        without."""
         x = hidden_states[0]
         cos, sin = self._rotation.of(position_embeddings)
         heads = self._qkv(self._attention_norm(x)).view(len(x), -1, self._head_dim)
@@ -75,7 +81,7 @@ class DecoderLayer(nn.Module):
 
 
 def replacements(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """What to call to replace the model's layers, if they are of this kind: each lays out the weights of one."""
+    """Yield functions that replace the model's layers, if they are of this kind: each lays out the weights of one."""
     rotation = _SignedRotation()
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList) and all(map(_is_replaceable, layers)) and _computes_the_same(layers[0]):
@@ -87,7 +93,7 @@ def _replace(layers: nn.ModuleList, index: int, rotation: _SignedRotation) -> No
 
 
 def has_parts(layer: nn.Module) -> bool:
-    """Whether the layer's modules have the names that Llama's have."""
+    """Return whether the layer's modules have the names that Llama's have."""
     return all(
         {name for name, _ in layer.get_submodule(path).named_children()} == names for path, names in _PARTS.items()
     )
@@ -103,7 +109,8 @@ def _is_replaceable(layer: nn.Module) -> bool:
 
 
 def _computes_the_same(layer: Any) -> bool:
-    """By trial: models of other kinds can have parts of the same names."""
+    """Return whether a layer computes what `DecoderLayer` does, by trial: models of other kinds can have parts of
+    the same names."""
     with torch.inference_mode():
         try:
             mine = DecoderLayer(layer, _SignedRotation())
@@ -121,5 +128,5 @@ def _computes_the_same(layer: Any) -> bool:
 def values_of_first_head(
     _: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **__: Any
 ) -> torch.Tensor:
-    """In the place of attention: something that depends on queries, keys, values and the scale."""
+    """Return something that depends on queries, keys, values and the scale, in place of attention."""
     return query * scale + key[:, :1] + value[:, :1]

@@ -1,8 +1,9 @@
 """Matrix products on a CPU with weights laid out once, twice over: for few rows and for many.
 
-Few rows are bound by memory: FBGEMM multiplies float32 activations with float16 weights, half the bytes, and adds up in float32. Weights
-that come from bfloat16 lose nothing by that, so the result is that of float32. Many rows are bound by arithmetic: oneDNN in its blocked
-layout, as torch's own compiler freezes a model. Linears of one input become one product. Figures are in docs/log.md.
+Few rows are bound by memory: FBGEMM multiplies float32 activations with float16 weights, half the bytes, and adds up in
+float32. Weights that come from bfloat16 lose nothing by that, so the result is that of float32. Many rows are bound by
+arithmetic: oneDNN in its blocked layout, as torch's own compiler freezes a model. Linears of one input become one
+product. Figures are in docs/log.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ class PackedLinear(nn.Module):
     """`nn.Linear` for inference with float32 activations; keeps neither `weight` [out, in] nor a reference to it."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, few_only: bool = False) -> None:
-        """`few_only`: never many rows, or seldom: the wide layout is left out where the narrow one can serve."""
+        """With `few_only`, for linears that seldom have many rows, the wide layout is left out if the narrow one can
+        serve."""
         super().__init__()
         self._bias = bias
         self._few = torch.ops.quantized.linear_prepack_fp16(weight, bias) if _fits_half(weight) else None
@@ -42,13 +44,14 @@ class PackedLinear(nn.Module):
 
 
 def pack_joined(linears: Sequence[nn.Linear]) -> PackedLinear:
-    """Linears of the same input as one; their outputs lie side by side."""
+    """Join linears of the same input into one; their outputs lie side by side."""
     bias = torch.cat([linear.bias for linear in linears]).detach() if linears[0].bias is not None else None
     return PackedLinear(torch.cat([linear.weight for linear in linears]).detach(), bias)
 
 
 def replacements(model: nn.Module, head: nn.Module) -> Iterator[Callable[[], None]]:
-    """What to call to replace every float32 `nn.Linear` below `model`: each lays out one. `head` makes the logits, of few rows."""
+    """Yield functions that replace every float32 `nn.Linear` below `model`, one each. `head` computes the logits, of
+    few rows."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if is_float32_linear(child):
@@ -66,10 +69,11 @@ def is_float32_linear(module: nn.Module) -> bool:
 
 
 def can_pack() -> bool:
-    """Whether this torch has the libraries."""
+    """Return whether this build of torch has the libraries."""
     return bool(torch._C._has_mkldnn) and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def _fits_half(weight: torch.Tensor) -> bool:
-    """Whether float16 holds the weights as well as float32 does: true of those that were bfloat16 and are not huge."""
+    """Return whether float16 holds the weights as well as float32 does: true of weights that were bfloat16 and are
+    not huge."""
     return float(torch.linalg.vector_norm(weight - weight.half(), torch.inf)) < _TINIEST_STEP

@@ -20,7 +20,8 @@ class RmsNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> None:
-    """Replace every float32 module below `module` that turns out to compute RMSNorm: models have their own, and variants of it."""
+    """Replace every float32 module below `module` that turns out to compute RMSNorm: models have their own, and
+    variants of it."""
     for name, child in module.named_children():
         weight, epsilon = getattr(child, "weight", None), getattr(child, "variance_epsilon", None)
         if (

@@ -1,4 +1,4 @@
-"""Loading a transformers model and running it on flat tokens over our KV blocks."""
+"""The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
-from engine.embedded.models.load import device_of, dtype_of
+from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.pending import PendingTokens
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch import decoder, linear
@@ -84,7 +84,7 @@ class TorchRunner(PendingTokens):
         return logits
 
     def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
-        """Token ids [1, tokens], or embeddings [1, tokens, hidden size] if there are images' among them."""
+        """Return token ids [1, tokens], or embeddings [1, tokens, hidden size] if some are of images."""
         tokens = torch.tensor([self.token_ids(step)], device=self.device)
         if step.embeddings is None:
             return {"input_ids": tokens}
@@ -93,11 +93,11 @@ class TorchRunner(PendingTokens):
         return {"inputs_embeds": embeddings}
 
     def _positions_of(self, step: StepInput) -> torch.Tensor:
-        """Positions [1, tokens], or [3, 1, tokens] for mRoPE."""
+        """Return positions [1, tokens], or [3, 1, tokens] for mRoPE."""
         return torch.tensor([step.positions]) if step.rope_positions is None else step.rope_positions.unsqueeze(1)
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
-        """Make of the loaded module what computes here, before memory for KV blocks is taken."""
+        """Adapt the loaded module to the device, before memory for KV blocks is taken."""
         if self.device.type == "cpu":
             _replace_for_cpu(self.module)
             _give_back_memory()
@@ -114,14 +114,14 @@ class TorchRunner(PendingTokens):
 
 
 def instruction_set(device: torch.device) -> str:
-    """That of torch's own code: of the processor as torch names it, or a GPU's compute capability."""
+    """Return the instruction set of torch's own code: as torch names the processor's, or a GPU's compute capability."""
     if device.type != "cuda":
         return torch.backends.cpu.get_cpu_capability().lower().replace("default", "portable")
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model, in place on the device: weights go straight there from the files, or are random (`dummy`)."""
+    """Load transformers' model onto the device: weights go straight there from the files, or are random (`dummy`)."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.load_format == "dummy":
         with torch.device(device):
@@ -144,7 +144,7 @@ def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def _replace_for_cpu(model: Any) -> None:
-    """Replace what has a faster equivalent here: norms, then whole layers, then the linears that are left."""
+    """Replace modules that have a faster equivalent: norms, then whole layers, then the linears that are left."""
     replace_norms(model)
     if can_pack():
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # laying weights out is work for one thread each
@@ -158,6 +158,7 @@ def _do(replacement: Callable[[], None]) -> None:
 
 
 def _give_back_memory() -> None:
-    """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's 540."""
+    """Return to the system what the weights' first layout has left in the C library's heap: 100 MB of SmolLM2-135M's
+    540."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

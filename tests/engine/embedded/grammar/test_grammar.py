@@ -106,8 +106,8 @@ async def test_the_sampler_follows_the_grammar_beside_free_rows(
             logits = torch.randn(3, VOCAB)
             best = int(logits[0].argmax())
             sampled = sampler.sample(logits, [free, guided, free])
-            assert sampled[0].token_id == best
-            output.append(sampled[1].token_id)
+            assert sampled[0].token_ids == (best,)
+            output += sampled[1].token_ids
             guided.accept(output[-1])
         assert re.fullmatch(pattern, tokenizer.decode(output[:-1], skip_special_tokens=False))
         assert not guided.error
@@ -118,7 +118,7 @@ async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, to
     sampling = SamplingParams(max_tokens=9, temperature=0, min_tokens=5)
     state = SamplerState(sampling, [1], (EOS,), 0, guide.matcher(), VOCAB, torch.device("cpu"))
     state.accept(tokenizer.token_to_id("a"))
-    assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_id == EOS
+    assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_ids == (EOS,)
 
 
 async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

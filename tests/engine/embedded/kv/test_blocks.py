@@ -42,7 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
             return multiple()
         for index, block in enumerate(matched):
             assert self.contents[block] == (salt, *tokens[: (index + 1) * SIZE])
-        self.pool.hold(matched)
+        self.pool.reference(matched)
         blocks = matched + self.pool.allocate(needed)
         for index in range(len(matched), len(keys)):
             self.contents[blocks[index]] = (salt, *tokens[: (index + 1) * SIZE])

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
-from engine.embedded.models.load import UnsupportedModelError, dtype_of, forecast, load_runner
+from engine.embedded.models.devices import UnsupportedModelError, dtype_of
+from engine.embedded.models.load import forecast, load_runner
 from engine.embedded.models.native import build, levels
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
