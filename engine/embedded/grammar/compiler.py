@@ -43,7 +43,7 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._stops = frozenset(stop_token_ids)
         self._spent = 0.0
-        self._allowance = _PATIENCE_SECONDS
+        self.allowance = _PATIENCE_SECONDS
         self.finished = False
         """Whether the grammar is complete and an end-of-sequence token was accepted."""
         self.error = ""
@@ -72,13 +72,13 @@ class Matcher:
         started = time.thread_time()
         accepted = self._matcher.accept_token(token_id)
         self.finished = self._matcher.is_terminated()
-        self._allowance += _TOKEN_SECONDS
+        self.allowance += _TOKEN_SECONDS
         self._spend(started)
         return accepted
 
     def _spend(self, started: float) -> None:
         self._spent += time.thread_time() - started
-        if self._spent > self._allowance:
+        if self._spent > self.allowance:
             self.error = "the grammar is too ambiguous to be followed token by token"
 
 

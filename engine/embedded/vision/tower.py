@@ -43,14 +43,14 @@ class Tower:
         else:
             model = _load(config.model, hf_config, self.dtype, facts.vision.language)
         delattr(model, facts.vision.language)
-        self._model = model.eval().to(self.device)
-        self._graphs = Graphs(self._features)
+        self.model = model.eval().to(self.device)
+        self.graphs = Graphs(self.features)
         self._to_device, self._from_device = Staging(), Staging()
 
     def fingerprint(self, more: str) -> str:
         """Return 32 hex digits that identify a sample of the weights, the type, and `more`."""
         digest = blake3(f"{self.dtype} {more}".encode())
-        for name, weights in self._model.state_dict().items():
+        for name, weights in self.model.state_dict().items():
             flat = weights.flatten()
             sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
             digest.update(f"{name} {tuple(weights.shape)}".encode() + sample.numpy().tobytes())
@@ -72,15 +72,15 @@ class Tower:
         """Return all rows of all images, on the device."""
         pixels = self._pixels([image["pixel_values"] for image in images])
         if self.device.type != "cpu" and images[0].keys() == {"pixel_values"}:
-            return self._graphs(pixels)
+            return self.graphs(pixels)
         others = {
             name: torch.cat([image[name] for image in images]).to(self.device)
             for name in images[0].keys() - {"pixel_values"}
         }
-        return self._features(pixels, **others)
+        return self.features(pixels, **others)
 
-    def _features(self, pixel_values: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        features = self._model.get_image_features(pixel_values=pixel_values, **others, return_dict=True).pooler_output
+    def features(self, pixel_values: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        features = self.model.get_image_features(pixel_values=pixel_values, **others, return_dict=True).pooler_output
         return torch.cat([feature.flatten(0, -2) for feature in features]).to(self.dtype)
 
     def _pixels(self, images: list[torch.Tensor]) -> torch.Tensor:

@@ -18,8 +18,9 @@ from engine.replicas import ask as client
 from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
-from tests.support.encode import SIZE, encoder_of, expected, image, pages, until
+from tests.support.encode import SIZE, encoder_of, expected, image, pages
 from tests.support.http import ROOT, application
+from tests.support.waiting import until
 
 
 def encoder_in(life: ReplicaState) -> FakeEncoder:

@@ -1,6 +1,6 @@
 """The adapter's source uses only names, keywords and attributes that TensorRT-LLM 1.2.1 has.
 
-What is not in the source, since a builder makes it, is for `test_trtllm_contract_values.py`.
+`test_contract_values.py` checks what builders make, which is not in the source.
 """
 
 import ast
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ADAPTER = sorted((ROOT / "engine" / "trtllm").glob("*.py"))
 HELD = {
     "llm": "LLM",
-    "self._llm": "LLM",
+    "self.llm": "LLM",
     "encoder": "MultimodalEncoder",
     "self._encoder": "MultimodalEncoder",
     "result": "RequestOutput",

@@ -187,7 +187,7 @@ async def test_certificates_are_checked_by_name(certificate: Path) -> None:
             "/down": moved("http://images.test/"),
             "/other": moved("https://other.test/"),
         }
-        secure = await asyncio.start_server(w.server._serve, "127.0.0.1", 0, ssl=context)
+        secure = await asyncio.start_server(w.server.serve, "127.0.0.1", 0, ssl=context)
         async with secure:
             w.transport._port = secure.sockets[0].getsockname()[1]
             assert (await w.loader.load("https://images.test/")).data == PNG
@@ -214,7 +214,7 @@ async def test_real_names_and_addresses(host: str, family: socket.AddressFamily)
     """Nothing invented: the system's resolver, and no detour."""
     odd = OddServer()
     try:
-        server = await asyncio.start_server(odd._serve, "::1" if family == socket.AF_INET6 else "127.0.0.1", 0)
+        server = await asyncio.start_server(odd.serve, "::1" if family == socket.AF_INET6 else "127.0.0.1", 0)
     except OSError:
         pytest.skip("this machine has no such address")
     url = f"http://{host}:{server.sockets[0].getsockname()[1]}/"

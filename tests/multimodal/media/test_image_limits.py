@@ -24,9 +24,9 @@ from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
 from tests.support.disaggregated import replica
-from tests.support.encode import until
 from tests.support.media import OddServer, data_url, image_file, ok, world
 from tests.support.requests import ask_of, prepare
+from tests.support.waiting import until
 
 PNG, OTHER = image_file(), image_file(size=(32, 32))
 

@@ -33,7 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
-    """One for all tests, since a process takes seconds to start. Closed while it has much to do, it leaves nothing behind."""
+    """One encoder for all tests, since a process takes seconds to start.
+
+    Closed while it has much to do, it leaves nothing behind.
+    """
     encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1, timeout_seconds=3.0))
     await encoder.start()
     yield encoder
