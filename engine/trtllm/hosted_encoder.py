@@ -34,7 +34,7 @@ ENCODER: Interface[TrtllmEncoderConfig, TrtllmEncoder] = Interface(
         "encode": Method(
             MediaFiles,
             Encoding,
-            lambda encoder, prompt: encoder.encode(prompt.files, prompt.text),
+            lambda service, prompt: service.encode(prompt.files, prompt.text),
             _detach,
             _attach,
             too_large="the prompt, images included, is too large",

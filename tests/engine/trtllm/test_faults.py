@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import TrtllmConfig
+from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
 from engine.kit import logits
@@ -102,7 +102,7 @@ async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: 
 async def test_an_encoders_refusals_are_one_requests_while_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode"))
+    encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     kind = found("tensorrt_llm.llmapi.MultimodalEncoder")
     try:
@@ -311,7 +311,7 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
     for made in (
         TrtllmEngine(TrtllmConfig(model=str(folder))),
-        TrtllmEncoder(TrtllmConfig(model=str(folder), role="encode")),
+        TrtllmEncoder(TrtllmEncoderConfig(model=str(folder))),
     ):
         with pytest.raises(ZeroDivisionError):
             async with made:
