@@ -27,6 +27,11 @@ if not _has_home():
     )  # models are converted, and code is compiled, below it
     atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
+# The suite's expected values are a CPU's: GPUs are hidden unless GPU tests are asked for, before torch looks for them.
+# A worker of xdist inherits the decision.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for argument in sys.argv[1:]):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 if importlib.util.find_spec("triton") is not None:
     import torch
 
@@ -73,7 +78,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_certificates(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing here talks to the world, and to read whom the world trusts takes 50 ms of CPU for each client and each server."""
+    """Trust a single certificate authority.
+
+    No test talks to the world, and reading the full list takes 50 ms of CPU for each client and each server.
+    """
     first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
     path = tmp_path_factory.mktemp("certificates") / "one.pem"
     path.write_text(first + end)

@@ -83,7 +83,10 @@ def test_named_paths_exist(guide: Path) -> None:
 
 
 def test_paths_are_recognised() -> None:
-    text = "`engine/base.py`, `docs/`, `tests/engine/test_conformance*.py`, `engine/media.py: MediaRef`, `/v1/*`, `a b/c.py`"
+    text = (
+        "`engine/base.py`, `docs/`, `tests/engine/test_conformance*.py`, `engine/media.py: MediaRef`, `/v1/*`, "
+        "`a b/c.py`"
+    )
     assert list(named_paths(text)) == [
         "engine/base.py",
         "docs/",

@@ -16,6 +16,7 @@ from engine.errors import EngineError, EngineNotReady, InvalidRequest
 from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
 from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
+from engine.kit.kv_log import KvEventLog
 from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
@@ -87,6 +88,11 @@ class FakeEngine:
         self._received += 1
         self._work.set()
         return sequence.stream
+
+    @property
+    def events(self) -> KvEventLog:
+        """KV events of the simulated cache."""
+        return self._blocks.events
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._blocks.events.batches()

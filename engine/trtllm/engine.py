@@ -49,7 +49,7 @@ class ActiveRequest:
         self.result = result
         self._context_only = context_only
         self._transferring = transferring
-        self._aborted = False
+        self.aborted = False
 
     async def deliver(self, delta: Delta, request: GenerateRequest) -> None:
         """Pass on a delta.
@@ -66,7 +66,7 @@ class ActiveRequest:
             await over.wait()
 
     def abort(self) -> None:
-        self._aborted = True
+        self.aborted = True
         if not self._transferring:
             self.result.abort()
 
@@ -78,7 +78,7 @@ class ActiveRequest:
     def transferred(self) -> None:
         """Note that the engine has answered, so the blocks have arrived."""
         waited, self._transferring = self._transferring, False
-        if waited and self._aborted:
+        if waited and self.aborted:
             self.result.abort()
 
 
@@ -87,16 +87,19 @@ class TrtllmEngine:
 
     def __init__(self, config: TrtllmConfig) -> None:
         self._config = config
-        self._llm: Any = None
+        self.llm: Any = None
+        """TensorRT-LLM's LLM, from start to close."""
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
-        self._streams: set[DeltaStream] = set()
+        self.streams: set[DeltaStream] = set()
+        """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
-        self._running = 0
-        self._aborted = 0
+        self.running = 0
+        """Requests that TensorRT-LLM computes."""
+        self.aborted = 0
         self._newest: IterationStats
         self._stop_watching = threading.Event()
 
@@ -123,7 +126,7 @@ class TrtllmEngine:
         self._facts = read_model_facts(Path(self._config.model))
         self._facts.check()
         started = time.monotonic()
-        self._llm = library.load(self._config)
+        self.llm = library.load(self._config)
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
@@ -134,10 +137,10 @@ class TrtllmEngine:
             await self.close()
             raise
         if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._spawn(poll_kv_events(self._llm, self._events.put))
+            self._spawn(poll_kv_events(self.llm, self._events.put))
         self._publish(stats)
-        self._spawn(poll_stats(self._llm, self._publish))
-        threading.Thread(target=self._watch, args=(self._llm,), name="trtllm-health", daemon=True).start()
+        self._spawn(poll_stats(self.llm, self._publish))
+        threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
@@ -164,7 +167,7 @@ class TrtllmEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=0.2)
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(library.shutdown, llm)
         self._stats.close()
@@ -188,7 +191,7 @@ class TrtllmEngine:
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
         try:
-            result = library.submit(self._llm, request, self._facts, images, context_only=context_only)
+            result = library.submit(self.llm, request, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
@@ -200,8 +203,8 @@ class TrtllmEngine:
 
     def _keep(self, stream: DeltaStream) -> None:
         """Track a stream until it ends."""
-        self._streams.add(stream)
-        stream.when_done(lambda: self._streams.discard(stream))
+        self.streams.add(stream)
+        stream.when_done(lambda: self.streams.discard(stream))
 
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
@@ -218,7 +221,7 @@ class TrtllmEngine:
         outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
         started = False
-        self._running += 1
+        self.running += 1
         try:
             async for response in run.result:
                 run.transferred()
@@ -235,18 +238,18 @@ class TrtllmEngine:
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
         finally:
-            self._running -= 1
+            self.running -= 1
             self._publish(self._newest)
 
     def _abort(self, run: ActiveRequest) -> None:
         if not run.result.finished:  # a finished request may still hold blocks for decode
-            self._aborted += 1
+            self.aborted += 1
             run.abort()
 
     def _publish(self, stats: IterationStats) -> None:
         """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
-        self._newest = replace(stats, num_aborted_requests=self._aborted, timestamp=stats.timestamp or time.time())
-        if not self._running:
+        self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
+        if not self.running:
             cache = stats.kv_cache_stats
             freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
             self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
@@ -259,8 +262,8 @@ class TrtllmEngine:
         """
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
-            await library.warm_up(self._llm, prompt, self._facts)
-            first: dict[str, Any] = await anext(aiter(self._llm.get_stats_async(timeout=2)), {})
+            await library.warm_up(self.llm, prompt, self._facts)
+            first: dict[str, Any] = await anext(aiter(self.llm.get_stats_async(timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
         try:
@@ -272,7 +275,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts = self._llm.args, self._facts
+        arguments, facts = self.llm.args, self._facts
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
@@ -311,7 +314,7 @@ class TrtllmEngine:
             self._fail_all(failure)
 
     def _fail_all(self, error: EngineUnavailable) -> None:
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.fail(error)
 
     def _spawn(self, work: Any) -> None:

@@ -1,5 +1,6 @@
-"""The shipped engine configurations: arguments that TensorRT-LLM 1.2.1 takes, and prefill and decode files that fit
-each other.
+"""The shipped engine configurations.
+
+Their arguments are ones that TensorRT-LLM 1.2.1 takes, and prefill and decode files fit each other.
 """
 
 import re

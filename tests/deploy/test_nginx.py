@@ -24,8 +24,9 @@ EVENTS = 5
 
 
 class Upstream:
-    """An HTTP/1.1 server: `/events` sends each event only when the test has `go` set; every other path echoes the
-    request's head.
+    """An HTTP/1.1 server.
+
+    `/events` sends each event only when the test has set `go`; every other path echoes the head of the request.
     """
 
     def __init__(self) -> None:
@@ -166,8 +167,9 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 @needs_nginx
 async def test_events_pass_one_by_one(tmp_path: Path) -> None:
-    """Headers come before the first event, and each event before the upstream is let on to the next: nothing waits in a
-    buffer.
+    """Events arrive one by one: nothing waits in a buffer.
+
+    Headers come before the first event, and each event before the upstream may send the next.
     """
     async with behind_nginx(tmp_path) as (upstream, port), client(port) as http:
         status, headers = await http.request("POST /events", "Content-Length: 0", "Accept-Encoding: gzip")
@@ -253,8 +255,9 @@ async def test_a_server_that_is_away_is_worth_another_try(tmp_path: Path) -> Non
 
 @needs_nginx
 async def test_the_server_behind_nginx_streams_to_openais_client(tmp_path: Path) -> None:
-    """Chunks arrive over the time that the tokens take, not together at the end; what the server refuses passes as it
-    is.
+    """Chunks arrive while tokens are generated, not together at the end.
+
+    What the server refuses passes through unchanged.
     """
     tokens, pause = 20, 0.05
     with serving("--fake-token-delay-ms", str(pause * 1e3), "--max-body-mb", "1") as server:

@@ -1,6 +1,7 @@
-"""Two prefill and two decode replicas with the real model, asked by OpenAI's client, against one aggregated server: equal in everything.
+"""Two prefill and two decode replicas with the real model against one aggregated server.
 
-The CPU engine computes the same logits to the bit whatever else is in a batch, so that nothing here is nearly so.
+OpenAI's client asks both, and the answers are equal. The CPU engine computes the same logits to the bit whatever else
+is in a batch, so no comparison here is approximate.
 """
 
 from collections.abc import Iterator
@@ -130,7 +131,10 @@ def test_answers_are_those_of_an_aggregated_server(group: Group, kind: str) -> N
 
 
 def test_cached_tokens_of_one_client_are_those_of_an_aggregated_server(group: Group) -> None:
-    """One request after the other by one decode replica: it knows which prefill replica has a prefix, and asks that one again."""
+    """A decode replica asks the prefill replica that has the prefix.
+
+    Requests come one after the other by one decode replica, which remembers where each prefix was computed.
+    """
     counts = []
     for client in (group.aggregated, group.disaggregated[0]):
         counts.append([])

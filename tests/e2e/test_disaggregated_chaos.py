@@ -1,5 +1,7 @@
-"""Faults under load, on replicas of the embedded engine that read blocks from shared memory: every request ends in time with the aggregated
-answer or a clear error, and afterwards nothing runs, waits or is held anywhere."""
+"""Faults under load, on replicas of the embedded engine that read blocks from shared memory.
+
+Every request ends in time with the aggregated answer or a clear error, and afterwards nothing runs, waits or is held.
+"""
 
 import pytest
 

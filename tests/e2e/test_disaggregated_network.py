@@ -1,4 +1,7 @@
-"""Prefill on one host and decode on another, with nothing but a cable between: network namespaces, and the embedded engine over TCP."""
+"""Prefill on one host and decode on another, over TCP.
+
+The hosts are network namespaces with nothing but a cable between them.
+"""
 
 import json
 import os
@@ -22,7 +25,8 @@ ASK = """
 import json, sys, urllib.request
 url, fields = json.loads(sys.argv[1])
 body = None if fields is None else json.dumps(fields).encode()
-with urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"}), timeout=20) as answer:
+request = urllib.request.Request(url, body, {"content-type": "application/json"})
+with urllib.request.urlopen(request, timeout=20) as answer:
     print(json.dumps([answer.status, answer.read().decode()]))
 """
 """Starts ten times sooner than with httpx: it has to see what lasts two seconds."""
@@ -81,7 +85,10 @@ def wait_counted(host: str, name: str, value: float) -> None:
 
 @pytest.mark.slow
 def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
-    """Also where the cable is slow, and where it is pulled out while blocks are read: then the decode replica computes the prompt."""
+    """Answers stay equal where the cable is slow, and where it is pulled out while blocks are read.
+
+    In the latter case the decode replica computes the prompt.
+    """
     model = tmp_path / "model"
     write_model(model)
     common = (

@@ -1,4 +1,7 @@
-"""Prefill and decode replicas as processes, asked by OpenAI's client, against one aggregated server; and what a fault costs their users."""
+"""Prefill and decode replicas as processes against one aggregated server.
+
+OpenAI's client asks both. Some tests measure what a fault costs its users.
+"""
 
 import asyncio
 import json
@@ -150,7 +153,10 @@ def ask(server: ServerProcess) -> tuple[float, str]:
 
 
 def test_killed_and_hung_prefill_replicas_cost_no_request() -> None:
-    """Three under load: one is killed, another stopped; each request ends well within ten seconds, and what lives holds nothing."""
+    """Three prefill replicas under load: one is killed, another stopped.
+
+    Each request ends well within ten seconds, and the replica that lives holds nothing.
+    """
     with cluster(3, SLOW) as (prefill, decode):
         expected = ask(decode)[1]
         with ThreadPoolExecutor(24) as threads:
@@ -190,7 +196,10 @@ def test_a_client_that_goes_frees_decode_and_prefill_and_so_does_a_killed_decode
 
 
 def test_a_draining_prefill_replica_finishes_its_hand_overs() -> None:
-    """SIGTERM while prompts are held for a decode that is slow to begin; what comes later is computed by the decode replica."""
+    """SIGTERM arrives while prompts are held for a decode that is slow to begin.
+
+    The decode replica computes the prompts that come later.
+    """
     with cluster(1, ("--fake-token-delay-ms", "400")) as (prefill, decode), ThreadPoolExecutor(12) as threads:
         fields = {**LONG, "max_tokens": 3, "stream": False}
         asked = [

@@ -1,4 +1,7 @@
-"""Encode, prefill and decode replicas as processes: a chat with images is answered as by one server, and each image is encoded once."""
+"""Encode, prefill and decode replicas as processes.
+
+A chat with images is answered as by one server, and each image is encoded once.
+"""
 
 import os
 import re

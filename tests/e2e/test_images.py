@@ -1,4 +1,7 @@
-"""Chats about pictures that the model knows, through one server, prefill and decode, and encode, prefill and decode: right and alike."""
+"""Chats about pictures that the model knows.
+
+One server, prefill and decode, and encode, prefill and decode all give the same right answers.
+"""
 
 import base64
 import time
@@ -173,7 +176,10 @@ def test_of_three_images_the_missing_one_is_encoded(group: Replicas) -> None:
 
 
 def test_bombs_are_refused_while_others_are_answered(group: Replicas) -> None:
-    """Each is a small file. The encode replica, which decodes them, never holds more than the largest image allowed takes."""
+    """Decompression bombs: small files with very large images.
+
+    The encode replica, which decodes them, never holds more memory than the largest allowed image takes.
+    """
     texts, bomb = zlib.compress(bytes(1 << 26)), number(12, seed=90)
     header, rest = bomb[:33], bomb[33:]
     bad = [png(30_000, 30_000, 1000), header + png_chunk(b"zTXt", b"text\0\0" + texts) + rest, bomb[:-500]]

@@ -1,4 +1,7 @@
-"""Many large images and decompression bombs: a server's event loop stays free, its memory bounded, and who sent good images is answered."""
+"""Many large images and decompression bombs at once.
+
+The server's event loop stays free, its memory bounded, and clients that sent good images are answered.
+"""
 
 import json
 import math
@@ -65,7 +68,11 @@ def lags(server: ServerProcess) -> dict[float, float]:
 def round_of(
     server: ServerProcess, bodies: list[bytes], codes: Counter[tuple[str, int]], sizes: list[int]
 ) -> tuple[float, float, float]:
-    """While all clients send what they have: the lag of the server's loop and of one like it, and the time of an answer, of 99 in 100."""
+    """Measure while all clients send their images.
+
+    Returns the 99th percentiles of the lag of the server's loop, of the lag of a loop like it, and of the time of an
+    answer.
+    """
     before = lags(server)
     end = time.monotonic() + SECONDS
 
@@ -93,7 +100,10 @@ def quick(lag: float, alike: float, answer: float) -> bool:
 
 
 def test_the_event_loop_is_free_while_images_and_bombs_come_in() -> None:
-    """It is late by 20 ms at most, but for one time in 100. The best of three: a machine has other things to do, which hold up any loop."""
+    """The loop is late by more than 20 ms at most once in 100 times.
+
+    The best of three runs counts: a busy machine delays any loop.
+    """
     bodies = [good() for _ in range(CLIENTS)]
     codes: Counter[tuple[str, int]] = Counter()
     sizes: list[int] = []

@@ -1,4 +1,7 @@
-"""Whole servers on TensorRT-LLM's backend with images: an engine that encodes by itself, and encode, prefill and decode apart."""
+"""Whole servers on TensorRT-LLM's backend with images.
+
+In some the engine encodes images itself; in others encode, prefill and decode are separate replicas.
+"""
 
 import base64
 import json

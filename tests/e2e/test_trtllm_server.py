@@ -1,4 +1,7 @@
-"""The whole server on TensorRT-LLM's backend, with the fake package in its engine process and the default model's real tokens."""
+"""The whole server on TensorRT-LLM's backend.
+
+The engine process runs the fake package, with the default model's real tokens.
+"""
 
 import json
 import time

@@ -1,4 +1,7 @@
-"""What `engine/base.py` promises, held against every engine that can run here, in this process and in one of its own."""
+"""What `engine/base.py` promises, held against every engine that can run here.
+
+Engines run in this process and in one of their own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,6 +22,7 @@ from tests.support.engine_cases import (
     KINDS,
     VOCABULARY,
     Subject,
+    collect,
     config_of,
     engine_of,
     exhaust,
@@ -127,8 +131,10 @@ async def test_closing_frees_what_fifty_requests_hold(engine: Engine) -> None:
 
 async def test_cancelling_frees_what_fifty_requests_hold(engine: Engine) -> None:
     before = await idle(engine)
-    tasks = [asyncio.create_task(generate(engine, request_for(prompt_of(40), max_tokens=400))) for _ in range(50)]
-    await asyncio.sleep(0.1)
+    streams = [engine.generate(request_for(prompt_of(40), max_tokens=400)) for _ in range(50)]
+    await anext(streams[0])
+    tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+    await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

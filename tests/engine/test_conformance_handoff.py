@@ -17,6 +17,7 @@ from engine.types import Delta, GenerateRequest, Handoff
 from tests.support.engine_cases import (
     BLOCK,
     HANDING_OVER,
+    REAL,
     config_of,
     engine_of,
     generate,
@@ -55,17 +56,28 @@ async def both(engine: Engine, request: GenerateRequest) -> list[Delta]:
     return [handed.first, *rest]
 
 
+SAMPLINGS: list[dict[str, Any]] = [
+    {"max_tokens": 30},
+    {"max_tokens": 2},
+    {"max_tokens": BLOCK + 1, "logprobs": 2},
+    {"max_tokens": 12, "temperature": 0.9, "seed": 5},
+    {"max_tokens": 20, "min_tokens": 3, "repetition_penalty": 1.3},
+]
+IN_FULL = [(length, sampling) for sampling in SAMPLINGS for length in (5, BLOCK, 3 * BLOCK + 1)]
+AT_ONCE = [(3 * BLOCK + 1, {"max_tokens": 20, "logprobs": 2, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.3})]
+"""What a wrapper passes on or loses, whatever its values: one request with most of it."""
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("engine", "length", "sampling"),
     [
-        {"max_tokens": 30},
-        {"max_tokens": 2},
-        {"max_tokens": BLOCK + 1, "logprobs": 2},
-        {"max_tokens": 12, "temperature": 0.9, "seed": 5},
-        {"max_tokens": 20, "min_tokens": 3, "repetition_penalty": 1.3},
+        pytest.param(kind, length, sampling, id=f"{kind}-{length}-{','.join(sampling)}")
+        for kind in HANDING_OVER
+        for length, sampling in (IN_FULL if kind in REAL else AT_ONCE)
     ],
+    indirect=["engine"],
+    scope="module",
 )
-@pytest.mark.parametrize("length", [5, BLOCK, 3 * BLOCK + 1])
 async def test_prefill_and_decode_give_what_one_engine_gives(
     engine: Engine, length: int, sampling: dict[str, Any]
 ) -> None:

@@ -118,7 +118,10 @@ async def test_only_blocks_of_equal_images_are_reused(engine: Engine) -> None:
 
 
 async def test_events_name_the_images_in_each_block(subject: Subject) -> None:
-    """Of BLOCK = ROWS = 16: four tokens, then two images one behind the other, so that the second block has a part of both."""
+    """Blocks with parts of two images, given BLOCK = ROWS = 16.
+
+    Four tokens come first, then two images one behind the other, so the second block has a part of both.
+    """
     request = showing(prompt_of(4), 11, 12, prompt_of(30), max_tokens=1)
     first, second = (image.key for image in request.spans)
     await generate(subject.engine, request)

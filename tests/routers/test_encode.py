@@ -22,8 +22,9 @@ from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo
 from routers import leased as leased_answers
 from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
-from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages, until
+from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages
 from tests.support.http import application
+from tests.support.waiting import until
 
 ALONE: dict[str, Any] = {"disaggregation_mode": "encode", "internal_secret": SECRET}
 
@@ -130,7 +131,7 @@ async def test_other_media_types_are_refused() -> None:
 def held(life: ReplicaState) -> int:
     """Bytes that wait to be read."""
     service: Any = life.service
-    return sum(service.held)
+    return sum(service.store.held)
 
 
 @pytest.mark.parametrize("method", ["auto", "tcp"])

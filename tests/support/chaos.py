@@ -142,7 +142,10 @@ _salts = itertools.count()
 
 
 def ask(url: str, index: int) -> tuple[str, str, str]:
-    """What a stream after a prompt ends with: done, refused, cut or vague; and why, and the text. Its blocks are found in no cache."""
+    """Return how a stream after a prompt ends (done, refused, cut or vague), why, and its text.
+
+    The prompt's blocks are found in no cache.
+    """
     fields = {
         "prompt": PROMPTS[index],
         "max_tokens": 20 + 4 * index,
@@ -173,10 +176,11 @@ def ask(url: str, index: int) -> tuple[str, str, str]:
 
 
 class Load:
-    """Streams to all decode replicas, each followed by the next, while the context lasts; then `outcomes` holds every request.
+    """Stream to all decode replicas, one request after the other, while the context lasts.
 
-    With `failover`, a client that is refused, or hung up on before anything was said, asks another replica, as nginx does. `pause`: seconds
-    between two requests of a stream, so that what is restarted gets a turn.
+    `outcomes` then holds every request. With `failover`, a client that is refused, or disconnected before the first
+    event, asks another replica, as nginx does. `pause` is the number of seconds between two requests of a stream, so
+    that what is restarted gets a turn.
     """
 
     def __init__(self, cluster: Cluster, failover: bool = False, pause: float = 1.0) -> None:

@@ -1,6 +1,7 @@
-"""The GPU's code without a GPU: Triton's interpreter runs the kernels, and `tests.support.fake_flashinfer`, eager steps and a few lines the rest.
+"""The GPU's code without a GPU.
 
-Modules that import this are skipped where Triton is not installed.
+Triton's interpreter runs the kernels; `tests.support.fake_flashinfer`, eager steps and a few lines do the rest. Modules
+that import this are skipped where Triton is not installed.
 """
 
 import sys
@@ -31,10 +32,13 @@ def _to_fp8(values: Any) -> Any:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without a GPU, kernels run here: one program after the other, so that there is nothing to wait for. The interpreter changes Triton's
-    language for every call of a function of it, which takes longer than most: here it does so once.
+    """Run kernels here, without a GPU, one program after the other.
 
-    A program that is given an empty tensor reads or writes what lies around it, which only some kernels would fail of: none may be.
+    There is nothing to wait for. For every call of a function the interpreter changes Triton's language, which takes
+    longer than most functions: here it does so once.
+
+    A program that is given an empty tensor reads or writes the memory around it, which makes only some kernels fail. No
+    tensor may be empty.
     """
     if ON_GPU:
         yield
@@ -87,7 +91,10 @@ def _capture(compute: Callable[[], tuple[torch.Tensor, ...]], pool: None) -> tup
 
 @pytest.fixture
 def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`engine.embedded.models.cuda.runner` on a CPU, whose runner every core loads. All is float32, also what fast products of eight bits return."""
+    """Import `engine.embedded.models.cuda.runner` on a CPU; every core loads its runner.
+
+    All values are float32, also the results of fast products of eight bits.
+    """
     assert not ON_GPU
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", fake_flashinfer)

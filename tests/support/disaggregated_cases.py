@@ -1,4 +1,7 @@
-"""Two hundred requests of every kind for SmolLM2, with short answers, which a disaggregated server has to answer like an aggregated one."""
+"""Two hundred requests of every kind for SmolLM2, with short answers.
+
+A disaggregated server has to answer them like an aggregated one.
+"""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -57,8 +60,8 @@ def _plain() -> Fields:
         yield "long", False, f"Chapter {index}. " + f"{TOPICS[index]} and then some more, " * (20 + 2 * index), {}
     for index in range(20):
         lead = (
-            f"These are the rules of club {index % 4}: nobody is late, everybody brings a friend, and nobody speaks of it. "
-            * 3
+            f"These are the rules of club {index % 4}: nobody is late, everybody brings a friend, "
+            "and nobody speaks of it. " * 3
         )
         yield "prefix", index % 2 == 1, f"{lead}Rule number {index} is about {TOPICS[index % 16]}:", {}
     for index in range(10):

@@ -1,8 +1,7 @@
 """Encode replicas on real sockets in this process, an encoder before them, and images that are none."""
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -83,12 +82,6 @@ async def encoder_of(
     finally:
         await pool.close()
         assert into is None or not into.taken
-
-
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def pages(count: int, start: int = 0) -> list[MediaInput]:

@@ -30,6 +30,8 @@ BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 """The kinds that prefill for each other; one engine is both sides here."""
+REAL = {"fake", "embedded", "trtllm"}
+"""The kinds that compute; the others wrap one of these."""
 TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
 """The kinds that take images as embeddings, given a model that does."""
 IMAGE_TOKEN, ROWS, HIDDEN = 3, 16, 64
@@ -150,8 +152,12 @@ def showing(*parts: int | tuple[int, ...], cache_salt: str = "", **sampling: Any
     return replace(request_for(prompt, cache_salt, **sampling), media=MediaSpans(tuple(images)))
 
 
+async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
 async def generate(engine: Engine, request: GenerateRequest) -> list[Delta]:
-    return [delta async for delta in engine.generate(request)]
+    return await collect(engine.generate(request))
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:
@@ -159,7 +165,10 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
 
 
 async def idle(engine: Engine, since: IterationStats | None = None, timeout: float = 30.0) -> IterationStats:
-    """Statistics with nothing running, waiting or held, and with some request over since `since`; fails if they do not come in time."""
+    """Return statistics with nothing running, waiting or held, and with some request over since `since`.
+
+    Fails if they do not come in time.
+    """
     async with asyncio.timeout(timeout):
         async for stats in engine.stats():
             nothing = not (
@@ -175,7 +184,10 @@ def _over(stats: IterationStats) -> int:
 
 
 def stored_chain(events: list[KvEvent], prompt: tuple[int, ...]) -> list[int]:
-    """Hashes under which the complete blocks of `prompt` were stored, each below the one before; empty until all are."""
+    """Return the hashes under which the complete blocks of `prompt` were stored, each below the one before.
+
+    The list is empty until all are stored.
+    """
     stored: dict[tuple[int | None, tuple[int, ...]], int] = {}
     for event in events:
         if isinstance(event.data, Stored):

@@ -1,4 +1,7 @@
-"""What the engine uses of FlashInfer, in torch and on any device: attention of a step's prompts. Imported in its place (`tests.support.cuda`)."""
+"""What the engine uses of FlashInfer, in torch and on any device: attention of a step's prompts.
+
+`tests.support.cuda` imports it in place of FlashInfer.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -33,7 +36,10 @@ class _Wrapper:
         contexts: Iterator[tuple[torch.Tensor, torch.Tensor]],
         out: torch.Tensor,
     ) -> None:
-        """Each prompt's queries, which begin there, over the keys and values of its context, of which they are the end."""
+        """Return attention of each prompt's queries over the keys and values of its context.
+
+        The queries are the end of that context.
+        """
         assert int(begun[-1]) == len(query)
         for (start, end), (keys, values) in zip(pairwise(begun.tolist()), contexts, strict=True):
             assert (query.dtype, keys.dtype) == self._dtypes
@@ -72,7 +78,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         *sizes: int,
         **common: Any,
     ) -> None:
-        """The blocks of each prompt, where each's begin, and how much of its last one is taken; heads, kv_heads, head_dim, block_size."""
+        """Plan the next run.
+
+        Takes the blocks of each prompt, where each prompt's blocks begin, and how much of its last block is used; then
+        heads, kv_heads, head_dim and block_size.
+        """
         self._keep(begun, paged, blocks, last, *sizes, **common)
 
     def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""A small byte-level tokenizer, a grammar compiler for it, and how to follow a compiled grammar, for the tests of guided decoding."""
+"""A small byte-level tokenizer, and a grammar compiler for it.
+
+Tests of guided decoding follow compiled grammars with them.
+"""
 
 import json
 import random
@@ -18,7 +21,8 @@ EOS = 2
 SPECIAL = 3
 VOCAB = 448
 """Larger than the tokenizer, as padded models have it."""
-TEXT = """((7)) ((1)) [[1]] [[2]] The quick brown fox {"name": "value", "items": [1, 2, 3], "ok": true, "none": null} jumps.
+TEXT = """((7)) ((1)) [[1]] [[2]] The quick brown fox {"name": "value", "items": [1, 2, 3], \
+"ok": true, "none": null} jumps.
   Il était une fois, 日本語. """
 
 

@@ -1,4 +1,7 @@
-"""Two engine cores that serve requests together, one prefilling and one decoding, and transfers that end when a test says so."""
+"""Two engine cores that serve requests together, one prefilling and one decoding.
+
+Transfers end when a test says so.
+"""
 
 import ctypes
 import time
@@ -72,7 +75,10 @@ class Pair:
         self.controlled: list[Controlled] = []
 
     def serve(self, requests: list[GenerateRequest]) -> Deltas:
-        """All of them at once: each is prefilled, handed over, and released as soon as its decode has said something."""
+        """Serve all requests at once.
+
+        Each is prefilled, handed over, and released as soon as its decode has generated something.
+        """
         deltas: Deltas = {}
         for request in requests:
             self.prefill.add(sequence_of(self.prefill, replace(request, prefill_only=True)))

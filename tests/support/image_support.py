@@ -1,4 +1,7 @@
-"""Prompts with images for the tiny models of `tests.support.vision_models`, and what transformers makes of them: the engine has to say the same."""
+"""Prompts with images for the tiny models of `tests.support.vision_models`.
+
+It also has what transformers generates for them, which the engine has to match.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

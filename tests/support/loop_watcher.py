@@ -1,5 +1,7 @@
-"""A process for tests (`python tests/support/loop_watcher.py HOST PORT`): prints, once its input ends, in seconds and of 99 in 100, how late an
-event loop is that computes 2 ms in 5, on this machine at this time, and how soon a server says that it lives.
+"""A process that measures event loops: `python tests/support/loop_watcher.py HOST PORT`.
+
+Once its input ends, it prints two 99th percentiles in seconds: how late an event loop is that computes 2 ms in 5, on
+this machine at this time, and how soon a server says that it lives.
 """
 
 import asyncio

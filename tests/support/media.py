@@ -85,7 +85,7 @@ class OddServer:
         """The client has closed a connection before the answer was out."""
         self.port = 0
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = head.split(" ")[1]
@@ -104,7 +104,10 @@ class OddServer:
 
 
 class Detour(httpx.AsyncBaseTransport):
-    """Leads every connection to one port of this machine, and notes where it was to go; addresses in `dead` take none."""
+    """Leads every connection to one port of this machine, and notes where it was to go.
+
+    Addresses in `dead` take no connection.
+    """
 
     def __init__(self, port: int, **options: Any) -> None:
         self._inner = httpx.AsyncHTTPTransport(
@@ -146,7 +149,7 @@ class World:
 async def world(hidden_size: int = 0, options: dict[str, Any] | None = None, **limits: Any) -> AsyncIterator[World]:
     """A world with these limits; `options` are the transport's."""
     odd = OddServer()
-    server = await asyncio.start_server(odd._serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(odd.serve, "127.0.0.1", 0)
     odd.port = server.sockets[0].getsockname()[1]
     made = World(odd, MediaLimits(**limits), hidden_size, Detour(odd.port, **(options or {})))
     try:

@@ -1,7 +1,7 @@
 """Step inputs by hand, for tests of model runners."""
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.embedded.models.runner import EmbeddingRows, StepInput
 
@@ -16,14 +16,18 @@ class Part(NamedTuple):
     slot: int = 0
     sampled: int = 1
 
+    def changed(self, **fields: Any) -> "Part":
+        """Return a copy with other values of these fields."""
+        return self._replace(**fields)
+
 
 def step_of(
     parts: list[Part], rows: list[int] | None = None, groups: int = 1, embeddings: EmbeddingRows | None = None
 ) -> StepInput:
-    """Put sequences side by side, those of one token first as given. Without `rows`, the logits of every row are
-    wanted.
+    """Put sequences side by side, those of one token first, in the given order.
 
-    Block 7 of one step may be a sequence's, and of the next another's: admissions follow from the tables.
+    Without `rows`, the logits of every row are wanted. Block 7 may belong to one sequence in one step and to another in
+    the next: admissions follow from the tables.
     """
     assert [part.length > 1 for part in parts] == sorted(part.length > 1 for part in parts)
     flat = [token for part in parts for token in part.tokens[part.start : part.start + part.length]]

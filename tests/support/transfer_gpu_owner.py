@@ -1,6 +1,7 @@
 """A process whose GPU memory the transfer tests read: `python transfer_gpu_owner.py METHOD SIZE DEVICE`.
 
-It is one region amid a larger allocation. Prints its offers as transfer_owner.py does; a line, or the end of its input, ends it.
+Its memory is one region amid a larger allocation. It prints its offers as transfer_owner.py does and ends at a line, or
+at the end of its input.
 """
 
 import os

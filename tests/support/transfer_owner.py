@@ -1,6 +1,7 @@
 """A process whose memory the transfer tests read: `python transfer_owner.py METHOD SIZE...`, region by region.
 
-Prints its offers as one line of hexadecimal msgpack, then obeys lines: `forget` gives the memory's descriptors up, anything else ends it.
+It prints its offers as one line of hexadecimal msgpack, then obeys lines: `forget` closes the memory's descriptors,
+anything else ends the process.
 """
 
 import ctypes

@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from engine import handoff
 from engine.base import Engine
 from engine.handoff import handoff_of
+from engine.kit import logits
 from engine.media import Encoding, MediaInput
 from engine.replicas.encode_answers import EncodeAnswer, decode_answer
 from engine.types import GenerateRequest, Handoff
@@ -23,6 +25,18 @@ ROOT = Path(__file__).resolve().parents[1]
 API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
 PROMPT = [5, 6, 7]
 IMAGE = 3
+
+
+@contextmanager
+def registered(**factories: logits.Factory) -> Iterator[None]:
+    """Register logits processors by their names for the time of the context."""
+    for name, factory in factories.items():
+        logits.register(name, factory)
+    try:
+        yield
+    finally:
+        for name in factories:
+            logits.unregister(name)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +94,10 @@ def disaggregating(**arguments: Any) -> Any:
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
-    """Make `folder` that of a model with a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2."""
+    """Write a model into `folder`.
+
+    It has a vocabulary of 64 words, w4 and on, an image token 3 and the end of sequence 2.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - most tests do without
 
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE, **{f"w{token}": token for token in range(4, 64)}}

@@ -1,4 +1,7 @@
-"""The classes and functions of `contract/trtllm_api.json`: who has which members, of which types, and how they are called."""
+"""The classes and functions of `contract/trtllm_api.json`.
+
+It says who has which members, of which types, and how they are called.
+"""
 
 import inspect
 import json
@@ -18,12 +21,18 @@ LLMAPI = (
     "RequestOutput",
     "RequestError",
 )
-"""Names to import from `tensorrt_llm.llmapi`, as far as an adapter could want them; two of them are at the top level, too."""
+"""Names to import from `tensorrt_llm.llmapi`, as far as an adapter could want them.
+
+Two of them are also at the top level.
+"""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Something of TensorRT-LLM's: an instance of the class `name`, a list of them, the class itself, or a function or method."""
+    """An object of TensorRT-LLM's.
+
+    It is an instance of the class `name`, a list of instances, the class itself, or a function or method.
+    """
 
     name: str
     form: str = "object"

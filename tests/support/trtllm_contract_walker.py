@@ -1,7 +1,7 @@
-"""What a file uses of `tensorrt_llm`, read from its syntax and held against the contract. Nothing is run.
+"""What a file uses of `tensorrt_llm`, read from its syntax and held against the contract.
 
-A `Walker` follows TensorRT-LLM's objects from the imports, and from the expressions that are said to hold them, through assignments,
-calls, attributes, items and loops. Whatever is done with one must be in the contract.
+Nothing is run. A `Walker` follows TensorRT-LLM's objects from the imports, and from the expressions that are said to
+hold them, through assignments, calls, attributes, items and loops. Whatever is done with one must be in the contract.
 """
 
 import ast

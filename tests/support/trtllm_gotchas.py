@@ -1,6 +1,5 @@
 """TensorRT-LLM's backend on the stand-in, and what the tests of the gotchas ask of it."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -71,9 +70,3 @@ def request(**fields: Any) -> GenerateRequest:
 
 async def tokens(engine: TrtllmEngine, wanted: GenerateRequest) -> list[int]:
     return [token async for delta in engine.generate(wanted) for token in delta.token_ids]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - of things that have no signal
-            await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
 """Tiny vision-language models with random weights, one builder for each family, and images for them.
 
-Every builder fills a folder as a checkpoint is (configuration, weights, tokenizer, processor, chat template) and returns it. Sizes are
-chosen so that an image is a few to some dozens of tokens; ids are those of `TOKENS` in every family.
+Every builder fills a folder like a checkpoint (configuration, weights, tokenizer, processor, chat template) and returns
+it. Sizes are chosen so that an image is a few to some dozens of tokens; ids are those of `TOKENS` in every family.
 """
 
 import io
@@ -30,13 +30,15 @@ CONTEXT = 2048
 HIDDEN = 64
 EOS = 2
 _SPECIAL = [
-    "<pad>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+    "<pad>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>",
     "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
 ]  # fmt: skip
 TOKENS = {token: index for index, token in enumerate(_SPECIAL)}
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS,
 }  # fmt: skip
@@ -44,13 +46,17 @@ _TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidde
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def build_llava(path: Path, tower: str = "clip") -> Path:
-    """LLaVA with a CLIP tower, whose class token is dropped, or with a SigLIP one (`tower="siglip"`). 16 tokens an image."""
+    """Build LLaVA with a CLIP tower, whose class token is dropped, or with SigLIP's (`tower="siglip"`).
+
+    An image is 16 tokens.
+    """
     vision = {**_TOWER, "model_type": f"{tower}_vision_model", "image_size": 28, "patch_size": 7}
     select: dict[str, Any] = {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}
     processor: Any = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
@@ -75,7 +81,10 @@ def build_llava(path: Path, tower: str = "clip") -> Path:
 
 
 def build_qwen2_vl(path: Path) -> Path:
-    """Qwen2-VL: rotary positions in three dimensions, and as many tokens as an image has squares of 8 pixels, within limits."""
+    """Build Qwen2-VL, with rotary positions in three dimensions.
+
+    An image has as many tokens as it has squares of 8 pixels, within limits.
+    """
     vision = {
         "depth": 2,
         "embed_dim": 32,
@@ -91,14 +100,18 @@ def build_qwen2_vl(path: Path) -> Path:
 def build_qwen2_5_vl(path: Path) -> Path:
     """Qwen2.5-VL: as Qwen2-VL, but its tower attends within windows of 16 pixels in all layers but the last."""
     vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+        "spatial_merge_size": 2,
         "window_size": 16, "out_hidden_size": HIDDEN, "fullatt_block_indexes": [2],
     }  # fmt: skip
     return _build_qwen(path, "qwen2_5_vl", vision)
 
 
 def build_idefics3(path: Path) -> Path:
-    """Idefics3: an image is scaled to 64 pixels and cut into squares of 32, each 16 tokens, with one of the whole behind them."""
+    """Build Idefics3.
+
+    An image is scaled to 64 pixels and cut into squares of 32, each 16 tokens, with one of the whole behind them.
+    """
     return _build_idefics(path, "idefics3", "Idefics3Processor", Idefics3ImageProcessorPil)
 
 
@@ -175,7 +188,10 @@ def _save(path: Path, config: Any, image_processor: Any, processor_class: str, p
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, special tokens, and a few merges: two line feeds are one token, as in the models that the families come from."""
+    """Build a tokenizer of bytes, special tokens and a few merges.
+
+    Two line feeds are one token, as in the models that the families come from.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ċ", "Ċ"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
     pieces = [*_SPECIAL, *alphabet, *("".join(pair) for pair in merges)]

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 WINDOW = 24
 OUTPUT = 20
 SIZES: dict[str, Any] = {
-    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "sliding_window": WINDOW,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip

@@ -12,7 +12,7 @@ cache salt. A block is in one of three states:
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -81,6 +81,11 @@ class BlockPool:
     def used(self) -> int:
         """Number of blocks that sequences reference."""
         return self.num_blocks - self.available
+
+    @property
+    def keys(self) -> KeysView[BlockKey]:
+        """Keys of the blocks that can be reused."""
+        return self._block_of.keys()
 
     def __contains__(self, key: BlockKey) -> bool:
         """Return whether a block with this key can be reused."""

@@ -37,16 +37,16 @@ class BatchEncoder:
             raise EngineFailure(objection)
         _, facts = load_config(config.model)
         assert facts.image_tokens is not None
-        self._processing = ImageProcessing(config, facts)
-        self._tower = Tower(config)
-        self._at_once = 1 if self._tower.device.type == "cpu" else _GPU_IMAGES
+        self.processing = ImageProcessing(config, facts)
+        self.tower = Tower(config)
+        self._at_once = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
         self._pool = ThreadPoolExecutor(_THREADS)
         self.info = EncoderInfo(
-            fingerprint=self._tower.fingerprint(self._processing.description),
-            placeholder=self._processing.placeholder,
+            fingerprint=self.tower.fingerprint(self.processing.description),
+            placeholder=self.processing.placeholder,
             image_token_id=facts.image_tokens.token_id,
-            hidden_size=self._tower.hidden_size,
-            dtype=self._tower.dtype_name,
+            hidden_size=self.tower.hidden_size,
+            dtype=self.tower.dtype_name,
         )
         self._try_out()
 
@@ -72,7 +72,7 @@ class BatchEncoder:
 
     def _prepare(self, image: MediaInput) -> Prepared | EngineError:
         try:
-            return self._processing.prepare(image)
+            return self.processing.prepare(image)
         except EngineError as error:
             return error
         except Exception:  # a bug, which must not fail the other images
@@ -81,7 +81,7 @@ class BatchEncoder:
 
     def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
         try:
-            data = self._tower.encode([*images.values()])
+            data = self.tower.encode([*images.values()])
         except EngineError as error:
             return [(index, error) for index in images]
         except torch.AcceleratorError:
@@ -92,9 +92,7 @@ class BatchEncoder:
         return [
             (
                 index,
-                EncodedMedia(
-                    text=image.text, rows=image.rows, data=rows, dtype=self._tower.dtype_name, grid=image.grid
-                ),
+                EncodedMedia(text=image.text, rows=image.rows, data=rows, dtype=self.tower.dtype_name, grid=image.grid),
             )
             for (index, image), rows in zip(images.items(), data, strict=True)
         ]

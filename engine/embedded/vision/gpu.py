@@ -37,6 +37,10 @@ class Graphs:
         self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._most = _MOST_GRAPHS
 
+    def __len__(self) -> int:
+        """Number of shapes that have a graph."""
+        return len(self._graphs)
+
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return embeddings that are valid until the next call."""
         shape = pixels.shape

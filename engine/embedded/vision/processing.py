@@ -38,22 +38,23 @@ class PixelRoom:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = self._free = most
+        self.most = most
+        self.free = most
         self._turn = threading.Lock()
         self._changed = threading.Condition()
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
         """Wait until there is room for `count` pixels; if they never fit, until all room is free."""
-        count = min(count, self._most)
+        count = min(count, self.most)
         with self._turn, self._changed:
-            self._changed.wait_for(lambda: self._free >= count)
-            self._free -= count
+            self._changed.wait_for(lambda: self.free >= count)
+            self.free -= count
         try:
             yield
         finally:
             with self._changed:
-                self._free += count
+                self.free += count
                 self._changed.notify()
 
 
@@ -65,12 +66,12 @@ class ImageProcessing:
         limit_pixels(config.max_image_pixels)
         try:
             self._image_processor = _load_image_processor(config)
-            self._processor, settings = _load_processor(config.model, facts, self._image_processor)
+            self.processor, settings = _load_processor(config.model, facts, self._image_processor)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise EngineFailure(f"the model's image processor cannot be loaded: {error}") from error
         self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)
-        self.placeholder: str = self._processor.image_token
+        self.placeholder: str = self.processor.image_token
         """What the chat template writes for an image, and the text of an image token."""
         self.description = json.dumps(
             [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
@@ -87,7 +88,7 @@ class ImageProcessing:
                 raise InvalidRequest(
                     f"the model takes no image of {picture.width} x {picture.height} pixels", "image"
                 ) from error
-        text: str = self._processor.replace_image_token(inputs, image_idx=0)
+        text: str = self.processor.replace_image_token(inputs, image_idx=0)
         time, height, width = inputs["image_grid_thw"][0].tolist() if "image_grid_thw" in inputs else (0, 0, 0)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         return Prepared(tensors, text, text.count(self.placeholder), (time, height, width))
@@ -110,11 +111,9 @@ def _load_processor(folder: str, facts: ModelFacts, image_processor: Any) -> tup
         """The processor without videos, whose processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return (
-                None
-                if argument_name == "video_processor"
-                else super().check_argument_for_proper_class(argument_name, argument)
-            )
+            if argument_name == "video_processor":
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     settings: dict[str, Any] = base.get_processor_dict(folder, local_files_only=True)[0]

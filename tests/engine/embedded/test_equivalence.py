@@ -1,5 +1,7 @@
-"""The embedded engine against transformers' own `generate`, float32, greedy: token for token, however the work is
-cut up."""
+"""The embedded engine against transformers' own `generate`.
+
+In float32 and greedy, both give the same tokens, however the work is cut up.
+"""
 
 import random
 from collections.abc import Iterator
@@ -53,8 +55,10 @@ def expected(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[list
 
 @pytest.fixture(autouse=True, params=["off", "on"])
 def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test here with each step run to its end, and with the next one prepared ahead: there must be no telling
-    them apart."""
+    """Run every test of this module without and with overlap.
+
+    With overlap the next step is prepared while one runs; results must not tell the two apart.
+    """
     OPTIONS["overlap_scheduler"] = request.param
     yield
 
@@ -206,8 +210,10 @@ def test_abort_frees_at_once_and_leaves_the_others_alone(
 def test_a_stop_token_ends_the_output_and_nothing_follows(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], penalty: float
 ) -> None:
-    """Prepared ahead, a sequence is found to have ended when its next step is under way; a penalty needs every token
-    before the next."""
+    """Overlap adapts to ends of sequences and to penalties.
+
+    A sequence is found to have ended when its next step is under way; a penalty needs every token before the next.
+    """
     core = make_core(tiny_model, max_batch_size=4)
     for index in range(12):
         add(

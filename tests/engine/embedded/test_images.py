@@ -1,5 +1,7 @@
-"""Images in the embedded engine: for each family what transformers generates from the pixels, token for token,
-however steps are cut."""
+"""Images in the embedded engine.
+
+Each family generates what transformers generates from the pixels, token for token, however steps are cut.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -58,14 +60,21 @@ def said(core: EngineCore, prompts: list[Prompt], prefix: str = "", **sampling: 
     return [tokens_of(deltas[f"{prefix}{index}"]) for index in range(len(prompts))]
 
 
+IN_FULL = "qwen2_vl"
+"""The family that every schedule is tried on; the others are tried on one that mixes them."""
+MIXED: dict[str, Any] = {"overlap_scheduler": "on", "max_batch_size": 2, "max_num_tokens": 7}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"overlap_scheduler": "on", "max_batch_size": 2, "max_num_tokens": 50}, id="prepared ahead"),
-        pytest.param({"max_num_tokens": 7, "enable_block_reuse": False}, id="cut within images"),
-        pytest.param({"max_num_tokens": 60, "enable_chunked_prefill": False}, id="unchunked"),
+        *(pytest.param(kind, MIXED, id=f"{kind}-mixed") for kind in BUILDERS),
+        pytest.param(IN_FULL, {}, id=f"{IN_FULL}-plain"),
+        pytest.param(IN_FULL, {"max_num_tokens": 7, "enable_block_reuse": False}, id=f"{IN_FULL}-no reuse"),
+        pytest.param(IN_FULL, {"max_num_tokens": 60, "enable_chunked_prefill": False}, id=f"{IN_FULL}-unchunked"),
     ],
+    indirect=["family"],
+    scope="module",
 )
 def test_greedy_equals_generate_however_it_is_scheduled(
     family: Family, prompts: list[Prompt], expected: list[list[int]], options: dict[str, Any]
@@ -75,8 +84,17 @@ def test_greedy_equals_generate_however_it_is_scheduled(
     assert core.stats().kv_cache_stats.used_num_blocks == 0
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(
+    ("family", "reuse", "overlap"),
+    [
+        *((kind, True, "on") for kind in BUILDERS),
+        (IN_FULL, True, "off"),
+        (IN_FULL, False, "on"),
+        (IN_FULL, False, "off"),
+    ],
+    indirect=["family"],
+    scope="module",
+)
 def test_what_was_preempted_is_computed_again(family: Family, prompts: list[Prompt], reuse: bool, overlap: str) -> None:
     """There is room for both prompts, and not for what follows."""
     pair = prompts[:2]
@@ -154,7 +172,7 @@ def test_without_images_it_is_the_text_model(family: Family) -> None:
 
 def test_the_tower_is_not_kept(family: Family) -> None:
     model: Any = core_of(family).runner
-    parameters = sum(parameter.numel() for parameter in model._module.parameters())
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
     assert parameters <= sum(
         parameter.numel() for name, parameter in family.module.named_parameters() if "vision" not in name
     )

@@ -1,5 +1,7 @@
-"""Prompts with images in the embedded engine: handed over, lost and refused, and the names of the blocks that they
-are in."""
+"""Prompts with images in the embedded engine.
+
+They are handed over, lost and refused; other tests name the blocks that they are in.
+"""
 
 import struct
 from collections.abc import AsyncIterator

@@ -1,5 +1,7 @@
-"""The scheduler by property, with arithmetic in place of a model: nothing starves, the budget holds, and preemption
-changes no output."""
+"""The scheduler by property, with arithmetic in place of a model.
+
+No sequence starves, the budget holds, and preemption changes no output.
+"""
 
 import random
 from dataclasses import dataclass
@@ -52,8 +54,10 @@ Step = list[tuple[Chunk, list[list[int]]]]
 
 @dataclass
 class Machine:
-    """Runs a scheduler as the engine does, with `overlap` one step ahead. KV contents are simulated: every block of
-    every group remembers the tokens written to it."""
+    """Run a scheduler as the engine does, with `overlap` one step ahead.
+
+    KV contents are simulated: every block of every group remembers the tokens written to it.
+    """
 
     scheduler: Scheduler
     budget: int
@@ -293,8 +297,10 @@ def test_while_a_sequence_goes_on_it_holds_a_window() -> None:
 
 
 def test_a_prefix_is_taken_up_where_every_window_still_has_what_comes_before() -> None:
-    """Three blocks of the window are left behind it when the pool needs room; what the last block needs is still
-    there."""
+    """Blocks behind the window are evicted first.
+
+    Three of them are left when the pool needs room; what the last block attends to is still there.
+    """
     runner = machine(blocks=12, seqs=1, budget=8, windows=(None, 6))
     prompt = list(range(32))
     first, again, shorter = (

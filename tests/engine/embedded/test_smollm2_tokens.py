@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM
 from engine.embedded.models.native.levels import available
 from tests.engine.embedded.test_equivalence import add, make_core, run, tokens
 
-CHATML = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+CHATML = (
+    "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",

@@ -106,8 +106,12 @@ def test_an_image_all_too_long_is_refused(encoder: BatchEncoder) -> None:
     )
 
 
-PIXELS = [*(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")), *(("JPEG", mode) for mode in ("L", "RGB", "CMYK", "YCbCr")),
-    ("WEBP", "RGB"), ("WEBP", "RGBA"), ("GIF", "1"), ("GIF", "L"), ("GIF", "P")]  # fmt: skip
+PIXELS = [
+    *(("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+    *(("JPEG", mode) for mode in ("L", "RGB", "CMYK", "YCbCr")),
+    *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+    *(("GIF", mode) for mode in ("1", "L", "P")),
+]
 
 
 @pytest.mark.parametrize(("form", "mode"), PIXELS)

@@ -87,7 +87,10 @@ async def test_windows_and_ranks_have_books_of_their_own() -> None:
 
 
 async def test_who_listened_before_begins_anew() -> None:
-    """A publisher's converter that has missed events says that all is cleared, then what there is, and counts no gap."""
+    """A converter that has missed events starts again from the state of the cache.
+
+    It says that all is cleared, then what is stored, and counts no gap.
+    """
     converter, log = Converter(BLOCK), log_of(KvEvent(0, Created((9,)), WINDOW), stored(1, 1))
     batches = log.batches()
     heard = await anext(batches)
@@ -109,7 +112,7 @@ async def test_nothing_piles_up_while_nobody_listens() -> None:
         await asyncio.gather(
             *(generate(engine, str(start + i), draw.choices(range(3, 300), k=60), 5, images=images) for i in range(40))
         )
-    log = engine._blocks.events  # type: ignore[attr-defined]
+    log = engine.events  # type: ignore[attr-defined]
     assert not log.consumers
     books, converter = Books(), Converter(BLOCK)
     await engine.close()

@@ -18,6 +18,7 @@ from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.types import Delta, GenerateRequest, SamplingParams
+from tests.support.waiting import until
 
 _ids = itertools.count()
 CONFIG = FakeConfig(token_delay=0.002)
@@ -56,8 +57,9 @@ async def test_close_leaves_nothing_behind() -> None:
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
-    running = asyncio.create_task(collect(client.generate(request_for(10_000))))
-    await asyncio.sleep(0.05)
+    stream = client.generate(request_for(10_000))
+    await anext(stream)
+    running = asyncio.create_task(collect(stream))
     pid = process.pid
     assert pid is not None
     await process.close()
@@ -99,8 +101,9 @@ async def test_kill_under_load_fails_each_request_and_the_next_host_answers() ->
     await client.start()
     pid = process.pid
     assert pid is not None
-    running = [asyncio.create_task(collect(client.generate(request_for(10_000)))) for _ in range(100)]
-    await asyncio.sleep(0.1)
+    streams = [client.generate(request_for(10_000)) for _ in range(100)]
+    await anext(streams[0])
+    running = [asyncio.create_task(collect(stream)) for stream in streams]
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     results = await asyncio.gather(*running, return_exceptions=True)
@@ -135,7 +138,7 @@ async def test_requests_around_a_restart_never_hang() -> None:
                 await asyncio.sleep(0.01)
 
     asking = [asyncio.create_task(keep_asking()) for _ in range(10)]
-    await asyncio.sleep(0.15)
+    await until(lambda: len(outcomes) >= len(asking))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     await healthy(client, False, 1)
@@ -160,9 +163,7 @@ async def test_a_host_that_cannot_come_back_is_tried_again_and_again(
     folder.rename(tmp_path / "elsewhere")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    async with asyncio.timeout(15):
-        while len(caplog.records) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: len(caplog.records) >= 3, 15)
     folder.mkdir()
     await healthy(client, True, 15)
     pauses = [record.getMessage().partition(":")[0] for record in caplog.records[:3]]
@@ -243,7 +244,8 @@ async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_s
             await process.start()
             client = EngineClient(process.address, process.wait_failed)
             await client.start()
-            length, logprobs = (5, None) if sys.argv[2] == "running" else (1_000_000, 20)  # the latter is one step of a minute
+            # A prompt of a million tokens with log-probabilities is one step of a minute.
+            length, logprobs = (5, None) if sys.argv[2] == "running" else (1_000_000, 20)
             sampling = SamplingParams(max_tokens=1_000_000, prompt_logprobs=logprobs)
             stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,) * length, sampling=sampling))
             await asyncio.sleep(0.5)

@@ -135,8 +135,9 @@ async def test_a_client_that_is_killed_leaves_nothing(fake: FakeEngine, address:
         async def main():
             client = EngineClient(sys.argv[1])
             await client.start()
-            streams = [client.generate(GenerateRequest(request_id=str(i), prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=30000)))
-                       for i in range(20)]
+            sampling = SamplingParams(max_tokens=30000)
+            requests = [GenerateRequest(request_id=str(i), prompt_token_ids=(5,), sampling=sampling) for i in range(20)]
+            streams = [client.generate(request) for request in requests]
             await asyncio.gather(*(anext(stream) for stream in streams))
             await asyncio.sleep(60)
 
@@ -165,7 +166,8 @@ async def test_a_client_that_stops_reading_is_dropped_and_comes_back(
         async def main():
             client = EngineClient(sys.argv[1])
             await client.start()
-            stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=30000)))
+            sampling = SamplingParams(max_tokens=30000)
+            stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,), sampling=sampling))
             await anext(stream)
             print("running", flush=True)
             try:

@@ -1,4 +1,7 @@
-"""The codec of what /encode answers: versions, fields that later versions may add, and answers that contradict themselves."""
+"""The codec of the answers of /encode.
+
+Covers versions, fields that later versions may add, and answers that contradict themselves.
+"""
 
 from typing import Any
 

@@ -12,8 +12,9 @@ from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.errors import InvalidRequest
 from engine.media import MediaInput
 from tests.support.disaggregated import replica
-from tests.support.encode import encoder_of, until
+from tests.support.encode import encoder_of
 from tests.support.vision_models import build_llava, image_bytes
+from tests.support.waiting import until
 
 SMALL = {"engine": "embedded", "device": "cpu", "dtype": "float32", "threads": 1, "kv_cache_memory_mb": 64}
 

@@ -18,8 +18,9 @@ from engine.replicas import ask as client
 from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
-from tests.support.encode import SIZE, encoder_of, expected, image, pages, until
+from tests.support.encode import SIZE, encoder_of, expected, image, pages
 from tests.support.http import ROOT, application
+from tests.support.waiting import until
 
 
 def encoder_in(life: ReplicaState) -> FakeEncoder:
@@ -279,7 +280,7 @@ asyncio.run(main())
         assert process.stdout is not None
         assert await process.stdout.readline() == b"holding\n"
         service: Any = life.service
-        assert service.held == [2 * SIZE]
+        assert service.store.held == [2 * SIZE]
         process.kill()
         await process.wait()
-        await until(lambda: not life.running and not service.held, 0.5)
+        await until(lambda: not life.running and not service.store.held, 0.5)

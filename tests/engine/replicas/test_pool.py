@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.replicas.pool import ReplicaPool
 from engine.replicas.prefill_pool import PrefillPool
 from engine.replicas.replica import Replica
 from tests.support.disaggregated import INFO, SECRET, Seen
+from tests.support.waiting import until
 
 ONE, TWO, THREE = (f"http://10.0.0.{number}:1" for number in (1, 2, 3))
 
@@ -70,12 +71,6 @@ async def pool_of(*urls: str, attempts: int = 3) -> AsyncIterator[tuple[Pool, Re
         yield pool, observer
     finally:
         await pool.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_replicas_are_tried_in_turn_and_no_more_than_wanted() -> None:

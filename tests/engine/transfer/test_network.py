@@ -18,7 +18,8 @@ from tests.support.transfer_owner import content
 from tests.support.transfer import Memory, ended
 memory = Memory(int(sys.argv[2]))
 transfers = Transfers(memory.regions, "tcp")
-ended(transfers.read(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=tuple[Offer, ...]), [Read(0, 0, 0, int(sys.argv[2]))]))
+offers = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=tuple[Offer, ...])
+ended(transfers.read(offers, [Read(0, 0, 0, int(sys.argv[2]))]))
 transfers.close()
 print("equal" if memory.bytes(0) == content(0, int(sys.argv[2])) else "different")
 """

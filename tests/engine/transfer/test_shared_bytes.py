@@ -1,4 +1,7 @@
-"""Embeddings that processes of this host share: found where a reference says, alive as long as somebody has them, and right."""
+"""Embeddings that processes of this host share.
+
+They are found where a reference says, live as long as somebody has them, and have the right values.
+"""
 
 import asyncio
 import errno
@@ -277,7 +280,10 @@ async def test_a_host_with_few_descriptors_takes_many_images(encoder: EmbeddedEn
 
 @in_one_loop
 async def test_a_server_with_few_descriptors_goes_on(encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Embeddings are copied then, those for which there is no descriptor at all fail alone, and the tower's process stays."""
+    """Embeddings are copied when descriptors run out.
+
+    Those for which there is no descriptor at all fail alone, and the tower's process stays.
+    """
     pid = encoder.pid
     expected = [bytes(readable(image.data)) for image in await encoder.encode(FILES)]
     with monkeypatch.context() as patch:

@@ -1,6 +1,6 @@
 """The adapter's source uses only names, keywords and attributes that TensorRT-LLM 1.2.1 has.
 
-What is not in the source, since a builder makes it, is for `test_trtllm_contract_values.py`.
+`test_contract_values.py` checks what builders make, which is not in the source.
 """
 
 import ast
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ADAPTER = sorted((ROOT / "engine" / "trtllm").glob("*.py"))
 HELD = {
     "llm": "LLM",
-    "self._llm": "LLM",
+    "self.llm": "LLM",
     "encoder": "MultimodalEncoder",
     "self._encoder": "MultimodalEncoder",
     "result": "RequestOutput",
@@ -31,9 +31,7 @@ HELD_IN = {
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
-    "outputs.py": {"entry"},
-    "processors.py": {"logits"}, "llm_args.py": {"batched_logits_processor", "checkpoint_loader", "decoding_config",
-    "draft_checkpoint_loader", "tokenizer"}, "llm_configs.py": {"drafter", "load_balancer", "resource_manager"},
+    "outputs.py": {"entry"}, "processors.py": {"logits"},
 }  # fmt: skip
 """What is said to be `Any` and is not TensorRT-LLM's, or a container of what is."""
 

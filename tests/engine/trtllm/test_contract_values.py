@@ -1,5 +1,6 @@
-"""Every keyword and value that the adapter's builders make for TensorRT-LLM, for any request and settings, is in its
-contract.
+"""Every keyword and value that the adapter's builders make for TensorRT-LLM is in its contract.
+
+This holds for any request and settings.
 """
 
 import ast
@@ -99,8 +100,9 @@ thorough = testing(
 
 @functools.cache
 def adapters(name: str) -> dict[str, TypeAdapter[Any]]:
-    """What may be in the fields of a dataclass of the contract, less those whose types are classes of theirs or of
-    torch.
+    """Types of the fields of a dataclass of the contract.
+
+    Fields whose types are TensorRT-LLM's or torch's classes are left out.
     """
     parse = found("tensorrt_llm._contract").parse_type
     texts = {field: text.split(" (")[0] for field, text in ATTRIBUTES[name].items()}

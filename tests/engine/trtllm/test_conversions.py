@@ -1,5 +1,6 @@
-"""Our requests and TensorRT-LLM's, its cumulative outputs and our deltas, its events and statistics and our types: all
-of it pure.
+"""Pure conversions between our types and TensorRT-LLM's.
+
+They are requests, cumulative outputs and our deltas, events and statistics.
 """
 
 import json

@@ -39,7 +39,7 @@ async def idle(engine: TrtllmEngine) -> None:
     """Wait until nothing runs in the engine."""
     await asyncio.sleep(0.02)  # what was begun a moment ago is under way
     async with asyncio.timeout(5):
-        while engine._running:  # noqa: ASYNC110 - the engine has no signal for it
+        while engine.running:  # noqa: ASYNC110 - the engine has no signal for it
             await asyncio.sleep(0.01)
 
 
@@ -169,7 +169,7 @@ async def test_a_cancelled_prefill_is_aborted_at_once(monkeypatch: pytest.Monkey
         with pytest.raises(asyncio.CancelledError):
             await task
         await idle(prefill)
-        assert prefill._aborted == 1
+        assert prefill.aborted == 1
 
 
 async def test_an_engine_without_a_transceiver_says_so() -> None:
@@ -227,8 +227,9 @@ def handles_of(encoding: Encoding) -> tuple[Any, Any]:
 
 
 def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
-    """Of two images `mm_embedding_handle` is but one. A handle for both goes without hashes, of which 1.2.1 wants as
-    many as handles.
+    """Of two images there is one `mm_embedding_handle`.
+
+    A handle for both goes without hashes, of which 1.2.1 wants as many as handles.
     """
     first, second, hashes = {"method_key": 1}, {"method_key": 2}, [[1] * 8, [2] * 8]
     make = found("tensorrt_llm.llmapi.DisaggregatedParams")

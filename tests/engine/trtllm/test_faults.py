@@ -1,5 +1,6 @@
-"""What goes wrong around TensorRT-LLM's executor while it lives, or without its saying so: one request's end, a poll's,
-or the engine's.
+"""Faults around TensorRT-LLM's executor while it lives, or that it does not report.
+
+Each ends one request, one poll, or the engine.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ import pytest
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.handoff import VERSION
-from engine.kit import logits
 from engine.media import Encoding
 from engine.process.wire import HostOptions
 from engine.trtllm import engine as engine_module
@@ -32,8 +32,9 @@ from engine.trtllm.polling import poll_stats
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.http import application
-from tests.support.trtllm import found, handed_over, picture
-from tests.support.trtllm_gotchas import ROOT, request, running, tokens, until
+from tests.support.trtllm import found, handed_over, picture, registered
+from tests.support.trtllm_gotchas import ROOT, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
 REFUSALS: list[tuple[Exception, type[EngineError]]] = [
@@ -80,14 +81,12 @@ async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_i
         assert not engine.healthy
 
 
-async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(logits._factories, "local", lambda: None)
-    async with running(folder) as engine:
-        with pytest.raises(EngineFailure, match="pickle"):
-            await tokens(engine, request(processors=("local",)))
-        assert engine.healthy and await tokens(engine, request())
+async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path) -> None:
+    with registered(local=lambda: lambda token_ids, scores: None):
+        async with running(folder) as engine:
+            with pytest.raises(EngineFailure, match="pickle"):
+                await tokens(engine, request(processors=("local",)))
+            assert engine.healthy and await tokens(engine, request())
 
 
 async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: Path) -> None:
@@ -136,7 +135,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
             with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
-        await until(lambda: not engine._llm._executor._jobs)
+        await until(lambda: not engine.llm._executor._jobs)
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -239,8 +238,9 @@ async def test_a_cache_of_unknown_size_starts_with_the_block_size_that_was_asked
 
 
 async def test_facts_are_the_engines_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block size and capacity as reported, not as set; the ranks of attention DP; and how long loading took, without
-    what follows.
+    """Facts are as reported by the engine, not as set.
+
+    They are block size and capacity, the ranks of attention DP, and how long loading took, without what follows it.
     """
     monkeypatch.setenv("FAKE_TRTLLM_GPUS", "4")
     found("tensorrt_llm._test").faults.construction_seconds = 0.3
@@ -276,7 +276,9 @@ sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 
 
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
-    """Its executor is found dead, shutting it down never ends, and the process ends in time all the same: another can
+    """A hanging shutdown does not keep the process from ending.
+
+    The executor is found dead and shutting it down never ends; the process ends in time all the same, and another can
     be started.
     """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
@@ -305,7 +307,7 @@ async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch:
 
     monkeypatch.setattr(module, "update_llm_args_with_extra_dict", update)
     async with running(folder, speculative_config=None, cuda_graph_config=None) as engine:
-        assert engine._llm.args.speculative_config is None and engine._llm.args.cuda_graph_config is None
+        assert engine.llm.args.speculative_config is None and engine.llm.args.cuda_graph_config is None
 
 
 async def test_an_engine_and_an_encoder_are_closed_where_their_block_ends(folder: Path) -> None:
@@ -325,4 +327,4 @@ async def test_requests_may_have_one_id(folder: Path) -> None:
     async with running(folder) as engine:
         both = [engine.generate(request(max_tokens=length)) for length in (5, 40)]
         assert [sum([len(delta.token_ids) async for delta in stream]) for stream in both] == [5, 40]
-        await until(lambda: not engine._streams)
+        await until(lambda: not engine.streams)

@@ -1,5 +1,6 @@
-"""Gotchas 1 to 8 of TensorRT-LLM 1.2.1, in the order of its contract's list: what our adapter makes of requests, on the
-stand-in.
+"""Gotchas 1 to 8 of TensorRT-LLM 1.2.1, in the order of its contract's list.
+
+Tests show what our adapter makes of requests, on the stand-in.
 """
 
 import json
@@ -21,14 +22,16 @@ from engine.types import Delta
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, IMAGE, PROMPT, found, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_contract_api import signature
-from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens, until
+from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 
 
 async def test_gotcha_01_generate_async_is_a_plain_def(folder: Path, calls: list[Any]) -> None:
-    """It is not awaited, and gets keywords only, those that 1.2.1 has: they mean the same where newer versions have
-    moved positions.
+    """`generate_async` is not awaited and gets only keywords that 1.2.1 has.
+
+    They mean the same where newer versions have moved positions.
     """
     async with running(folder) as engine:
         assert await tokens(engine, request(cache_salt="salt", priority=3)) == [5, 6, 7, 5, 6, 7]
@@ -65,7 +68,7 @@ async def test_gotcha_03_streaming_yields_one_object_with_all_tokens_so_far(fold
         wanted = request(max_tokens=10, logprobs=0)
         deltas = [delta async for delta in engine.generate(wanted)]
         outputs, seen, skipped = Outputs(wanted, FACTS.eos_token_ids), set(), []
-        async for response in library.submit(engine._llm, wanted, FACTS):
+        async for response in library.submit(engine.llm, wanted, FACTS):
             seen.add(id(response))
             if response.finished or len(response.outputs[0].token_ids) % 4 == 0:
                 skipped.append(outputs.feed(response))
@@ -76,8 +79,9 @@ async def test_gotcha_03_streaming_yields_one_object_with_all_tokens_so_far(fold
 
 
 async def test_gotcha_04_sampling_params_are_mutated(folder: Path, calls: list[Any]) -> None:
-    """A request has objects of its own, so that one request's prefill does not leave one token to the next. Their
-    defaults, 32 tokens and greedy, are never used.
+    """A request has objects of its own, so one request's prefill does not change the next.
+
+    No value is left to its default: the defaults are 32 tokens and greedy.
     """
     async with running(folder, "prefill") as engine:
         shared = request().sampling
@@ -94,8 +98,9 @@ async def test_gotcha_04_sampling_params_are_mutated(folder: Path, calls: list[A
 async def test_gotcha_05_an_explicit_end_id_leaves_the_tokenizer_out(
     folder: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the other ids that end a sequence are named, strings are never passed, and log-probabilities are asked for
-    with 1, not 0.
+    """Other ids that end a sequence are named, and strings are never passed.
+
+    Log-probabilities are asked for with 1, not 0.
     """
     model_folder(folder, eos_token_id=[2, 6])
     monkeypatch.setenv(
@@ -163,8 +168,10 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
 async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_further(
     folder: Path, calls: list[Any]
 ) -> None:
-    """They are read from the result, unwrapped from a tuple, passed with text so that they are not dropped, and not
-    passed to generation, which gets the expanded prompt.
+    """Handles are read from the result, unwrapped if they come in a tuple.
+
+    They are passed with text so that they are not dropped, and not passed to generation, which gets the expanded
+    prompt.
     """
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()

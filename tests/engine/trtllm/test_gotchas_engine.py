@@ -12,16 +12,16 @@ import pytest
 
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
-from engine.kit import logits
 from engine.kv_events import EventDiff, KvEvent, Updated
 from engine.trtllm import engine as engine_module
 from engine.trtllm import library
 from engine.trtllm.arguments import defaults, forced, merge, problems
 from engine.trtllm.polling import iteration_stats, kv_event, poll_kv_events
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import API, faults, found, sampling
+from tests.support.trtllm import API, faults, found, registered, sampling
 from tests.support.trtllm_contract_api import ATTRIBUTES
-from tests.support.trtllm_gotchas import FACTS, PRODUCT, SOURCES, arguments_of, request, running, tokens, until
+from tests.support.trtllm_gotchas import FACTS, PRODUCT, SOURCES, arguments_of, request, running, tokens
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 
@@ -36,8 +36,9 @@ trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, 
     ],
 )
 def test_gotcha_09_speculative_keys_are_those_of_1_2_1(folder: Path, speculative: dict[str, Any], named: str) -> None:
-    """Newer spellings are refused by name before a GPU is needed; the engine gets instances, made of a copy, which has
-    its key popped.
+    """Newer spellings are refused by name before a GPU is needed.
+
+    The engine gets instances, made from a copy, whose key has been popped.
     """
     assert [problem.partition(":")[0] for problem in problems({"speculative_config": speculative})] == [named]
     right = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"}
@@ -74,8 +75,9 @@ async def test_gotcha_11_a_lora_request_is_never_made(folder: Path, calls: list[
 
 
 async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Too early and half-changed events end a poll and not the poller; what events and statistics need is forced or
-    refused.
+    """Early and half-changed events end a poll and not the poller.
+
+    Options that events and statistics need are forced or refused.
     """
     events: list[KvEvent] = []
     cache = {"event_buffer_max_size": 100, "tokens_per_block": 4}
@@ -160,19 +162,20 @@ async def test_gotcha_14_processors_are_called_by_position_and_pickled(
     monkeypatch.setenv(
         "FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64})
     )
-    monkeypatch.setitem(logits._factories, "forces", Forces)
-    monkeypatch.setitem(logits._factories, "fails", Fails)
-    async with running(tiny_model) as engine:
-        assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
-        plain = await tokens(engine, request(ignore_eos=True))
-        assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
-    made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
-    copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
-    assert len(inspect.signature(copied).parameters) == 5
-    scores = torch.zeros(1, 1, 64)
-    copied(7, scores, [[1, 2, 3]], None, None)
-    assert scores.argmax().item() == 42 and scores.min() == -1e9
-    assert not [name for name, source in SOURCES.items() if re.search("BatchedLogitsProcessor|apply_batched", source)]
+    with registered(forces=Forces, fails=Fails):
+        async with running(tiny_model) as engine:
+            assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
+            plain = await tokens(engine, request(ignore_eos=True))
+            assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
+        made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
+        copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
+        assert len(inspect.signature(copied).parameters) == 5
+        scores = torch.zeros(1, 1, 64)
+        copied(7, scores, [[1, 2, 3]], None, None)
+        assert scores.argmax().item() == 42 and scores.min() == -1e9
+        assert not [
+            name for name, source in SOURCES.items() if re.search("BatchedLogitsProcessor|apply_batched", source)
+        ]
 
 
 async def test_gotcha_15_the_async_llm_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +195,9 @@ async def test_gotcha_15_the_async_llm_is_left_alone(folder: Path, monkeypatch: 
 
 
 def test_gotcha_16_its_parsers_are_not_used() -> None:
-    """Reasoning and tool calls are parsed by us, so that no spelling of a parser's name ever reaches the engine from
-    our settings.
+    """Our server parses reasoning and tool calls.
+
+    No spelling of a parser's name ever reaches the engine from our settings.
     """
     for role in ("aggregated", "prefill", "decode", "encode"):
         assert not {"reasoning_parser", "tool_parser"} & arguments_of(role).keys()

@@ -1,5 +1,6 @@
-"""Arguments that are set for nothing: those that AutoDeploy, an encoder or this server does not take are left out,
-shown and warned of.
+"""Arguments that have no effect.
+
+Those that AutoDeploy, an encoder or this server does not take are left out, shown and warned of.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Images on TensorRT-LLM's stand-in: raw to an engine that encodes them, or encoded elsewhere; aggregated, and by way
-of prefill.
+"""Images on TensorRT-LLM's stand-in.
+
+They are raw for an engine that encodes them, or encoded elsewhere; replicas are aggregated or disaggregated.
 """
 
 import asyncio
@@ -22,7 +23,8 @@ from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import IMAGE, handed_over, model_folder, picture, travelled
-from tests.support.trtllm_gotchas import request, running, until
+from tests.support.trtllm_gotchas import request, running
+from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 TEXT = "w5 <image> w6 <image> w7"
@@ -136,8 +138,9 @@ async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
 
 
 async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls: list[Any]) -> None:
-    """1.2.1's documentation says that images and the reuse of blocks do not go together. Those of text are shared as
-    ever.
+    """Blocks with images are not reused; those of text are.
+
+    1.2.1's documentation says that images and the reuse of blocks do not go together.
     """
     long = replace(showing(RED, BLUE), media=MediaFiles(TEXT + " w8" * 100, (MediaInput(RED), MediaInput(BLUE))))
     async with running(folder, "prefill") as prefill, running(folder, "decode") as decode, running(folder) as alone:
@@ -224,7 +227,7 @@ async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: 
         stream = engine.generate(showing(RED, BLUE))
         await asyncio.sleep(0)
         await stream.aclose()
-        await until(lambda: not engine._streams)
+        await until(lambda: not engine.streams)
         await asyncio.sleep(0.1)
         assert len(calls) == submitted and [delta async for delta in stream] == []
 
@@ -234,8 +237,8 @@ async def test_one_that_is_closed_later_is_aborted(folder: Path) -> None:
         stream = engine.generate(showing(RED, BLUE, max_tokens=3000))
         await anext(stream)
         await stream.aclose()
-        await until(lambda: not engine._running)
-        assert engine._aborted == 1 and not engine._streams
+        await until(lambda: not engine.running)
+        assert engine.aborted == 1 and not engine.streams
 
 
 async def test_an_engine_that_closes_meanwhile_fails_the_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +267,7 @@ async def test_a_prefill_with_images_is_held_until_its_stream_is_closed(folder: 
         assert not (await asyncio.wait([waiting], timeout=0.1))[0]
         await stream.aclose()
         await asyncio.wait([waiting])
-        await until(lambda: not engine._running)
+        await until(lambda: not engine.running)
 
 
 async def test_embeddings_of_the_embedded_engine_are_refused(folder: Path) -> None:

@@ -1,5 +1,6 @@
-"""The stand-in for TensorRT-LLM behaves as the contract says: results, aborts, disaggregation, events, faults,
-encoders.
+"""The stand-in for TensorRT-LLM behaves as the contract says.
+
+Covers results, aborts, disaggregation, events, faults and encoders.
 """
 
 import asyncio

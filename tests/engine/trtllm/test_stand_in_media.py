@@ -1,5 +1,6 @@
-"""The stand-in for TensorRT-LLM with media and with speculation: embeddings from an encoder to a context worker, and on
-to generation.
+"""The stand-in for TensorRT-LLM with media and with speculation.
+
+Embeddings go from an encoder to a context worker, and on to generation.
 """
 
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""A stand-in for TensorRT-LLM 1.2.1, generated from `tests/contract/trtllm_api.json` and driven by engines of this project.
+"""A stand-in for TensorRT-LLM 1.2.1, generated from its API contract and driven by engines of this project.
 
-It has the names, signatures and models of the contract and behaves as the contract says; what the contract lacks does not exist here.
-Put the folder above this package on `sys.path`. `_test` makes faults; the environment chooses the engine:
+It has the names, signatures and models of `tests/contract/trtllm_api.json` and behaves as the contract says; what the
+contract lacks does not exist here. Put the folder above this package on `sys.path`. `_test` makes faults; environment
+variables choose the engine:
 
 FAKE_TRTLLM_ENGINE   "fake" (default) or "embedded", which runs the model folder that `LLM` is given
-FAKE_TRTLLM_CONFIG   JSON with fields of that engine's configuration (`engine/config.py`), over what the LLM's arguments say
+FAKE_TRTLLM_CONFIG   JSON with fields of its configuration (`engine/config.py`), over those of the arguments of `LLM`
 FAKE_TRTLLM_GPUS     GPUs of this machine (1)
 FAKE_TRTLLM_FAULTS   JSON with faults of `_test.Faults`, for child processes
 """

@@ -1,4 +1,7 @@
-"""The API contract (`tests/contract/trtllm_api.json`), and what is generated from it: signatures, types and defaults."""
+"""The API contract (`tests/contract/trtllm_api.json`) and what is generated from it.
+
+These are signatures, types and defaults.
+"""
 
 import ast
 import functools
@@ -26,8 +29,10 @@ _PLAIN: dict[str, Any] = {t.__name__: t for t in (str, int, float, bool, bytes, 
 
 
 def parse_type(text: str, names: Mapping[str, Any]) -> Any:
-    """The type that a type text of the contract means; `names` are the classes it may name. A remark in brackets after it is a bound or
-    is dropped. Raises ValueError for anything that is not a type.
+    """Return the type that a type text of the contract means.
+
+    `names` are the classes that it may name. A remark in brackets after the text is a bound or is dropped. Raises
+    ValueError for anything that is not a type.
     """
     match = re.fullmatch(r"(.*?)(?: \((.*)\))?", text)
     assert match is not None
@@ -78,8 +83,10 @@ def _parameter(entry: dict[str, Any]) -> inspect.Parameter:
 
 
 def contract(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a method the signature that the contract states for `name`: a call that does not match it raises TypeError. The method itself
-    receives `self` and a namespace of all the other arguments, defaults filled in.
+    """Give a method the signature that the contract states for `name`.
+
+    A call that does not match it raises TypeError. The method itself receives `self` and a namespace of all the other
+    arguments, with defaults filled in.
     """
     stated = signature(name)
 

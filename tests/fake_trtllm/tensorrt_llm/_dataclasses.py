@@ -7,8 +7,10 @@ from tensorrt_llm._contract import API, parse_type
 
 
 def build_dataclass(name: str, *bases: type[Any], hidden: dict[str, Any] | None = None) -> Any:
-    """The dataclass `name` of the contract on top of `bases`, which bring its methods and have empty `__slots__`. `hidden` are the
-    fields that are no parameters, with their defaults.
+    """Build the dataclass `name` of the contract on top of `bases`.
+
+    The bases bring its methods and have empty `__slots__`. `hidden` are the fields that are not parameters, with their
+    defaults.
     """
     entry = API["dataclasses"][name]
     fields: list[tuple[str, Any, Any]] = [

@@ -11,7 +11,10 @@ from engine.config import EmbeddedConfig, EngineConfig, FakeConfig
 
 
 def engine_config(args: Any) -> EngineConfig:
-    """From the LLM's arguments, then FAKE_TRTLLM_CONFIG. Raises ValueError if the engine or one of its fields is wrong."""
+    """Build the engine's configuration from the LLM's arguments, then FAKE_TRTLLM_CONFIG.
+
+    Raises ValueError if the engine or one of its fields is wrong.
+    """
     kind = os.environ.get("FAKE_TRTLLM_ENGINE", "fake")
     if kind not in {"fake", "embedded"}:
         raise ValueError(f"FAKE_TRTLLM_ENGINE must be fake or embedded, not {kind}")

@@ -20,7 +20,10 @@ SHUT_DOWN = "LLM is shutting down"
 
 
 class Executor:
-    """Runs jobs until it is shut down or dies. Without a configuration it has no engine, which is enough for an encoder."""
+    """Runs jobs until it is shut down or dies.
+
+    Without a configuration it has no engine, which is enough for an encoder.
+    """
 
     def __init__(self, config: EngineConfig | None, args: Any) -> None:
         self.args = args

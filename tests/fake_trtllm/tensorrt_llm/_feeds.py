@@ -45,7 +45,10 @@ class Buffer:
 
 
 class IterationResult:
-    """Items, removed as they are read, until there is none for the timeout. Async only if a loop was running when it was made."""
+    """Yield items, removing each as it is read, until there is none for the timeout.
+
+    It is asynchronous only if a loop was running when it was made.
+    """
 
     def __init__(self, buffer: Buffer, event_poll: bool = False) -> None:
         self._buffer = buffer

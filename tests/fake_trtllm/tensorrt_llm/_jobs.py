@@ -1,4 +1,7 @@
-"""One request in the executor: the sequences it asks our engine for, and what their deltas say in TensorRT-LLM's terms."""
+"""One request in the executor.
+
+A job has the sequences that it asks our engine for, and what their deltas say in TensorRT-LLM's terms.
+"""
 
 import asyncio
 import copy
@@ -185,7 +188,10 @@ class State(msgspec.Struct, frozen=True):
 
 
 def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan, ...]]:
-    """Seed and images of the context request. Raises RequestError if `params` are not of a context request for this prompt."""
+    """Return seed and images of the context request.
+
+    Raises RequestError if `params` are not of a context request for this prompt.
+    """
     if params.ctx_request_id is None or not isinstance(params.opaque_state, bytes):
         raise RequestError("a generation_only request needs ctx_request_id and opaque_state")
     try:

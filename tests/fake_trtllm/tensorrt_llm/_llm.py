@@ -190,7 +190,8 @@ class LLM(BaseLLM):
             self._check_roles(call.disaggregated_params)
             if room < 1 or params.max_tokens < 1:
                 raise RequestError(
-                    f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} do not fit the maximum sequence length"
+                    f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} "
+                    "do not fit the maximum sequence length"
                 )
             fields = engine_sampling(params, executor.info, self.args.guided_decoding_backend is not None)
         except RequestError as error:  # the worker's refusal, which surfaces on iteration
@@ -244,7 +245,8 @@ class LLM(BaseLLM):
             return
         if len(token_ids) / args.context_parallel_size > args.max_num_tokens:
             raise RequestError(
-                f"The sum of prompt length ({len(token_ids)}) and query length (0) should not exceed max_num_tokens ({args.max_num_tokens})"
+                f"The sum of prompt length ({len(token_ids)}) and query length (0) "
+                f"should not exceed max_num_tokens ({args.max_num_tokens})"
             )
 
     def _check_roles(self, disaggregated: Any) -> None:

@@ -9,7 +9,10 @@ from tensorrt_llm._engines import read_json
 
 
 class Tokenizer:
-    """Has the end-of-sequence ids of the model's configuration: the first is its own, the others are `generation_config`'s."""
+    """Has the end-of-sequence ids of the model's configuration.
+
+    The first is its own, the others are those of `generation_config`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._backend = Backend.from_file(str(folder / "tokenizer.json"))
@@ -37,17 +40,22 @@ def load_tokenizer(args: Any) -> Any:
 
 
 def set_up(params: Any, tokenizer: Any) -> None:
-    """Fill in, in place, what SamplingParams leaves to it. With an explicit `end_id` nothing is, and stop strings are an error."""
+    """Fill in, in place, what SamplingParams leaves to the tokenizer.
+
+    With an explicit `end_id` nothing is filled in, and stop strings are an error.
+    """
     if params.end_id is not None:
         for name in ("stop", "bad"):
             if getattr(params, name) is not None:
                 raise RuntimeError(
-                    f"SamplingParams.{name} ({getattr(params, name)}) is not processed by tokenizer, please call the setup method."
+                    f"SamplingParams.{name} ({getattr(params, name)}) is not processed by tokenizer, "
+                    "please call the setup method."
                 )
         return
     if tokenizer is None:
         raise ValueError(
-            "tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id for SamplingParams"
+            "tokenizer is required to reset end_id if it is None, "
+            "or you can explicitly specify the end_id for SamplingParams"
         )
     params.end_id = tokenizer.eos_token_id
     params.pad_id = tokenizer.pad_token_id if params.pad_id is None else params.pad_id

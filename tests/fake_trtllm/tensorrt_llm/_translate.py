@@ -24,7 +24,10 @@ def stop_ids(params: Any) -> tuple[int, ...]:
 
 
 def engine_sampling(params: Any, info: EngineInfo, guided: bool) -> dict[str, Any]:
-    """Fields of our SamplingParams, less `max_tokens` and `processors`. Raises RequestError for what our engines cannot do."""
+    """Return fields of our SamplingParams, except `max_tokens` and `processors`.
+
+    Raises RequestError for what our engines cannot do.
+    """
     for name in _UNSUPPORTED:
         if getattr(params, name):
             raise RequestError(f"{name} is not supported")
@@ -61,7 +64,10 @@ def engine_sampling(params: Any, info: EngineInfo, guided: bool) -> dict[str, An
 
 
 def checked_processors(params: Any) -> list[Any]:
-    """Copies of the request's logits processors, as worker processes would get them. Raises whatever pickling raises."""
+    """Return copies of the request's logits processors, as worker processes would get them.
+
+    Raises whatever pickling raises.
+    """
     given = params.logits_processor
     processors = [] if given is None else given if isinstance(given, list) else [given]
     copies = [pickle.loads(pickle.dumps(processor)) for processor in processors]  # noqa: S301 - our own bytes, as the real one does

@@ -1,4 +1,7 @@
-"""The vision part of a model: media in, deterministic embeddings out, as handles or in a prompt. Equal media give equal embeddings."""
+"""The vision part of a model: media in, deterministic embeddings out.
+
+Embeddings are handles or part of a prompt. Equal media give equal embeddings.
+"""
 
 import hashlib
 import importlib
@@ -16,8 +19,10 @@ TOKENS, WIDTH = 16, 64
 
 
 def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any, mrope: bool) -> RequestOutput:
-    """The result, finished. Its own parameters have the handles, with `mrope` those of positions too; those of its output were made before
-    there were any.
+    """Return the finished result.
+
+    Its own parameters have the handles, with `mrope` also those of positions; the parameters of its output were made
+    before there were any.
     """
     if not isinstance(inputs, dict) or not inputs.get("multi_modal_data"):
         raise ValueError("the encoder takes dicts with multi_modal_data")
@@ -50,7 +55,10 @@ def embed(media: dict[str, Any]) -> list[Any]:
 
 
 def position(params: Any) -> None:
-    """Write what a model with mRoPE has on DisaggregatedParams: handles of positions and of what is added to later ones."""
+    """Write what a model with mRoPE has on DisaggregatedParams.
+
+    These are handles of positions and of what is added to later ones.
+    """
     import torch  # noqa: PLC0415 - slow, and needed for such models only
 
     params.mrope_position_ids_handle = _shared(torch.zeros(3, 1, TOKENS))

@@ -61,8 +61,10 @@ async def test_names_are_resolved_once_for_each_hop() -> None:
 
 
 FORBIDDEN = [
-    "internal.test", "mixed.test", "metadata.test", "odd.test", "nothing.test", "unknown.test", "127.0.0.1", "10.1.2.3", "169.254.169.254",
-    "192.168.0.1", "100.100.100.200", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:a9fe:a9fe]", "[fd00:ec2::254]",
+    "internal.test", "mixed.test", "metadata.test", "odd.test", "nothing.test", "unknown.test", "127.0.0.1",
+    "10.1.2.3", "169.254.169.254",
+    "192.168.0.1", "100.100.100.200", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:a9fe:a9fe]",
+    "[fd00:ec2::254]",
     "[fe80::1]",    "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]", "[ff02::1]", "168.63.129.16",
     "224.0.0.1", "255.255.255.255",
 ]  # fmt: skip
@@ -185,7 +187,7 @@ async def test_certificates_are_checked_by_name(certificate: Path) -> None:
             "/down": moved("http://images.test/"),
             "/other": moved("https://other.test/"),
         }
-        secure = await asyncio.start_server(w.server._serve, "127.0.0.1", 0, ssl=context)
+        secure = await asyncio.start_server(w.server.serve, "127.0.0.1", 0, ssl=context)
         async with secure:
             w.transport._port = secure.sockets[0].getsockname()[1]
             assert (await w.loader.load("https://images.test/")).data == PNG
@@ -212,7 +214,7 @@ async def test_real_names_and_addresses(host: str, family: socket.AddressFamily)
     """Nothing invented: the system's resolver, and no detour."""
     odd = OddServer()
     try:
-        server = await asyncio.start_server(odd._serve, "::1" if family == socket.AF_INET6 else "127.0.0.1", 0)
+        server = await asyncio.start_server(odd.serve, "::1" if family == socket.AF_INET6 else "127.0.0.1", 0)
     except OSError:
         pytest.skip("this machine has no such address")
     url = f"http://{host}:{server.sockets[0].getsockname()[1]}/"

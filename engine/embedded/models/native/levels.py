@@ -66,10 +66,10 @@ def _features() -> frozenset[str]:
     Linux."""
     if platform.machine() not in _X86_64 or not _CPUINFO.exists():
         return frozenset()
-    return _flags(_CPUINFO.read_text(errors="replace").splitlines())
+    return common_flags(_CPUINFO.read_text(errors="replace").splitlines())
 
 
-def _flags(lines: Iterable[str]) -> frozenset[str]:
+def common_flags(lines: Iterable[str]) -> frozenset[str]:
     """Return the features that every core has."""
     cores = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
     return frozenset.intersection(*cores) if cores else frozenset()

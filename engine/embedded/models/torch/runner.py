@@ -41,8 +41,8 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self._module = _load_module(config, self.hf_config, self.dtype, self.device)
-        attends = ask(self._module, self.hf_config, self.context_length)
+        self.module = _load_module(config, self.hf_config, self.dtype, self.device)
+        attends = ask(self.module, self.hf_config, self.context_length)
         self._adapt(config, attends)
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
@@ -73,7 +73,7 @@ class TorchRunner(PendingTokens):
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         step = sort_decodes(step)
-        output = self._module(
+        output = self.module(
             **self._inputs_of(step),
             position_ids=self._positions_of(step).to(self.device),
             use_cache=False,
@@ -88,7 +88,7 @@ class TorchRunner(PendingTokens):
         tokens = torch.tensor([self.token_ids(step)], device=self.device)
         if step.embeddings is None:
             return {"input_ids": tokens}
-        embeddings: torch.Tensor = self._module.get_input_embeddings()(tokens)
+        embeddings: torch.Tensor = self.module.get_input_embeddings()(tokens)
         embeddings[0, step.embeddings.rows] = step.embeddings.embeddings
         return {"inputs_embeds": embeddings}
 
@@ -99,7 +99,7 @@ class TorchRunner(PendingTokens):
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""
         if self.device.type == "cpu":
-            _replace_for_cpu(self._module)
+            _replace_for_cpu(self.module)
             _give_back_memory()
         elif self.takes_images:
             torch.cuda.empty_cache()  # of the vision tower

@@ -123,7 +123,7 @@ async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, to
 
 async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = (await compiler.compile(Guide("regex", "a+"))).matcher()
-    matcher._allowance = 0.0
+    matcher.allowance = 0.0
     allowed(matcher)
     assert "too ambiguous" in matcher.error
     assert allowed(matcher) == {EOS}

@@ -1,5 +1,7 @@
-"""Handovers that go wrong: transfers that break, hang or come late, aborts at every stage, handoffs that lie, blocks
-that run out."""
+"""Handoffs that fail.
+
+Transfers break, hang or come late, requests are aborted at every stage, handoffs lie, and blocks run out.
+"""
 
 import shutil
 import time

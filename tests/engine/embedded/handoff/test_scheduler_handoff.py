@@ -1,5 +1,7 @@
-"""The scheduler by property, with prompts that are read from other replicas or from a tier, and sequences that are
-held for a replica."""
+"""The scheduler by property, with prompts that a source offers.
+
+Prompts are read from other replicas or from a tier, and sequences are held for a replica.
+"""
 
 import itertools
 import random
@@ -50,8 +52,10 @@ class Remote(_Source):
 
 
 class Tier(_Source):
-    """Offers blocks by their keys, as a tier of the host's memory would: the first blocks of some prompts, each
-    until it fails."""
+    """A source that offers blocks by their keys, as a tier in host memory would.
+
+    It offers the first blocks of some prompts, each until it fails.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

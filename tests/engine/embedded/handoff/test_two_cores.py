@@ -1,5 +1,7 @@
-"""Prefill and decode by two cores of the embedded engine, with real transfers: what one core alone generates, token
-for token."""
+"""Prefill and decode by two cores of the embedded engine, with real transfers.
+
+Together they generate what one core alone generates, token for token.
+"""
 
 import random
 from pathlib import Path
@@ -67,25 +69,21 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
     return {name: tokens(deltas) for name, deltas in alone(tiny_model, greedy_requests()).items()}
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+PRESSED: dict[str, Any] = {"num_blocks": LONGEST // 8 + 4}
+"""Blocks for the longest prompt and little more."""
+
+
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "overlap"),
     [
-        pytest.param({}, {}, id="plain"),
-        pytest.param({"max_num_tokens": 16}, {"max_batch_size": 3}, id="chunked"),
+        pytest.param({"max_num_tokens": 16, **PRESSED}, {"max_num_tokens": 60, **PRESSED}, "on", id="chunked, pressed"),
+        pytest.param({"enable_block_reuse": False}, {"enable_block_reuse": False, **PRESSED}, "off", id="no reuse"),
+        pytest.param({"enable_block_reuse": False}, {"max_batch_size": 3}, "on", id="reuse on one side"),
         pytest.param(
             {"max_num_tokens": 50, "enable_chunked_prefill": False},
             {"max_num_tokens": 2, "max_batch_size": 2},
+            "off",
             id="unchunked",
-        ),
-        pytest.param({"enable_block_reuse": False}, {"enable_block_reuse": False}, id="no reuse"),
-        pytest.param({"enable_block_reuse": False}, {}, id="reuse on one side"),
-        pytest.param({"num_blocks": LONGEST // 8 + 4}, {}, id="prefill pressed"),
-        pytest.param({}, {"num_blocks": LONGEST // 8 + 4, "max_num_tokens": 60}, id="decode pressed"),
-        pytest.param(
-            {"num_blocks": LONGEST // 8 + 4},
-            {"num_blocks": LONGEST // 8 + 4, "enable_block_reuse": False},
-            id="both pressed",
         ),
     ],
 )

@@ -1,5 +1,7 @@
-"""Two embedded engines that hand over, in one process and in two: guides, logits processors, shared memory, and what
-is left at the end."""
+"""Two embedded engines that hand over, in one process and in two.
+
+Covers guides, logits processors, shared memory, and what is left at the end.
+"""
 
 import asyncio
 import contextlib

@@ -1,5 +1,7 @@
-"""The block pool by property: whatever the order of calls, the books balance and a key always finds its own
-contents."""
+"""The block pool by property.
+
+Whatever the order of calls, the books balance and a key always finds its own contents.
+"""
 
 import pytest
 from hypothesis import settings
@@ -13,8 +15,10 @@ SIZE = 2
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of two-token blocks over a pool of eight, against a model that remembers what every block was filled
-    with."""
+    """Sequences of two-token blocks over a pool of eight.
+
+    They are compared with a model that remembers what every block was filled with.
+    """
 
     sequences = Bundle("sequences")
 
@@ -75,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
                 known.difference_update(event.block_hashes)
             elif isinstance(event, Cleared):
                 known.clear()
-        assert known == {event_hash(key) for key in self.pool._block_of}
+        assert known == {event_hash(key) for key in self.pool.keys}
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,7 +1,7 @@
-"""What every model runner does with a `StepInput`: the logits of transformers' own forward, however prompts are cut and
-steps are filled.
+"""What every model runner does with a `StepInput`.
 
-The CUDA runner is here in Triton's interpreter, where Triton is installed; on a GPU `cuda/test_cuda_engine.py` runs it.
+It computes the logits of transformers' own forward, however prompts are cut and steps are filled. The CUDA runner runs
+here in Triton's interpreter, where Triton is installed; `cuda/test_cuda_engine.py` runs it on a GPU.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ SIZE = 16
 SEQS = 4
 VOCAB = 64
 TEXT = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 64,
     "vocab_size": VOCAB, "max_position_embeddings": 128,
 }  # fmt: skip
 
@@ -64,7 +65,8 @@ def load(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     def load(folder: Path, **options: Any) -> ModelRunner:
         settings = {
-            "device": "cpu", "dtype": "float32", "num_blocks": 40, "kv_block_size": SIZE, "max_batch_size": SEQS, "threads": 1,
+            "device": "cpu", "dtype": "float32", "num_blocks": 40, "kv_block_size": SIZE, "max_batch_size": SEQS,
+            "threads": 1,
             "max_num_tokens": 64, "enable_cuda_graphs": kind == "cuda",
         }  # fmt: skip
         runner: ModelRunner = runner_class(EmbeddedConfig(model=str(folder), **{**settings, **options}))
@@ -183,7 +185,7 @@ def test_a_slot_gets_another_sequence(runner: ModelRunner, reference: LlamaForCa
     near(runner.forward(step_of([other])), logits_of(reference, B))
     again = Part(A, [33, 34, 35], 0, 39, slot=0)
     runner.forward(step_of([again]))
-    near(runner.forward(step_of([again._replace(start=39, length=1)])), logits_of(reference, A)[39:])
+    near(runner.forward(step_of([again.changed(start=39, length=1)])), logits_of(reference, A)[39:])
 
 
 def test_shared_blocks_are_read_by_both(runner: ModelRunner, reference: LlamaForCausalLM) -> None:
@@ -252,8 +254,10 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_embeddings_take_the_places_of_tokens(load: Any, llava: Path) -> None:
-    """Of a prompt cut within an image, with a decode and another prompt beside it; the same token ids elsewhere are
-    tokens."""
+    """Embeddings of a prompt that is cut within an image.
+
+    A decode and another prompt are beside it in the step; elsewhere the same token ids are ordinary tokens.
+    """
     runner: ModelRunner = load(llava)
     assert runner.takes_images is not None
     model: Any = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32).eval()
@@ -275,6 +279,6 @@ def test_embeddings_take_the_places_of_tokens(load: Any, llava: Path) -> None:
     begun = Part(other, TABLES[1], 0, 3, slot=1)
     logits = runner.forward(step_of([begun, first], embeddings=EmbeddingRows([5, 6, 7, 8], embeddings[:4]))).clone()
     near(logits, torch.cat((expected(other, None)[:3], expected(prompt, embeddings)[:6])))
-    parts = [begun._replace(start=3, length=1), first._replace(start=6, length=8)]
+    parts = [begun.changed(start=3, length=1), first.changed(start=6, length=8)]
     logits = runner.forward(step_of(parts, embeddings=EmbeddingRows([1, 2, 3, 4, 5], embeddings[4:])))
     near(logits, torch.cat((expected(other, None)[3:], expected(prompt, embeddings)[6:])))

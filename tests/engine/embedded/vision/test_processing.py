@@ -48,7 +48,7 @@ def new_encoder(folder: Path, **options: Any) -> BatchEncoder:
 
 def reference_processor(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' own, for whole prompts. SmolVLM's class is taken without what it needs for videos."""
-    ours = encoder._processing._processor
+    ours = encoder.processing.processor
     if "SmolVLM" not in type(ours.image_processor).__name__:
         return ours
     monkeypatch.setattr(processing_smolvlm, "num2words", str)
@@ -127,7 +127,7 @@ def test_an_image_alone_is_what_it_is_among_others(encoder: BatchEncoder) -> Non
 
 
 def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
-    names = [name for name, _ in encoder._tower._model.named_parameters()]
+    names = [name for name, _ in encoder.tower.model.named_parameters()]
     assert names and not any(name.startswith(("language_model", "text_model", "lm_head")) for name in names)
 
 
@@ -211,7 +211,7 @@ def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for
     def take(count: int) -> None:
         with room.take(count):
             order.append(count)
-            most.append(room._most - room._free)
+            most.append(room.most - room.free)
             time.sleep(0.05)
 
     threads = [threading.Thread(target=take, args=(count,)) for count in (40, 60, 1000, 10, 20, 30, 50)]
@@ -221,4 +221,4 @@ def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for
     for thread in threads:
         thread.join(5)
     assert order[:3] == [40, 60, 1000] and sorted(order[3:]) == [10, 20, 30, 50]
-    assert max(most) == most[2] == 100 and room._free == 100
+    assert max(most) == most[2] == 100 and room.free == 100

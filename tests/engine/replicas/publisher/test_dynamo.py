@@ -131,7 +131,7 @@ async def test_random_requests_on_the_embedded_engine(tiny_model: Path, monkeypa
     async with consuming(engine) as consumers:
         await run_all(engine, requests, 30)
         (pool,) = cores[0].blocks.pools
-        assert await check(engine, consumers, requests[-40:], lambda: {event_hash(key) for key in pool._block_of}) > 20
+        assert await check(engine, consumers, requests[-40:], lambda: {event_hash(key) for key in pool.keys}) > 20
         assert 30 < len(consumers.books.hashes) <= 60
 
 

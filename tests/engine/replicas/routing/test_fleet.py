@@ -1,7 +1,7 @@
 """Replicas that come and go: by DNS, by failing, by being ready or not."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +13,7 @@ from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet, RoutedPrompt
 from engine.replicas.routing.policy import Policy
 from tests.support.routing import Bare, Seen, Sender, stored, tokens_of
+from tests.support.waiting import until
 
 TWO_RANKS = b'HTTP/1.1 200 OK\r\ncontent-length: 38\r\n\r\n{"runtime": {"data_parallel_size": 2}}'
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -43,12 +44,6 @@ async def running(addresses: Addresses, sources: EventSources | None = None) -> 
         yield fleet, seen
     finally:
         await fleet.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(8):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

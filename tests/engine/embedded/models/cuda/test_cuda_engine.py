@@ -1,5 +1,7 @@
-"""The embedded engine on a GPU: close to float32, and the same tokens whether steps are graphs, prepared ahead,
-split or preempted."""
+"""The embedded engine on a GPU.
+
+Logits are close to float32, and tokens are the same whether steps are graphs, prepared ahead, split or preempted.
+"""
 
 import asyncio
 import random
@@ -25,8 +27,10 @@ OUTPUT = 24
 
 def save(path: Path, spread: float, positions: int = 2048) -> Path:
     config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=2048,
-        max_position_embeddings=positions, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
+        hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
+        vocab_size=2048,
+        max_position_embeddings=positions, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1,
+        bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
@@ -135,8 +139,10 @@ async def test_a_step_ahead_changes_nothing_at_all(folder: Path, prompts: list[l
 
 
 async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
-    """A prompt of many steps: were the host to run ahead of them all, it would plan over plans that the device has
-    yet to read."""
+    """A prompt of many steps does not let the host run far ahead.
+
+    Otherwise the host would overwrite plans that the device has yet to read.
+    """
     folder, rng = save(tmp_path, 0.08, 1 << 15), random.Random(1)
     prompt = [rng.randrange(2, 2048) for _ in range(30_000)]
     options = {"max_num_tokens": 512, "enable_block_reuse": False}
@@ -162,9 +168,11 @@ async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
 async def test_eight_bits_are_near_sixteen(
     tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float, agreeing: float
 ) -> None:
-    """The limits are twice what these roundings cost in transformers' forward (benchmarks/gpu/emulate.py): 0.023, 0.063
-    and 0.069 nats of the 20 likeliest tokens on average, with 38, 33 and 29 of 40 first tokens the same; float32 and
-    bfloat16 differ by 0.005. Compared as long as both have the same tokens before.
+    """Errors of reduced precision are below twice what the roundings cost in transformers' forward.
+
+    benchmarks/gpu/emulate.py measured 0.023, 0.063 and 0.069 nats of the 20 likeliest tokens on average, with 38, 33
+    and 29 of 40 first tokens the same; float32 and bfloat16 differ by 0.005. Outputs are compared as long as both have
+    the same tokens before.
     """
     usual, rounded = (
         await answers(tame, prompts, {"logprobs": 20}),

@@ -17,7 +17,8 @@ from tests.support.image_support import Family, Prompt, answers, request_for, te
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 60, "max_seq_len": 96,
+    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4,
+    "num_blocks": 60, "max_seq_len": 96,
     "overlap_scheduler": "on",
 }  # fmt: skip
 

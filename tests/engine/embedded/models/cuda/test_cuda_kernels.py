@@ -219,8 +219,10 @@ def layer(
 @pytest.mark.parametrize("rows", [1, 6, 40])
 @torch.inference_mode()
 def test_both_kinds_of_products(rows: int) -> None:
-    """A layer, twice over, against the same in float32: wrong by less than a fiftieth of what it is, or an eighth in
-    eight bits."""
+    """A layer, run twice, against the same layer in float32.
+
+    The error is below a fiftieth of the value, or below an eighth of it in eight bits.
+    """
     sizes = {
         "qkv": [(256, 256), (64, 256), (64, 256)],
         "out": [(256, 256)],

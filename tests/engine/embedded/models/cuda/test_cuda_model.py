@@ -1,7 +1,7 @@
-"""The GPU's model without a GPU, whole and in float32: transformers' tokens, however steps are cut, prepared ahead,
-replayed or preempted.
+"""The GPU's model without a GPU, whole and in float32.
 
-`test_cuda_engine` is the same for a GPU itself, whose roundings forbid so much.
+It generates transformers' tokens, however steps are cut, prepared ahead, replayed or preempted. `test_cuda_engine`
+tests the same on a GPU, whose roundings forbid such exact comparisons.
 """
 
 import random
@@ -30,14 +30,16 @@ OUTPUT = 4
 LENGTHS = (13, 4, 1, 5, 10)
 """Of prompts: they end before, on and after the ends of blocks of 16 tokens, and the shortest fit a graph of a step."""
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4, "num_blocks": 40,
+    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4,
+    "num_blocks": 40,
     "overlap_scheduler": "on",
 }  # fmt: skip
 
 
 def save(path: Path, spread: float) -> Path:
     config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=64,
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+        vocab_size=64,
         max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -52,8 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose attention and logits are as flat as a trained model's: the other makes roundings several times as
-    large."""
+    """A model whose attention and logits are as flat as a trained model's.
+
+    The other model makes roundings several times as large.
+    """
     return save(tmp_path_factory.mktemp("tame"), 0.06)
 
 
@@ -223,8 +227,10 @@ def test_a_step_ahead_changes_nothing_of_what_is_drawn(
 def test_eight_bits_are_near_transformers(
     tame: Path, prompts: list[list[int]], options: dict[str, Any], error: float
 ) -> None:
-    """By the mean error of the log-probabilities of tokens that were taken and of the likeliest: the limits are
-    about twice what it is."""
+    """The mean error of the log-probabilities of tokens that were taken and of the likeliest ones.
+
+    The limits are about twice the measured error.
+    """
     found = run(tame, prompts[:2], {"logprobs": 3}, max_batch_size=2, **options)
     reference, errors = LlamaForCausalLM.from_pretrained(tame).eval(), []
     for prompt, tokens, entries in zip(prompts[:2], found.tokens, found.logprobs, strict=True):

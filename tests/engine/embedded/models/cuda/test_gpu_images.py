@@ -1,5 +1,7 @@
-"""Images on a GPU: towers make of them what they make on a CPU, and answers are transformers' own, but for
-roundings."""
+"""Images on a GPU.
+
+Towers compute what they compute on a CPU, and answers are transformers' own, except for roundings.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ SIZES = ((40, 30), (30, 61), (16, 16), (64, 20), (40, 30))
 FAST = {"head_dim": 128, "intermediate_size": 64}
 """What the GPU's kernels take."""
 OPTIONS: dict[str, Any] = {
-    "device": DEVICE, "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 32, "num_blocks": 60, "max_seq_len": 256,
+    "device": DEVICE, "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 32, "num_blocks": 60,
+    "max_seq_len": 256,
 }  # fmt: skip
 
 
@@ -69,8 +72,8 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
                 name: torch.cat([image.tensors[name] for image in images]).to(DEVICE) for name in images[0].tensors
             }
             with torch.inference_mode():
-                assert torch.allclose(rows, tower._features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
-    assert len(tower._graphs._graphs) == (3 if kind == "llava" else 0)
+                assert torch.allclose(rows, tower.features(**others).flatten().cpu(), rtol=1e-4, atol=1e-5)
+    assert len(tower.graphs) == (3 if kind == "llava" else 0)
 
 
 def test_what_fits_no_graph_is_computed_without() -> None:
@@ -83,7 +86,7 @@ def test_what_fits_no_graph_is_computed_without() -> None:
         assert torch.equal(graphs(pixels), pixels * 2)
         assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
     others = Graphs(lambda pixels: pixels * 3)
-    assert torch.equal(others(pixels), pixels * 3) and len(others._graphs) == 1
+    assert torch.equal(others(pixels), pixels * 3) and len(others) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""The compiled path on a CPU: what transformers computes, to the same bits in any batch; what it does not know is left
-to transformers.
+"""The compiled path on a CPU.
 
-Tests of numbers run at every level (`CPU_ISA`): as this processor has it, or else its code compiled for what the
+It computes what transformers computes, to the same bits in any batch, and leaves models that it does not know to
+transformers.
+
+Tests of numbers run at every level (`CPU_ISA`): compiled as this processor has it, or else for the features that the
 processor has.
 """
 
@@ -71,8 +73,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def as_here(level: levels.Level) -> levels.Level:
-    """The level itself, or its width of vector in instructions that this processor has; -O3 takes 23 s to compile
-    that, -O1 4 s."""
+    """The level itself, or its vector width in instructions that this processor has.
+
+    It takes 23 s to compile that with -O3, and 4 s with -O1.
+    """
     here = available()
     return level if level in here else level._replace(flags=(*here[-1].flags, "-O1"), needs=frozenset())
 
@@ -109,13 +113,13 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folde
     model = load(folder, cpu_isa=level)
     sequence = Part(tokens_of(100, 1), list(range(4)), 0, 100)
     whole = model.forward(step_of([sequence]))
-    sequence = sequence._replace(table=list(range(4, 8)))
+    sequence = sequence.changed(table=list(range(4, 8)))
     others = [Part(tokens_of(70, seed), list(range(8 + 3 * seed, 11 + 3 * seed)), 0, 1) for seed in range(9)]
     parts = []
     for start, length in ((0, 5), (5, 60), (65, 1), (66, 30), (96, 1), (97, 1), (98, 1), (99, 1)):
-        mine = sequence._replace(start=start, length=length)
+        mine = sequence.changed(start=start, length=length)
         company = [
-            other._replace(start=start // 2, length=1 + (seed + start) % 3)
+            other.changed(start=start // 2, length=1 + (seed + start) % 3)
             for seed, other in enumerate(others[: start % 10])
         ]
         members = sorted([*company, mine], key=lambda part: part.length > 1)
@@ -142,8 +146,10 @@ ODD_SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sizes", ODD_SIZES)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
-    """No size is refused at one level and taken at another: a panel is 8, 16 or 32 wide, and these are multiples of
-    none."""
+    """No size is refused at one level and taken at another.
+
+    A panel is 8, 16 or 32 wide, and these sizes are multiples of none.
+    """
     options = {**KINDS[kind], **ODD_SIZES[sizes]}
     reference = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path, kind, **options), dtype=torch.float32)
     tokens = tokens_of(50, 1, options.get("vocab_size", SIZES["vocab_size"]))
@@ -173,13 +179,15 @@ def test_blocks_of_any_size_hold_the_same_at_every_level(
         torch.testing.assert_close(model.memory.blocks[0], models[0].memory.blocks[0], **NEAR)
     for model, other in zip(models, [*models[1:], models[0]], strict=True):
         other.memory.blocks[0][:] = model.memory.blocks[0]
-        last = other.forward(step_of([sequence._replace(start=89, length=1)]))
+        last = other.forward(step_of([sequence.changed(start=89, length=1)]))
         torch.testing.assert_close(last, filled[0][89:], **NEAR)
 
 
 NEAR = {"rtol": 1e-4, "atol": 3e-4}
-"""Levels add up the same products in the same order, but not all have fused multiplication and addition. Logits here
-are up to 60."""
+"""Levels add up the same products in the same order, but not all fuse multiplication and addition.
+
+Logits here are up to 60.
+"""
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -280,8 +288,8 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
 
 def test_features_are_those_of_every_core() -> None:
     lines = ["processor : 0", "flags\t\t: fpu avx2 fma", "flags\t\t: fpu avx2 avx512f", "power management:"]
-    assert levels._flags(lines) == {"fpu", "avx2"}
-    assert levels._flags([]) == frozenset()
+    assert levels.common_flags(lines) == {"fpu", "avx2"}
+    assert levels.common_flags([]) == frozenset()
 
 
 def test_the_type_chosen_does_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

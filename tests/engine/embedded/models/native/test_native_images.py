@@ -1,5 +1,6 @@
-"""Images on the compiled path of a CPU: LLaVA, Idefics3 and SmolVLM around a Llama, what transformers generates from
-the pixels.
+"""Images on the compiled path of a CPU: LLaVA, Idefics3 and SmolVLM around a Llama.
+
+The engine generates what transformers generates from the pixels.
 """
 
 import json

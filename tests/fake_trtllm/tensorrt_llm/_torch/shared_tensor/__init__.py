@@ -19,7 +19,10 @@ def free() -> None:
 
 
 class SharedTensorContainer:
-    """A tensor and the dict that another process can rebuild it from, once. Until then the producer's memory is held."""
+    """A tensor and the dict from which another process can rebuild it, once.
+
+    Until then the producer's memory is held.
+    """
 
     def __init__(self, method_key: int, tensor_info: dict[str, Any], tensor: torch.Tensor | None = None) -> None:
         self.method_key = method_key
