@@ -55,10 +55,8 @@ def state(*names: str, **params: Any) -> SamplerState:
 
 
 def step(*states: SamplerState) -> list[int]:
-    tokens = [
-        sampled.token_id
-        for sampled in Sampler(VOCAB, CPU).sample(torch.arange(VOCAB).float().repeat(len(states), 1), states)
-    ]
+    logits = torch.arange(VOCAB).float().repeat(len(states), 1)
+    tokens = [token for sampled in Sampler(VOCAB, CPU).sample(logits, states) for token in sampled.token_ids]
     for one, token in zip(states, tokens, strict=True):
         one.accept(token)
     return tokens
