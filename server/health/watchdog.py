@@ -30,9 +30,7 @@ class Watchdog:
         self.blocked = False
 
     def reason(self) -> str:
-        """Return why the replica is not ready; empty if the loop runs. Only seen right after a block: during one, nothing
-        answers.
-        """
+        """Return why the replica is not ready, or an empty string. Only seen after a block: during one, nothing answers."""
         return "The event loop stood still." if self.blocked else ""
 
     @asynccontextmanager

@@ -130,8 +130,8 @@ def request(server: ServerProcess, body: dict[str, object]) -> socket.socket:
 
 def raw_request(body: dict[str, object]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    return head.encode() + content
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 def until(connection: socket.socket, mark: bytes) -> bytes:

@@ -110,9 +110,9 @@ class CudaRunner(TorchRunner):
         if set(attends.windows) != {None}:
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
-            expected = trial_by_transformers(self._module)
+            expected = trial_by_transformers(self.module)
             self._decoder = LlamaDecoder(
-                self._module, self.context_length, config.max_num_tokens if self.takes_images else 0
+                self.module, self.context_length, config.max_num_tokens if self.takes_images else 0
             )
             if not self._agrees(expected, _TOLERANCE):
                 raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
@@ -122,7 +122,7 @@ class CudaRunner(TorchRunner):
                     raise UnsupportedModelError(
                         f"{self.hf_config.model_type} does not bear products of fp8, or this machine has none"
                     )
-        self._module = None
+        self.module = None
         torch.cuda.empty_cache()
 
     def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
