@@ -25,7 +25,7 @@ _UPRIGHT = {
 }
 # With blocks this large the C library returns an image's memory when it is freed; with Pillow's default of 16 MiB each
 # thread would keep a gigabyte.
-Image.core.set_block_size(64 << 20)
+Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]
 
 
 def limit_pixels(most: int) -> None:

@@ -56,8 +56,9 @@ def state(*names: str, **params: Any) -> SamplerState:
 
 def step(*states: SamplerState) -> list[int]:
     tokens = [
-        sampled.token_id
+        token_id
         for sampled in Sampler(VOCAB, CPU).sample(torch.arange(VOCAB).float().repeat(len(states), 1), states)
+        for token_id in sampled.token_ids
     ]
     for one, token in zip(states, tokens, strict=True):
         one.accept(token)
