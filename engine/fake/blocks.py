@@ -42,11 +42,7 @@ class FakeBlocks:
         return {*self._users, *self._idle}
 
     def open(self, tokens: tuple[int, ...], salt: str, images: Sequence[MediaSpan]) -> "FakeSequenceBlocks":
-<<<<<<< HEAD
         """Return the blocks of a new sequence, known ones of its prompt first; at least one token is left to do."""
-=======
-        """Return the blocks of a new sequence: known blocks of its prompt, so that at least one token is left to compute."""
->>>>>>> lean-server
         sequence = FakeSequenceBlocks(self, self._block_size, salt, images)
         reusable = (len(tokens) - 1) // self._block_size
         for start in range(0, reusable * self._block_size, self._block_size):

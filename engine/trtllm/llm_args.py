@@ -2,13 +2,8 @@
 
 `llm_args.json` holds for each model, after those that it uses, its fields as `[type, default]`, or `[type]` for a
 required one; `Name(Base)` derives a model. Names, order, types and defaults are those of
-<<<<<<< HEAD
 `tensorrt_llm.llmapi.llm_args`; a test holds them against the contract. `mpi_session` is left out: it is an object of
 the caller's own. The contract dates `AutoDeployLlmArgs` after 1.2.1, so this model only says which names are known.
-=======
-`tensorrt_llm.llmapi.llm_args`; a test holds them against the contract. `mpi_session` is left out: it is an object of the caller's own. The contract
-dates `AutoDeployLlmArgs` after 1.2.1, so that this model says no more than which names are known.
->>>>>>> lean-server
 """
 
 import json

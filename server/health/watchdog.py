@@ -30,11 +30,7 @@ class Watchdog:
         self.blocked = False
 
     def reason(self) -> str:
-<<<<<<< HEAD
         """Return why the replica is not ready, or "". Only seen after a block: during one, nothing answers."""
-=======
-        """Return why the replica is not ready, or an empty string. Only seen after a block: during one, nothing answers."""
->>>>>>> lean-server
         return "The event loop stood still." if self.blocked else ""
 
     @asynccontextmanager
