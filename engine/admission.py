@@ -5,27 +5,23 @@ It admits as many sequences as the engine runs at once, and bounds how many othe
 
 import asyncio
 import contextvars
-import heapq
-import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from bisect import insort
 
 import msgspec
 
-from engine.base import Engine
+from engine.base import Engine, EngineAround
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
 from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream
-from engine.kv_events import KvEvent
 from engine.process.attachments import data_of
-from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import Delta, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30
 """Maximum bytes of images and image embeddings that queued requests may hold."""
 
 
-class AdmissionEngine:
+class AdmissionEngine(EngineAround):
     """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
     Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait,
@@ -34,34 +30,22 @@ class AdmissionEngine:
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
         self._inside = 0
-        self._queue: dict[_Waiting, None] = {}
+        self._queue: list[_Waiting] = []
+        """In order of rank, of equals in order of arrival."""
         self._waiting_bytes = 0
-        self._order: list[tuple[float, int, _Waiting]] = []
-        self._arrivals = itertools.count()
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def healthy(self) -> bool:
-        return self._engine.healthy
 
     @property
     def waiting(self) -> int:
         """Number of queued sequences."""
         return len(self._queue)
 
-    async def start(self) -> None:
-        await self._engine.start()
-
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
-            capacity = self._engine.info.max_num_seqs
+            capacity = self.inner.info.max_num_seqs
         except EngineNotReady as error:
             return DeltaStream.failed(error)
         if self._inside < capacity:
@@ -75,19 +59,13 @@ class AdmissionEngine:
             )
         return self._enqueue(request, size)
 
-    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        return self._engine.kv_events()
-
-    def stats(self) -> AsyncIterator[IterationStats]:
-        return self._engine.stats()
-
     async def close(self) -> None:
         for waiting in list(self._queue):
             self._refuse(waiting, EngineNotReady("the engine is closing"))
-        await self._engine.close()
+        await self.inner.close()
 
     def _admit(self, request: GenerateRequest) -> DeltaStream:
-        stream = self._engine.generate(request)
+        stream = self.inner.generate(request)
         self._inside += 1
         stream.when_done(self._release)
         return stream
@@ -96,20 +74,17 @@ class AdmissionEngine:
         waiting = _Waiting(request, size)
         waiting.stream = DeltaStream(lambda: self._abort(waiting))
         waiting.timer = asyncio.get_running_loop().call_later(self._queue_timeout, self._give_up, waiting)
-        self._queue[waiting] = None
         self._waiting_bytes += size
-        heapq.heappush(self._order, (rank(request.priority, waiting.arrived), next(self._arrivals), waiting))
+        insort(self._queue, waiting, key=lambda one: rank(one.request.priority, one.arrived))
         return waiting.stream
 
     def _release(self) -> None:
         """Admit the first in the queue in the place of a sequence that has left the engine."""
         self._inside -= 1
-        while self._queue:
-            waiting = heapq.heappop(self._order)[2]
-            if waiting in self._queue:
-                self._leave(waiting)
-                waiting.enter(waiting.context.run(self._admit, waiting.request))
-                return
+        if self._queue:
+            waiting = self._queue[0]
+            self._leave(waiting)
+            waiting.enter(waiting.context.run(self._admit, waiting.request))
 
     def _give_up(self, waiting: "_Waiting") -> None:
         seconds = time.monotonic() - waiting.arrived
@@ -128,11 +103,8 @@ class AdmissionEngine:
     def _leave(self, waiting: "_Waiting") -> None:
         """Take a request out of the queue."""
         waiting.timer.cancel()
-        del self._queue[waiting]
+        self._queue.remove(waiting)
         self._waiting_bytes -= waiting.size
-        if len(self._order) > 2 * len(self._queue):
-            self._order = [entry for entry in self._order if entry[2] in self._queue]
-            heapq.heapify(self._order)
 
 
 class _Waiting:

@@ -63,3 +63,27 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort running requests, stop the engine and free its resources."""
         ...
+
+
+class EngineAround:
+    """Base of an engine that decides which requests reach the engine `inner`, and passes on everything else."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.inner.info
+
+    @property
+    def healthy(self) -> bool:
+        return self.inner.healthy
+
+    async def start(self) -> None:
+        await self.inner.start()
+
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        return self.inner.kv_events()
+
+    def stats(self) -> AsyncIterator[IterationStats]:
+        return self.inner.stats()

@@ -10,7 +10,12 @@ MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
 
-class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
+class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    extra_stop_seconds: ClassVar[float] = 0.0
+    """How much longer than other engines this one may take to stop."""
+
+
+class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
     """The deterministic engine without a model. `token_delay` is in seconds."""
 
     model: str = "fake"
@@ -22,11 +27,8 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True, tag="fake"):
     max_num_seqs: int = 1024
     token_delay: float = 0.0
 
-    extra_stop_seconds: ClassVar[float] = 0.0
-    """How much longer than other engines this one may take to stop."""
 
-
-class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class _ModelConfig(_BackendConfig, frozen=True, kw_only=True):
     """How PyTorch runs a model, or its vision tower. The fields mean what the settings of the same names say."""
 
     model: str
@@ -37,8 +39,6 @@ class _ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     load_format: str = "auto"
     threads: int = 0
-
-    extra_stop_seconds: ClassVar[float] = 0.0
 
 
 class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
@@ -86,7 +86,7 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 
 
-class TrtllmConfig(msgspec.Struct, frozen=True, kw_only=True, tag="trtllm"):
+class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     """TensorRT-LLM. `arguments` are those of its `LLM`, merged and checked (`engine/trtllm/arguments.py`)."""
 
     model: str

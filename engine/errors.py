@@ -3,7 +3,7 @@
     EngineError
     ├── InvalidRequest        the request itself is wrong: the user's mistake, final
     │   ├── ContextOverflow   prompt and output do not fit the context or the KV cache
-    │   └── RequestError …    what is found wrong before the engine sees it (`multimodal/errors.py`, `routers/errors.py`)
+    │   └── RequestError …    found before the engine sees the request (`multimodal/errors.py`, `routers/errors.py`)
     ├── EngineUnavailable     try again later, here or on another replica
     │   ├── EngineNotReady    starting, restarting or closing
     │   ├── EngineDied        the engine was lost while the request ran
@@ -11,7 +11,8 @@
     │   └── QueueTimeout      the request waited too long for its turn
     └── EngineFailure         one request failed inside the engine: our bug or the hardware's
 
-Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py` renders them, once.
+Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py`
+renders them, once.
 """
 
 from typing import Self
@@ -24,8 +25,8 @@ class EngineError(Exception):
 class InvalidRequest(EngineError):
     """The request is refused and always will be.
 
-    `param` names the field at fault: below the engine seam a part of `engine/types`, above it a field as the client spelled it.
-    `code` is for programs.
+    `param` names the field at fault: below the engine seam a part of `engine/types`, above it a field as the client
+    spelled it. `code` is for programs.
     """
 
     code: str | None = None

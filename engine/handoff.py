@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.types import Delta, EngineInfo, Handoff
+from engine.types import Delta, EngineInfo, Handoff, Held
 from protocol import internal
 
 VERSION = 1
@@ -18,17 +18,16 @@ _handoffs = msgspec.msgpack.Decoder(Handoff)
 
 
 def handoff_of(backend: str, first: Delta) -> Handoff:
-    """What the only delta of a `prefill_only` request comes to."""
-    held, first = first.held, msgspec.structs.replace(first, held=None)
-    if held is None:
-        return Handoff(version=VERSION, backend=backend, first=first)
+    """Return the handoff that the only delta of a `prefill_only` request makes."""
+    held = first.held or Held(b"")
+    first = msgspec.structs.replace(first, held=None)
     return Handoff(
         version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids
     )
 
 
 def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
-    """What replicas have to have in common to hand over from one to the other."""
+    """Return what replicas must have in common to hand over from one to the other."""
     return internal.PrefillInfo(
         internal.VERSION,
         model_name,
@@ -41,7 +40,7 @@ def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
 
 
 def decode_handoff(data: bytes) -> Handoff:
-    """Raises InvalidRequest for bytes that are no handoff of this version."""
+    """Decode a handoff. Raises InvalidRequest for bytes that are no handoff of this version."""
     handoff = decode_bounded(_handoffs, data, MAX_BYTES, "handoff", "handoff")
     check_version(handoff.version, "handoff")
     return handoff
@@ -54,7 +53,7 @@ def check_version(version: int, what: str) -> None:
 
 
 def decode_bounded(decoder: "msgspec.msgpack.Decoder[T]", data: bytes, most: int, what: str, param: str) -> T:
-    """msgpack of another replica. Raises InvalidRequest for more than `most` bytes, and for what the decoder does not know."""
+    """Decode msgpack of another replica. Raises InvalidRequest for more than `most` bytes or a malformed message."""
     if len(data) > most:
         raise InvalidRequest(f"the {what} has {len(data)} bytes; the most is {most}", param)
     try:

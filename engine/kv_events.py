@@ -1,7 +1,8 @@
 """KV-cache events, in the shapes that TensorRT-LLM 1.2 gives them (`KVCacheEventSerializer`).
 
-On the wire each is `{"event_id", "data", "window_size", "attention_dp_rank"?}`, and `data` is tagged by `type`. Block hashes are
-unsigned 64-bit. A block is stored under its parent: the parent's hash is part of its own, so a chain names a whole prefix.
+On the wire each is `{"event_id", "data", "window_size", "attention_dp_rank"?}`, and `data` is tagged by `type`. Block
+hashes are unsigned 64-bit. A block is stored under its parent: the parent's hash is part of its own, so a chain names a
+whole prefix.
 """
 
 import msgspec
@@ -28,7 +29,10 @@ class Created(msgspec.Struct, frozen=True, tag="created", tag_field="type"):
 
 
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored", tag_field="type"):
-    """Complete blocks became reusable. `parent_hash` is that of the block before the first; None at the start of a sequence."""
+    """Complete blocks became reusable.
+
+    `parent_hash` is that of the block before the first; None at the start of a sequence.
+    """
 
     parent_hash: int | None
     blocks: tuple[StoredBlock, ...]
@@ -60,8 +64,11 @@ class Cleared(msgspec.Struct, frozen=True, tag="cleared", tag_field="type"):
 
 
 class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`event_id` grows by one with each event, so a gap means that events were lost. `window_size` is the attention window of the
-    blocks in tokens; the context length for full attention."""
+    """One change of the cache.
+
+    `event_id` grows by one with each event, so a gap means that events were lost. `window_size` is the attention window
+    of the blocks in tokens; the context length for full attention.
+    """
 
     event_id: int
     data: Created | Stored | Removed | Updated | Cleared

@@ -1,4 +1,6 @@
-"""Iteration statistics, under the names and in the units of TensorRT-LLM 1.2 (`LLM.get_stats`), as far as both engines know them."""
+"""Iteration statistics, under the names and in the units of TensorRT-LLM 1.2 (`LLM.get_stats`), as far as both engines
+know them.
+"""
 
 from msgspec import Struct, field
 

@@ -1,7 +1,7 @@
-"""What is traced of a request, told to whoever traces it: the seam between the stages and `server/http/tracing.py`, free of any library.
+"""Spans of a request: the seam between its stages and `server/http/tracing.py`, free of any library.
 
-The span of whatever is being done is in a context variable, as the request's id is: tasks inherit it. There is none, and then all of this
-does next to nothing, unless the server was told to trace. Spans carry names, numbers and codes; never what a user has written.
+The current span is in a context variable, as the request's id is: tasks inherit it. Without tracing there is none, and
+everything here does next to nothing. Spans carry names, numbers and codes; never what a user has written.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ Attributes = Mapping[str, Value]
 
 
 class Span(Protocol):
-    """Something that takes a while, and has begun."""
+    """A timed operation that has begun."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """W3C trace context (`traceparent`, perhaps `tracestate`) for those who are asked on its behalf."""
+        """W3C trace context (`traceparent`, perhaps `tracestate`) for requests made on its behalf."""
         ...
 
     def child(
         self, name: str, attributes: Attributes | None = None, *, client: bool = False, start: int | None = None
     ) -> "Span":
-        """A part of it. `client`: another process does it. `start`: nanoseconds of the epoch, if not now."""
+        """Begin a part of it. `client`: another process does it. `start`: nanoseconds of the epoch, if not now."""
         ...
 
     def set(self, attributes: Attributes) -> None: ...
 
     def fail(self, code: str, *, ours: bool = True) -> None:
-        """It went wrong; `code` is for programs. `ours`: nothing was wrong with what was asked for."""
+        """Mark it as failed; `code` is for programs. `ours`: the request itself was valid."""
         ...
 
     def end(self, at: int | None = None) -> None:
@@ -44,18 +44,18 @@ class Span(Protocol):
 
 
 current: ContextVar[Span | None] = ContextVar("span", default=None)
-"""Of what this task works for."""
+"""The span that this task works for."""
 
 
 def headers() -> dict[str, str]:
-    """W3C trace context of what this task works for; empty without tracing."""
+    """Return the W3C trace context of the current span; empty without tracing."""
     span = current.get()
     return span.headers if span is not None else {}
 
 
 @contextmanager
 def span(name: str, attributes: Attributes | None = None, *, client: bool = False) -> Iterator[None]:
-    """A part of what this task works for, from here to the end of the block."""
+    """Trace the block as a part of the current span."""
     parent = current.get()
     if parent is None:
         yield
@@ -73,19 +73,19 @@ def span(name: str, attributes: Attributes | None = None, *, client: bool = Fals
 
 
 class Stages:
-    """What one sequence goes through: `queue` and `prefill`, known once its first token is here, and `decode`."""
+    """Spans of one sequence: `queue` and `prefill`, known once its first token has come, and `decode`."""
 
     __slots__ = ("_attributes", "_first", "_parent", "_start")
 
     def __init__(self, index: int = 0) -> None:
-        """`index`: which of a request's sequences it is."""
+        """`index` is the number of the sequence in its request."""
         self._parent = current.get()
         self._attributes = {"trellis.choice": index}
         self._start = time.time_ns()
         self._first = 0
 
     def begun(self, report: PromptReport, prompt_tokens: int) -> None:
-        """Its first token is here."""
+        """Note the first token."""
         if self._parent is None:
             return
         self._first = time.time_ns()
@@ -101,7 +101,7 @@ class Stages:
             self._parent.set({"gen_ai.latency.time_in_queue": waited, "gen_ai.latency.time_to_first_token": first})
 
     def end(self, tokens: int, error: BaseException | None = None) -> None:
-        """Nothing more comes. What ends before its first token has no `prefill` or no `queue`: until when it waited is not known."""
+        """Note the end. Without a first token there is either `prefill` or `queue`: how long it waited is not known."""
         if self._parent is None:
             return
         waiting = "queue" if isinstance(error, QueueFull | QueueTimeout) else "prefill"
@@ -113,12 +113,12 @@ class Stages:
         self._parent = None
 
     def stop(self, tokens: int) -> None:
-        """Nobody wants it any more, if it has not ended."""
+        """Note that the sequence was cancelled, unless it has ended."""
         self.end(tokens, asyncio.CancelledError())
 
 
 def _fail(span: Span, error: BaseException) -> None:
-    """By the error's kind: messages may repeat what a user has written."""
+    """Mark a span as failed by the error's type: messages may repeat what a user has written."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         span.set({"trellis.cancelled": True})
     else:

@@ -1,6 +1,7 @@
 """The values that cross the engine seam: token ids and numbers, frozen, and free of HTTP, OpenAI and tokenizers.
 
-They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/process/host`, `engine/process/client`).
+They are `msgspec` structs, so the same definitions travel between processes as msgpack (`engine/process/host`,
+`engine/process/client`).
 """
 
 from typing import Literal, get_args
@@ -17,7 +18,8 @@ GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
 class Guide(msgspec.Struct, frozen=True):
     """A grammar that the output must follow.
 
-    `spec` is the JSON schema, the regular expression, the EBNF grammar, or the JSON array of choices; empty for `json_object`.
+    `spec` is the JSON schema, the regular expression, the EBNF grammar, or the JSON array of choices; empty for
+    `json_object`.
     """
 
     kind: GuideKind
@@ -25,7 +27,10 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one sequence is sampled and when it stops. Validated at the edge; the engine asserts, it does not repeat the checks."""
+    """How one sequence is sampled and when it stops.
+
+    Validated at the edge; the engine asserts, it does not repeat the checks.
+    """
 
     max_tokens: int
     """0 reports on the prompt and generates nothing: one delta without tokens."""
@@ -68,8 +73,8 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 TokenLogprobs = tuple[Logprob, ...]
-"""For one position: the sampled (or prompt) token first, then the top alternatives in order of rank. The sampled token appears
-again among the alternatives when it is one of them."""
+"""For one position: the sampled (or prompt) token first, then the top alternatives in order of rank. The sampled token
+appears again among the alternatives when it is one of them."""
 
 
 class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -94,10 +99,11 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one request. The first carries `prompt`; the last, and only the last, carries `finish_reason`, or `held`.
+    """New tokens of one request.
 
-    The token that ended the sequence (end of sequence or a stop token id) is the last of `token_ids`, and `stop_reason` is its id
-    if it came from `stop_token_ids`, else None. `logprobs` has one entry for each token when asked for, else it is empty.
+    The first carries `prompt`; the last, and only the last, carries `finish_reason`, or `held`. The token that ended
+    the sequence (end of sequence or a stop token id) is the last of `token_ids`, and `stop_reason` is its id if it came
+    from `stop_token_ids`, else None. `logprobs` has one entry for each token when asked for, else it is empty.
     """
 
     token_ids: tuple[int, ...]
@@ -110,7 +116,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself once started. Capacity is what the engine really has, never what a setting asked for."""
+    """Facts about a started engine. Capacity is what the engine really has, never what a setting asked for."""
 
     backend: str
     model: str
@@ -132,12 +138,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     """Ranks among which each layer's KV heads are divided."""
     data_parallel_size: int = 1
-    """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is one rank's."""
+    """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is that of one
+    rank."""
     load_seconds: float = 0.0
     compute_path: str = ""
     """Of the embedded engine, what computes a step: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""
-    """Which that code uses: a level of CPU_ISA, or what torch names its own on a CPU (avx2, avx512 …) and a GPU (sm_90)."""
+    """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
+    (sm_90)."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     max_logprobs: int = 20
@@ -148,16 +156,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec). It is valid while the prefill's stream is open."""
+    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec).
+
+    It is valid while the prefill's stream is open.
+    """
 
     version: int
     backend: str
     """Only an engine of the same kind can take it."""
     first: Delta
-    """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` all has been said: there is
-    nothing to decode."""
+    """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` there is nothing
+    to decode."""
     state: bytes = b""
-    """Where the KV blocks are, in the backend's own terms; empty if they are lost: the engine then computes the prompt itself."""
+    """Where the KV blocks are, in the backend's own terms; empty if they are lost: the engine then computes the prompt
+    itself."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
 
@@ -174,14 +186,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     cache_salt: str = ""
     media: PromptMedia | None = None
-    """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own terms."""
+    """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
+    terms."""
     handoff: Handoff | None = None
     """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
     prefill_only: bool = False
-    """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays open, idle: the
-    KV blocks are held until it is closed."""
+    """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
+    open, idle: the KV blocks are held until it is closed."""
     trace: dict[str, str] = {}
-    """W3C trace context (`traceparent`, `tracestate`) of what the request is a part of, for a backend that traces by itself."""
+    """W3C trace context (`traceparent`, `tracestate`) of the request, for a backend that traces by itself."""
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:

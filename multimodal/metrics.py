@@ -15,7 +15,7 @@ _TOKENS = (1, 2, 5, *(base * 10**power for power in range(1, 6) for base in (1, 
 
 
 class GenerationMetrics:
-    """Prometheus metrics of one model; `track` follows one choice."""
+    """Prometheus metrics of one model; a `ChoiceTimer` follows one choice."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
@@ -57,10 +57,6 @@ class GenerationMetrics:
             self.image_requests.inc()
         if request.sampling.guide is not None:
             self.structured_requests.inc()
-
-    def track(self) -> "ChoiceTimer":
-        """Start the clock of one choice."""
-        return ChoiceTimer(self)
 
 
 class ChoiceTimer:

@@ -50,17 +50,9 @@ class Sampling:
     def params(self, ask: Ask, lengths: Sequence[int]) -> list[SamplingParams]:
         """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
         max_tokens = [self._max_tokens(ask, length) for length in lengths]
-        common = self._common(ask, min(max_tokens))
-        return [
-            replace(common, max_tokens=most, seed=None if ask.seed is None else (ask.seed + choice) % (1 << 63))
-            for most in max_tokens
-            for choice in range(ask.n)
-        ]
-
-    def _common(self, ask: Ask, max_tokens: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=_within("min_tokens", ask.min_tokens, 0, max_tokens),
+        common = SamplingParams(
+            max_tokens=min(max_tokens),
+            min_tokens=_within("min_tokens", ask.min_tokens, 0, min(max_tokens)),
             temperature=_within("temperature", ask.temperature, 0.0, 2.0),
             top_p=_top_p(ask.top_p),
             top_k=max(0, _within("top_k", ask.top_k, -1, 1 << 30)),
@@ -78,14 +70,18 @@ class Sampling:
             guide=guide_of(ask, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
             processors=self.processors,
         )
+        return [
+            replace(common, max_tokens=most, seed=None if ask.seed is None else (ask.seed + choice) % (1 << 63))
+            for most in max_tokens
+            for choice in range(ask.n)
+        ]
 
-    def stop_strings(self, ask: Ask) -> tuple[str, ...]:
-        """Return the request's stop strings, checked."""
+    def check_stops(self, ask: Ask) -> None:
+        """Raise RequestError for stop strings beyond the limits."""
         _at_most("stop", ask.stop, self.limits.max_stop)
         if not all(ask.stop):
             raise RequestError("'stop' must not contain an empty string.", "stop")
         _short("stop", ask.stop)
-        return tuple(ask.stop)
 
     def _max_tokens(self, ask: Ask, prompt: int) -> int:
         context = self.info.context_length

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Wire
-from protocol.usage import Usage
+from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Usage, Wire
 
 
 class ImageUrl(Wire):

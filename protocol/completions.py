@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_PROMPTS, GenerationFields, Int32, TokenIds
-from protocol.usage import Usage
+from protocol.common import MAX_PROMPTS, GenerationFields, Int32, TokenIds, Usage
 
 
 class CompletionRequest(GenerationFields):

@@ -1,13 +1,15 @@
-"""What replicas say to each other on /prefill and /encode: msgpack bodies, and answers in frames. It is no part of the public interface.
+"""Messages between replicas on /prefill and /encode: msgpack bodies, and answers in frames. Not a public interface.
 
-`GET /prefill` answers a `PrefillInfo`. `POST /prefill` takes a `PrefillRequest` and answers with frames: empty ones while the request
-waits or is computed, then one with the handoff, or with an error envelope. After a handoff that holds KV blocks the answer stays open, and
-silent: it is the lease of the blocks. The client closes it when it needs them no more; the server ends it when they are about to go.
+`GET /prefill` answers with a `PrefillInfo`. `POST /prefill` takes a `PrefillRequest` and answers with frames: empty
+ones while the request waits or is computed, then one with the handoff or an error envelope. After a handoff that holds
+KV blocks the answer stays open and silent: it is the lease of the blocks. The client closes it when it no longer needs
+them; the server ends it before they are freed.
 
-A request's body is a message behind its length, then the bytes of media, whose sizes the message lists; nobody copies them to pack them.
+A request's body is a length-prefixed message, then the bytes of media, whose sizes the message lists. The media are
+never copied to build the body.
 
-`/encode` does the same for media: an `EncodeInfo`, an `EncodeRequest`, and an `EncodeAnswer` (`engine/replicas/encode_answers.py`) in the
-place of the handoff.
+`/encode` does the same for media: an `EncodeInfo`, an `EncodeRequest`, and an `EncodeAnswer`
+(`engine/replicas/encode_answers.py`) instead of the handoff.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from protocol.frames import HEADER_BYTES, packed, size_of
 VERSION = 3
 MEDIA_TYPE = "application/vnd.msgpack"
 ALIVE_SECONDS = 1.0
-"""Pause between the empty frames of a server that is still at it."""
+"""Pause between the empty frames of a server that is still computing."""
 SILENCE_SECONDS = 3.0
 """Silence after which a client takes the server for stuck."""
 MAX_MEDIA = 8
@@ -46,7 +48,7 @@ class PrefillInfo(msgspec.Struct, frozen=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):
-    """`request` is an engine request, decoded only once version and model are known to fit; the bytes of its media follow."""
+    """`request` is an engine request, decoded once version and model match; the bytes of its media follow."""
 
     version: int
     model: str
@@ -55,7 +57,7 @@ class PrefillRequest(msgspec.Struct, frozen=True):
 
 
 class EncodeInfo(msgspec.Struct, frozen=True):
-    """What a replica encodes with. Replicas that differ in any of this make embeddings that are of no use to each other."""
+    """What a replica encodes with. Replicas that differ in any of this cannot use each other's embeddings."""
 
     version: int
     model: str
@@ -69,28 +71,28 @@ class EncodeInfo(msgspec.Struct, frozen=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True):
-    """`media` is a list of `engine/media.py: MediaInput`, decoded only once version and model are known to fit; their bytes follow."""
+    """`media` is a list of `MediaInput` (`engine/media.py`), decoded once version and model match; bytes follow."""
 
     version: int
     model: str
     media: msgspec.Raw
     sizes: list[int]
     prompt: str = ""
-    """The text with a placeholder for each file, for a backend that encodes all media of a prompt together (TensorRT-LLM)."""
+    """The text with a placeholder per file, for a backend that encodes a prompt's media together (TensorRT-LLM)."""
     inline: bool = False
-    """Send the embeddings within the answer, whatever their size: reading them from the replica's memory has failed."""
+    """Send the embeddings in the answer, whatever their size: reading them from the replica's memory has failed."""
 
 
 H = TypeVar("H", PrefillRequest, EncodeRequest)
 
 
 def pieces(head: PrefillRequest | EncodeRequest, parts: Sequence[bytes]) -> list[bytes]:
-    """A body that has not been put together."""
+    """Return a body in pieces, which are not joined."""
     return [packed(head), *parts]
 
 
 def head_of(body: bytes, heads: msgspec.msgpack.Decoder[H]) -> tuple[H, memoryview]:
-    """The message at its beginning, and the rest. Raises ValueError, or msgspec's errors, which are such."""
+    """Return the message at the start of a body, and the rest. Raises ValueError, msgspec's errors included."""
     if len(body) < HEADER_BYTES:
         raise ValueError("it has no length")
     size, _ = size_of(body[:HEADER_BYTES], len(body))
@@ -99,7 +101,7 @@ def head_of(body: bytes, heads: msgspec.msgpack.Decoder[H]) -> tuple[H, memoryvi
 
 
 def parts_of(rest: memoryview, sizes: Sequence[int]) -> list[bytes]:
-    """Raises ValueError if these are not the sizes of what there is."""
+    """Split `rest` into parts of these sizes. Raises ValueError if the sizes do not add up to it."""
     if min(sizes, default=0) < 0 or sum(sizes) != len(rest):
         raise ValueError(f"its parts are to have {sum(sizes)} bytes, and have {len(rest)}")
     ends = list(accumulate(sizes, initial=0))

@@ -48,14 +48,10 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
     """Return a message as templates expect it (`Conversation`). Raises RequestError."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
-            raise RequestError(
-                f"This server does not support {name!r} in a message.", "messages", "unsupported_content"
-            )
+            raise _unsupported(f"This server does not support {name!r} in a message.")
     shown: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
+    given = {"name": message.name, "tool_call_id": message.tool_call_id}
+    shown |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls is not None:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
@@ -89,11 +85,9 @@ def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
 
 def _text(part: ContentPart) -> str:
     if part.type in _REFUSED_PARTS:
-        raise RequestError(
-            f"This server does not support content parts of type {part.type!r}.", "messages", "unsupported_content"
-        )
+        raise _unsupported(f"This server does not support content parts of type {part.type!r}.")
     if part.type not in ("text", "input_text", "refusal"):
-        raise RequestError("A message has a content part of an unknown type.", "messages", "unsupported_content")
+        raise _unsupported("A message has a content part of an unknown type.")
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise RequestError("A text part of a message has no text.", "messages")
@@ -105,6 +99,10 @@ def _image(part: ContentPart) -> dict[str, Any]:
     if not (image if isinstance(image, str | None) else image.url):
         raise RequestError("An image part of a message has no URL.", "messages")
     return {"type": "image"}
+
+
+def _unsupported(message: str) -> RequestError:
+    return RequestError(message, "messages", "unsupported_content")
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

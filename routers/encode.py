@@ -4,6 +4,7 @@ In the second case the open answer is the lease of the memory.
 """
 
 import asyncio
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -12,7 +13,7 @@ from engine import trace
 from engine.errors import EngineNotReady
 from engine.media import MediaInput
 from engine.process.attachments import attach_media
-from engine.replicas.encode_service import EncodeService
+from engine.replicas.encode_answers import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
@@ -71,24 +72,24 @@ def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, 
     return envelope, images
 
 
+@dataclass(eq=False)
 class _EncodeWork:
     """The images of one request. Closing it frees their embeddings."""
 
-    def __init__(self, service: EncodeService, request: EncodeRequest, images: list[MediaInput], name: str) -> None:
-        self.held = name
-        self._service = service
-        self._request = request
-        self._images = images
-        self._place: Place | None = None
+    service: EncodeService
+    request: EncodeRequest
+    images: list[MediaInput]
+    held: str
+    _place: Place | None = None
 
     @property
     def healthy(self) -> bool:
-        return self._service.healthy
+        return self.service.healthy
 
     async def compute(self) -> tuple[bytes, bool]:
-        with trace.span("encode", {"trellis.images": len(self._images)}):
-            payload, self._place = await self._service.encode(self._request, self._images)
-        self._images = []
+        with trace.span("encode", {"trellis.images": len(self.images)}):
+            payload, self._place = await self.service.encode(self.request, self.images)
+        self.images = []
         return payload, self._place is not None
 
     async def lost(self) -> str:
@@ -98,5 +99,5 @@ class _EncodeWork:
 
     async def close(self) -> None:
         if self._place is not None:
-            self._service.free(self._place)
+            self.service.store.free(self._place)
             self._place = None

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Generic, TypeVar
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 
-from multimodal.answers.chunks import ShapeFactory
+from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
 from protocol.common import GenerationFields
-from routers.body import json_body, request_body
-from routers.disconnect import while_connected
+from routers.body import json_body, request_body, while_connected
 from routers.sse import OPENAI, EventStream, Framing
 from routers.state import ChatService, ChatServiceDep, RequestId, StateDep
 
@@ -34,7 +33,7 @@ class Endpoint(Generic[B]):
     """The answer that is not streamed, for the OpenAPI document."""
     convert: Callable[[B], Ask]
     """Return the neutral request of a body. Raises RequestError."""
-    shape: ShapeFactory
+    shape: type[Shape]
     framing: Framing = OPENAI
 
     def router(self) -> APIRouter:

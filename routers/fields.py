@@ -3,8 +3,9 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError
 from multimodal.request import Ask, AskedGuide
 from multimodal.text.messages import Conversation
@@ -34,6 +35,18 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
+_STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
+    "json_": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""Fields of `structured_outputs`, and the kind of guide that each names."""
+_GUIDES: dict[str, GuideKind] = {
+    **{f"guided_{name.strip('_')}": kind for name, kind in _STRUCTURED_OUTPUTS.items()},
+    **{kind: kind for kind in ("regex", "grammar", "choice")},
+}
+"""The same for other fields."""
 _SAME = tuple(
     sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
 )
@@ -127,45 +140,31 @@ def _check_tools(body: GenerationFields) -> None:
 def _guides(body: GenerationFields) -> Iterator[AskedGuide]:
     if body.response_format is not None:
         yield from _response_format(body.response_format)
-    nested = body.structured_outputs
-    candidates = (
-        AskedGuide("structured_outputs", "json_schema", nested and nested.json_),
-        AskedGuide("structured_outputs", "regex", nested and nested.regex),
-        AskedGuide("structured_outputs", "choice", nested and nested.choice),
-        AskedGuide("structured_outputs", "grammar", nested and nested.grammar),
-        AskedGuide("guided_json", "json_schema", body.guided_json),
-        AskedGuide("guided_regex", "regex", body.guided_regex),
-        AskedGuide("guided_choice", "choice", body.guided_choice),
-        AskedGuide("guided_grammar", "grammar", body.guided_grammar),
-        AskedGuide("regex", "regex", body.regex),
-        AskedGuide("grammar", "grammar", body.grammar),
-        AskedGuide("choice", "choice", body.choice),
-    )
-    yield from (candidate for candidate in candidates if candidate.value is not None)
-    if nested and nested.json_object:
+    if (nested := body.structured_outputs) is not None:
+        for name, kind in _STRUCTURED_OUTPUTS.items():
+            if (value := getattr(nested, name)) is not None:
+                yield AskedGuide("structured_outputs", kind, value)
+    for name, kind in _GUIDES.items():
+        if (value := getattr(body, name)) is not None:
+            yield AskedGuide(name, kind, value)
+    if nested is not None and nested.json_object:
         yield AskedGuide("structured_outputs", "json_object", None)
 
 
 def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
     name = "response_format"
-    if form.type == "text":
-        return
-    if form.type == "json_object" and form.schema_ is not None:
-        yield AskedGuide(name, "json_schema", form.schema_)
-    elif form.type == "json_object":
+    kind = "grammar" if form.type == "ebnf" else form.type
+    values = {"regex": form.regex, "grammar": form.grammar, "choice": form.choices}
+    if kind == "json_object" and form.schema_ is None:
         yield AskedGuide(name, "json_object", None)
-    elif form.type == "json_schema":
-        schema = form.json_schema.schema_ if form.json_schema else form.schema_
+    elif kind in ("json_object", "json_schema"):
+        schema = form.json_schema.schema_ if kind == "json_schema" and form.json_schema else form.schema_
         if schema is None:
             raise RequestError("'response_format.json_schema.schema' is missing.", name)
         yield AskedGuide(name, "json_schema", schema)
-    elif form.type == "regex" and form.regex is not None:
-        yield AskedGuide(name, "regex", form.regex)
-    elif form.type in ("grammar", "ebnf") and form.grammar is not None:
-        yield AskedGuide(name, "grammar", form.grammar)
-    elif form.type == "choice" and form.choices is not None:
-        yield AskedGuide(name, "choice", form.choices)
-    else:
+    elif (value := values.get(kind)) is not None:
+        yield AskedGuide(name, cast(GuideKind, kind), value)
+    elif kind != "text":
         raise RequestError(
             "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice, "
             "each with what it names.",

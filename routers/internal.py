@@ -4,6 +4,7 @@ Nothing here is in the OpenAPI document, and the middleware admits only clients 
 """
 
 import asyncio
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -73,30 +74,33 @@ def _read(raw: bytes, model: str) -> GenerateRequest:
     return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())
 
 
+@dataclass(eq=False)
 class _PrefillWork:
     """A prompt in the engine. Closing its stream frees the KV blocks."""
 
-    def __init__(self, request: GenerateRequest, engine: AdmissionEngine) -> None:
-        self._engine = engine
-        self._request = request
-        self._stream: DeltaStream | None = None
-        self.held = f"the KV blocks of {request.request_id}"
+    request: GenerateRequest
+    engine: AdmissionEngine
+    _stream: DeltaStream | None = None
+
+    @property
+    def held(self) -> str:
+        return f"the KV blocks of {self.request.request_id}"
 
     @property
     def healthy(self) -> bool:
-        return self._engine.healthy
+        return self.engine.healthy
 
     async def compute(self) -> tuple[bytes, bool]:
         stages = trace.Stages()
-        self._stream = self._engine.generate(self._request)
+        self._stream = self.engine.generate(self.request)
         try:
             delta = await anext(self._stream)
         except BaseException as error:  # cancellation included
             stages.end(0, error)
             raise
         if delta.prompt is not None:
-            stages.begun(delta.prompt, delta.prompt.prompt_tokens or len(self._request.prompt_token_ids))
-        payload = handoff.encode(handoff.handoff_of(self._engine.info.backend, delta))
+            stages.begun(delta.prompt, delta.prompt.prompt_tokens or len(self.request.prompt_token_ids))
+        payload = handoff.encode(handoff.handoff_of(self.engine.info.backend, delta))
         if len(payload) > handoff.MAX_BYTES:
             raise EngineFailure(f"the handoff has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
         return payload, delta.held is not None

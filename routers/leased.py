@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import EngineNotReady
 from protocol.frames import frame
 from protocol.internal import ALIVE_SECONDS, MEDIA_TYPE, VERSION
-from routers.body import read_body
-from routers.disconnect import disconnect
+from routers.body import disconnect, read_body
 from routers.errors import ReplicasDiffer
 from routers.state import HttpOptions, State
 

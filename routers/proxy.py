@@ -4,15 +4,18 @@ Until the first bytes of a stream, or all of another answer, have come, the clie
 may be asked. Of a stream that breaks off later, the client gets its whole lines and an error event.
 """
 
+import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.types import Receive, Scope, Send
 
 from engine import trace
 from engine.errors import EngineDied, EngineNotReady
@@ -21,13 +24,10 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedReplica
 from multimodal.errors import RequestError
-from routers.body import read_body
-from routers.disconnect import while_connected
+from routers.body import disconnect, parsed, read_body, while_connected
 from routers.endpoint import Endpoint
 from routers.endpoints import ENDPOINTS
-from routers.parsing import parsed
-from routers.relay import MAX_ANSWER, REPLICA_HEADER, Relay, WholeAnswer, end_to_end, is_stream
-from routers.sse import OPENAI
+from routers.sse import OPENAI, Framing
 from routers.state import RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
@@ -38,6 +38,14 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 _REFUSALS = frozenset({429, 503})
+_REPLICA_HEADER = b"x-trellis-replica"
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
+    | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+)
+_MADE_ANEW = frozenset({b"content-length", b"date", b"server", b"host", b"x-request-id", _REPLICA_HEADER})
+_MAX_ANSWER = 256 << 20
+"""Maximum bytes of an answer that is not a stream, which is kept until it is whole."""
 
 log = logging.getLogger(__name__)
 
@@ -110,22 +118,22 @@ class _Exchange:
         try:
             with trace.span("route", {"trellis.replica": replica.number, "trellis.attempt": attempt}, client=True):
                 connection = await replica.client.request(self._head(replica), self._body)
-                headers = [*end_to_end(connection.headers), (REPLICA_HEADER, b"%d" % replica.number)]
-                if is_stream(connection.headers):
+                headers = [*_end_to_end(connection.headers), (_REPLICA_HEADER, b"%d" % replica.number)]
+                if _is_stream(connection.headers):
                     first = await connection.chunk()
                     replica.breaker.succeed()
                     work.answered()
                     ends = partial(self._end, replica, work, connection)
                     outcome = ""
                     framing = self._endpoint.framing if self._endpoint is not None else OPENAI
-                    return Relay(connection, first, headers, ends, framing, state_of(self._request)["render_error"])
-                content = await connection.body(MAX_ANSWER)
+                    return _Relay(connection, first, headers, ends, framing, state_of(self._request)["render_error"])
+                content = await connection.body(_MAX_ANSWER)
             outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
                 replica.check()  # it may be shutting down
             else:
                 replica.breaker.succeed()
-            return WholeAnswer(connection.status, headers, content)
+            return _WholeAnswer(connection.status, headers, content)
         except ConnectionFailed as error:
             outcome = "unreachable"
             replica.fail(error)
@@ -154,7 +162,7 @@ class _Exchange:
             target += b"?" + query
         traced = {name.encode(): value.encode() for name, value in trace.headers().items()}
         headers = [
-            header for header in end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
+            header for header in _end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
         ]
         headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
         return replica.client.head(self._request.method, target, headers, len(self._body))
@@ -164,3 +172,89 @@ def _is_sane(header: Header) -> bool:
     """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
     name, value = header
     return bool(_NAME.fullmatch(name) and _VALUE.fullmatch(value))
+
+
+def _end_to_end(headers: Iterable[Header]) -> list[Header]:
+    """Return the headers to pass on: not those of one connection, nor those that every server sets for itself."""
+    headers = list(headers)
+    named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
+    unwanted = _HOP_BY_HOP | _MADE_ANEW | named
+    return [header for header in headers if header[0] not in unwanted]
+
+
+def _is_stream(headers: Iterable[Header]) -> bool:
+    return any(name == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in headers)
+
+
+class _WholeAnswer(Response):
+    """A replica's answer that was read to its end."""
+
+    def __init__(self, status: int, headers: list[Header], content: bytes) -> None:
+        super().__init__(content, status)
+        self.raw_headers = [*headers, (b"content-length", b"%d" % len(content))]
+
+
+class _Relay(Response):
+    """A stream of events that has begun with `first`, passed on as it comes. `ends` is called once, with the outcome.
+
+    Only the end of each chunk is looked at: the part of a line that a lost replica leaves is dropped, and an error
+    event follows.
+    """
+
+    def __init__(
+        self,
+        connection: ReplicaConnection,
+        first: bytes,
+        headers: list[Header],
+        ends: Callable[[str], None],
+        framing: Framing,
+        render_error: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(None, connection.status)
+        self.raw_headers = headers
+        self._connection = connection
+        self._first = first
+        self._ends = ends
+        self._framing = framing
+        self._render_error = render_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = "cancelled"
+        gone = asyncio.create_task(disconnect(receive))
+        gone.add_done_callback(lambda task: None if task.cancelled() else self._connection.abort("the client has gone"))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            outcome = await self._pass_on(send, gone)
+        finally:
+            gone.cancel()
+            self._ends(outcome)
+
+    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> str:
+        """Send the body, and return the outcome."""
+        chunk = self._first
+        rest = b""
+        """A line whose end has not come."""
+        try:
+            while chunk:
+                if chunk[-1] == 10:  # the end of a line, as nearly always
+                    await send(
+                        {"type": "http.response.body", "body": rest + chunk if rest else chunk, "more_body": True}
+                    )
+                    rest = b""
+                else:
+                    end = chunk.rfind(b"\n") + 1
+                    if end:
+                        await send({"type": "http.response.body", "body": rest + chunk[:end], "more_body": True})
+                        rest = chunk[end:]
+                    else:
+                        rest += chunk
+                chunk = await self._connection.chunk()
+        except ConnectionFailed:
+            if gone.done():
+                return "cancelled"
+            error = self._render_error(EngineDied("The replica was lost while it answered."))
+            last = b"\n\n" + self._framing.event(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            return "lost"
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        return "ok"

@@ -14,7 +14,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from routers.disconnect import disconnect
+from routers.body import disconnect
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 

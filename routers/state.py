@@ -10,10 +10,10 @@ from fastapi import Depends, Request
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
 from engine.errors import EngineNotReady
-from engine.replicas.encode_service import EncodeService
+from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from multimodal.processor import Processor
-from multimodal.text.prompt import MediaPrompts
+from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 from routers.errors import Missing

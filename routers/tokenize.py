@@ -7,9 +7,8 @@ from fastapi import APIRouter, Depends, Request
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from routers.body import json_body, request_body
+from routers.body import json_body, request_body, while_connected
 from routers.chat import conversation
-from routers.disconnect import while_connected
 from routers.state import ChatServiceDep
 
 router = APIRouter(tags=["tokens"])

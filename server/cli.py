@@ -25,11 +25,8 @@ _ENVIRONMENT = {
     # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
     "UCX_CUDA_IPC_CACHE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # Blocks so large that the C library returns an image's memory when it is freed; with the usual 16 MiB each thread
-    # would keep a gigabyte.
-    "PILLOW_BLOCK_SIZE": "64m",
 }
-"""Defaults that libraries read when they are loaded, for this process and those that it starts."""
+"""Defaults of variables that libraries read when they are loaded, here and in the processes started from here."""
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ taken.
 """
 
 import json
+import math
 import os
 import re
 import resource
@@ -69,9 +70,12 @@ def findings(settings: Settings) -> Iterator[Finding]:
     )
     if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
-        needs, faults = engine_arguments(settings)
-        yield from faults
-        if needs is not None:
+        try:
+            needs = parallelism(settings)
+        except EngineArgsError as error:
+            cure = "correct it; `config` shows which layer sets what"
+            yield from (Finding("problem", fault, cure) for fault in error.faults)
+        else:
             ranks = needs.ranks
             yield from check_role(settings)
             if gpus:
@@ -103,31 +107,21 @@ def check_python(version: tuple[int, int]) -> Finding:
 def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
     """Check driver, compute capability, and that the GPUs are alike. No GPU is a problem only if one is `needed`."""
     if not gpus:
-        cure = (
-            "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, "
-            "and --gpus all"
-        )
-        yield (
-            Finding("problem", "no NVIDIA GPU answers", cure)
-            if needed
-            else Finding("ok", "no NVIDIA GPU: runs on the CPU")
-        )
+        cure = "install NVIDIA's driver (nvidia-smi must list the GPUs); in a container also its Container Toolkit, "
+        cure += "and --gpus all"
+        missing = Finding("problem", "no NVIDIA GPU answers", cure)
+        yield missing if needed else Finding("ok", "no NVIDIA GPU: runs on the CPU")
         return
     names = sorted({gpu.name for gpu in gpus})
-    memory = (
-        f"{min(gpu.memory for gpu in gpus) / GIB:.0f} GiB each" if all(gpu.memory for gpu in gpus) else "memory unknown"
-    )
+    least = min(gpu.memory for gpu in gpus)
+    memory = f"{least / GIB:.0f} GiB each" if least else "memory unknown"
     text = f"{len(gpus)} GPU(s): {', '.join(names)}, {memory}, driver {gpus[0].driver}"
     if needed and min(gpu.capability for gpu in gpus) < _OLDEST_CAPABILITY:
-        yield Finding(
-            "problem",
-            f"{text}: compute capability below {_OLDEST_CAPABILITY}",
-            "use GPUs of the Ampere generation or newer",
-        )
+        text += f": compute capability below {_OLDEST_CAPABILITY}"
+        yield Finding("problem", text, "use GPUs of the Ampere generation or newer")
     elif needed and int(gpus[0].driver.split(".")[0]) < _OLDEST_DRIVER:
-        yield Finding(
-            "warning", text, f"driver {_OLDEST_DRIVER} or newer; older ones need CUDA's forward compatibility"
-        )
+        cure = f"driver {_OLDEST_DRIVER} or newer; older ones need CUDA's forward compatibility"
+        yield Finding("warning", text, cure)
     elif needed and len(names) > 1:
         yield Finding("warning", text, "one replica on GPUs of one kind: choose with CUDA_VISIBLE_DEVICES")
     else:
@@ -136,9 +130,8 @@ def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:
 
 def check_hidden(present: int, devices: str | None, *, needed: bool) -> Finding:
     text = f"CUDA_VISIBLE_DEVICES={devices} shows none of {present} GPU(s)"
-    return Finding(
-        "problem" if needed else "ok", text, f"unset it, or name GPUs from 0 to {present - 1}" if needed else ""
-    )
+    cure = f"unset it, or name GPUs from 0 to {present - 1}"
+    return Finding("problem", text, cure) if needed else Finding("ok", text)
 
 
 def installed(package: str) -> str | None:
@@ -151,24 +144,13 @@ def installed(package: str) -> str | None:
 
 def check_tensorrt_llm(version: str | None) -> Finding:
     if version is None:
-        return Finding(
-            "problem", "tensorrt_llm is not installed", f"run in {IMAGE}, or build the Dockerfile's target trtllm"
-        )
+        cure = f"run in {IMAGE}, or build the Dockerfile's target trtllm"
+        return Finding("problem", "tensorrt_llm is not installed", cure)
     text = f"tensorrt_llm {version}"
     if re.fullmatch(rf"{re.escape(SUPPORTED)}([.+].*)?", version):  # also a rebuild of it, 1.2.1.post1
         return Finding("ok", text)
     cure = f"use {SUPPORTED}, whose names and defaults the backend knows: {IMAGE}"
     return Finding("warning" if version.startswith("1.2.") else "problem", f"{text}, not {SUPPORTED}", cure)
-
-
-def engine_arguments(settings: Settings) -> tuple[Parallelism | None, list[Finding]]:
-    """Return the ranks that the effective arguments need, or what is wrong with the arguments."""
-    try:
-        return parallelism(settings), []
-    except EngineArgsError as error:
-        return None, [
-            Finding("problem", fault, "correct it; `config` shows which layer sets what") for fault in error.faults
-        ]
 
 
 def check_role(settings: Settings) -> Iterator[Finding]:
@@ -186,9 +168,8 @@ def check_role(settings: Settings) -> Iterator[Finding]:
     if lacking is None:
         yield Finding("ok", "; ".join([f"role {role.name}", *effects]))
     else:
-        yield Finding(
-            "problem", "; ".join([f"{lacking[0]}: {lacking[1]}", *effects]), "set it, the same on every replica"
-        )
+        text = "; ".join([f"{lacking[0]}: {lacking[1]}", *effects])
+        yield Finding("problem", text, "set it, the same on every replica")
 
 
 def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
@@ -197,9 +178,8 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
         return Finding("problem", *lacking)
     text = f"{needs.said} needs {needs.ranks} GPU(s), {gpus} are visible"
     if needs.per_node and needs.ranks > needs.per_node:
-        text += (
-            f": {-(-needs.ranks // needs.per_node)} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
-        )
+        nodes = -(-needs.ranks // needs.per_node)
+        text += f": {nodes} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
     return Finding("ok", text)
 
 
@@ -211,16 +191,11 @@ def check_model(model: str) -> Iterator[Finding]:
     elif folder.is_dir():
         yield from check_folder(folder)
     elif folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
-        yield Finding(
-            "problem",
-            f"model {model}: no such folder",
-            "name a folder, mounted if in a container, or a Hugging Face id owner/name",
-        )
+        cure = "name a folder, mounted if in a container, or a Hugging Face id owner/name"
+        yield Finding("problem", f"model {model}: no such folder", cure)
     else:
-        yield Finding(
-            "ok",
-            f"model {model}: no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted",
-        )
+        text = "no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted"
+        yield Finding("ok", f"model {model}: {text}")
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
@@ -237,11 +212,8 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         else:
             missing += sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
-        yield Finding(
-            "problem",
-            f"model folder {folder} lacks {', '.join(missing)}",
-            "download it again, whole, in Hugging Face format",
-        )
+        cure = "download it again, whole, in Hugging Face format"
+        yield Finding("problem", f"model folder {folder} lacks {', '.join(missing)}", cure)
     else:
         yield Finding("ok", f"model folder {folder}: {weight_bytes(folder) / GIB:.1f} GiB of weights")
 
@@ -270,11 +242,8 @@ def check_port(host: str, port: int) -> Finding:
     try:
         listen(host, port).close()
     except OSError as error:
-        return Finding(
-            "problem",
-            f"port {port} on {host}: {error.strerror or error}",
-            "stop what listens there, or set HOST or PORT",
-        )
+        cure = "stop what listens there, or set HOST or PORT"
+        return Finding("problem", f"port {port} on {host}: {error.strerror or error}", cure)
     return Finding("ok", f"port {port} on {host} is free" if port else f"any free port on {host}")
 
 
@@ -297,42 +266,31 @@ def check_shared_memory(free: int | None, ranks: int) -> Finding:
 
 def check_limits(memlock: int, stack: int) -> Iterable[Finding]:
     """Check limits in bytes. RDMA and UCX send from locked memory: too little breaks KV transfer, not the start."""
-    unlimited = resource.RLIM_INFINITY
-    if memlock == unlimited:
-        yield Finding("ok", "locked memory is unlimited")
-    else:
-        yield Finding(
-            "warning",
-            f"locked memory is limited to {memlock // 1024} KiB",
-            "docker run --ulimit memlock=-1, or ulimit -l unlimited",
-        )
-    if stack == unlimited or stack >= _STACK:
-        yield Finding("ok", "stack size suffices")
-    else:
-        yield Finding(
-            "warning",
-            f"stack is limited to {stack // 1024} KiB",
-            f"docker run --ulimit stack={_STACK}, or ulimit -s {_STACK // 1024}",
-        )
+    text = f"locked memory is limited to {memlock // 1024} KiB"
+    cure = "docker run --ulimit memlock=-1, or ulimit -l unlimited"
+    yield _check_limit(memlock, math.inf, "locked memory is unlimited", text, cure)
+    text = f"stack is limited to {stack // 1024} KiB"
+    cure = f"docker run --ulimit stack={_STACK}, or ulimit -s {_STACK // 1024}"
+    yield _check_limit(stack, _STACK, "stack size suffices", text, cure)
 
 
 def check_files(limit: int) -> Finding:
-    if limit == resource.RLIM_INFINITY or limit >= _FILES:
-        return Finding("ok", "open files suffice")
-    return Finding(
-        "warning",
-        f"{limit} open files allowed; each connection takes one, and each large image that is kept",
-        "docker run --ulimit nofile=65536, or ulimit -n 65536",
-    )
+    text = f"{limit} open files allowed; each connection takes one, and each large image that is kept"
+    cure = "docker run --ulimit nofile=65536, or ulimit -n 65536"
+    return _check_limit(limit, _FILES, "open files suffice", text, cure)
+
+
+def _check_limit(limit: int, least: float, fine: str, text: str, cure: str) -> Finding:
+    enough = limit == resource.RLIM_INFINITY or limit >= least
+    return Finding("ok", fine) if enough else Finding("warning", text, cure)
 
 
 def check_disk(cache: Path) -> Finding:
     """Check the folder, or its nearest parent that exists."""
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
-        return Finding(
-            "problem", f"cache folder {cache}: {place} cannot be written", "give it to this user, or set CACHE_DIR"
-        )
+        cure = "give it to this user, or set CACHE_DIR"
+        return Finding("problem", f"cache folder {cache}: {place} cannot be written", cure)
     free = shutil.disk_usage(place).free
     text = f"cache folder {cache}: {free / GIB:.0f} GiB free"
     if free >= _ROOMY_DISK:

@@ -1,4 +1,4 @@
-"""The life of a replica: what is composed, in order, and ended in reverse."""
+"""The lifespan of a replica: its parts are composed in order and closed in reverse."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ from server.roles import role_of
 from server.settings import Settings
 
 COMPOSERS = {"engine": add_engine, "encoder": add_encode_service, "router": add_router}
-"""What makes the core of a replica, by `Role.core`."""
+"""Composers of the core of a replica, by `Role.core`."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ async def live(to: Composition) -> None:
             folder = None if to.settings.engine_address else await in_thread(partial(model_folder, to.settings))
             failed = await COMPOSERS[to.role.core](to, folder)
             raise EngineFailure(await failed())
-    except Exception as error:  # whatever it was: the server cannot go on, and says why
+    except Exception as error:  # of any kind: the server cannot go on, and reports why
         to.replica.failure = one_line(error)
         log.debug("the replica failed", exc_info=error)
 

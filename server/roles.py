@@ -38,9 +38,9 @@ class Role:
     entrance: str = "/v1"
     """Path of its requests: public under /v1, internal elsewhere."""
     core: Core = "engine"
-    """What its requests need, and what is composed (`server/lifespan.py`)."""
+    """What its requests need; chooses the composer (`server/lifespan.py`)."""
     has_text: bool = True
-    """Whether requests are text, which takes a tokenizer and a chat template."""
+    """Whether requests are text, so that it loads a tokenizer and a chat template."""
     prefill_only: bool = False
     """Whether requests end with the first token, their KV blocks kept for another replica."""
     remote_prefill: bool = False
@@ -80,22 +80,19 @@ def missing_setting(settings: Settings) -> tuple[str, str] | None:
     return None
 
 
-def _has_secret(settings: Settings) -> bool:
-    return settings.internal_secret is not None
-
-
-def _secret(role: RoleName) -> Need:
-    return Need("internal_secret", _has_secret, f"the role {role} needs it: replicas authenticate each other with it")
+def _given(role: RoleName, setting: str, why: str) -> Need:
+    return Need(setting, lambda settings: bool(getattr(settings, setting)), f"the role {role} needs it: {why}")
 
 
 def _one_api_process(role: RoleName, why: str) -> Need:
     return Need("api_processes", lambda settings: settings.api_processes == 1, f"the role {role} has one: {why}")
 
 
+_WHY_SECRET = "replicas authenticate each other with it"
 _ENCODE_SECRET = Need(
     "internal_secret",
-    lambda settings: not settings.encode_urls or _has_secret(settings),
-    "ENCODE_URLS needs it: replicas authenticate each other with it",
+    lambda settings: settings.internal_secret is not None or not settings.encode_urls,
+    f"ENCODE_URLS needs it: {_WHY_SECRET}",
 )
 
 
@@ -135,7 +132,7 @@ ROLES: Mapping[str, Role] = {
             has_text=False,
             prefill_only=True,
             serves_encodings=True,
-            needs=(_secret("prefill"),),
+            needs=(_given("prefill", "internal_secret", _WHY_SECRET),),
             trtllm_arguments={"disable_overlap_scheduler": True},
         ),
         Role(
@@ -143,12 +140,8 @@ ROLES: Mapping[str, Role] = {
             routers=_public,
             remote_prefill=True,
             needs=(
-                _secret("decode"),
-                Need(
-                    "prefill_urls",
-                    lambda settings: bool(settings.prefill_urls),
-                    "the role decode needs it: it lists the prefill replicas",
-                ),
+                _given("decode", "internal_secret", _WHY_SECRET),
+                _given("decode", "prefill_urls", "it lists the prefill replicas"),
             ),
         ),
         Role(
@@ -158,18 +151,17 @@ ROLES: Mapping[str, Role] = {
             core="encoder",
             has_text=False,
             serves_encodings=True,
-            needs=(_secret("encode"), _one_api_process("encode", "each would load the model's vision tower")),
+            needs=(
+                _given("encode", "internal_secret", _WHY_SECRET),
+                _one_api_process("encode", "each would load the model's vision tower"),
+            ),
         ),
         Role(
             name="router",
             routers=_forwarding,
             core="router",
             needs=(
-                Need(
-                    "route_urls",
-                    lambda settings: bool(settings.route_urls),
-                    "the role router needs it: it lists the replicas to choose from",
-                ),
+                _given("router", "route_urls", "it lists the replicas to choose from"),
                 _one_api_process("router", "it tracks the load of all replicas"),
             ),
         ),

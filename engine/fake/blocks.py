@@ -30,7 +30,7 @@ class FakeBlocks:
         self._partial = 0
         self._reused = 0
         self._missed = 0
-        self._publish(Created((num_blocks,)))
+        self.publish(Created((num_blocks,)))
 
     @property
     def used(self) -> int:
@@ -77,10 +77,6 @@ class FakeBlocks:
                 del self._users[key]
                 self._idle[key] = None
 
-    def stored(self, parent: int | None, blocks: list[StoredBlock], salt: str) -> None:
-        """Publish new complete blocks."""
-        self._publish(Stored(parent, tuple(blocks), salt))
-
     def stats(self) -> KvCacheStats:
         looked_up = self._reused + self._missed
         return KvCacheStats(
@@ -98,10 +94,10 @@ class FakeBlocks:
         while self._idle and self.used + len(self._idle) > self._num_blocks:
             evicted.append(self._idle.popitem(last=False)[0])
         if evicted:
-            self._publish(Removed(tuple(evicted)))
+            self.publish(Removed(tuple(evicted)))
         assert self.used <= self._num_blocks, "more blocks in use than there are"
 
-    def _publish(self, data: Created | Stored | Removed) -> None:
+    def publish(self, data: Created | Stored | Removed) -> None:
         self.events.put(KvEvent(self._next_event, data, self._window_size))
         self._next_event += 1
 
@@ -136,22 +132,17 @@ class FakeSequenceBlocks:
         for start in range(len(self.keys) * self._block_size, len(tokens) - self._block_size + 1, self._block_size):
             block = tuple(tokens[start : start + self._block_size])
             key = self.key(block)
-            if self._partial:
-                self._pool.hold_partial(-1)
-                self._partial = 0
+            self._set_partial(0)
             if self._pool.hold(key):
                 new.append(StoredBlock(key, tuple(map(UniqueToken, block)), mm_keys=mm_keys_of(self._next_overlaps())))
             elif new:
-                self._pool.stored(parent, new, self._salt)
+                self._pool.publish(Stored(parent, tuple(new), self._salt))
                 new = []
             self.keys.append(key)
             parent = parent if new else key
         if new:
-            self._pool.stored(parent, new, self._salt)
-        partial = int(len(tokens) % self._block_size > 0)
-        if partial != self._partial:
-            self._pool.hold_partial(partial - self._partial)
-            self._partial = partial
+            self._pool.publish(Stored(parent, tuple(new), self._salt))
+        self._set_partial(int(len(tokens) % self._block_size > 0))
 
     def _next_overlaps(self) -> tuple[Overlap, ...]:
         """The images in the block that would come next."""
@@ -159,6 +150,9 @@ class FakeSequenceBlocks:
 
     def release(self) -> None:
         self._pool.drop(self.keys)
-        self._pool.hold_partial(-self._partial)
+        self._set_partial(0)
         self.keys = []
-        self._partial = 0
+
+    def _set_partial(self, count: int) -> None:
+        self._pool.hold_partial(count - self._partial)
+        self._partial = count

@@ -9,7 +9,7 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.blocks import FakeSequenceBlocks
 from engine.kit.stream import DeltaStream
 from engine.media import Unexpanded
-from engine.types import FinishReason, GenerateRequest, Handoff
+from engine.types import FinishReason, GenerateRequest
 
 BACKEND = "fake"
 
@@ -32,12 +32,6 @@ class FakeSequence:
     cursor: int = 0
     started: bool = False
     """Whether its prompt has been computed."""
-
-    def resume(self, handoff: Handoff) -> None:
-        """Continue after `handoff.first`."""
-        for token in handoff.first.token_ids:
-            self.next_token()
-            self.tokens.append(token)
 
     def next_token(self) -> int:
         """Return the next id of the echo; before `min_tokens`, the next one that does not end the sequence."""
@@ -74,7 +68,9 @@ def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -
         num_blocks=num_blocks,
     )
     if request.handoff is not None:
-        sequence.resume(request.handoff)
+        for token in request.handoff.first.token_ids:
+            sequence.next_token()
+            sequence.tokens.append(token)
     return sequence
 
 

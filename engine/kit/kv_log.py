@@ -5,7 +5,8 @@ record of the cache's content takes memory, which is proportional to its number 
 """
 
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from engine.kit.spans import MmKeys
@@ -72,17 +73,10 @@ class _WindowLog:
             yield from reversed(chain)
 
 
-class _RankLog:
-    """The blocks of a data-parallel rank, by attention window."""
-
-    def __init__(self) -> None:
-        self.last_id = -1
-        self.pools: dict[int, _WindowLog] = {}
-
-    def content(self) -> list[tuple[int, Created | _Block]]:
-        """Return pairs of attention window and content: first the creation of each window, then all blocks."""
-        created: list[tuple[int, Created | _Block]] = [(window, pool.created) for window, pool in self.pools.items()]
-        return created + [(window, block) for window, pool in self.pools.items() for block in pool.parents_first()]
+def _content(windows: Mapping[int, _WindowLog]) -> list[tuple[int, Created | _Block]]:
+    """Return pairs of attention window and content: first the creation of each window, then all blocks."""
+    created: list[tuple[int, Created | _Block]] = [(window, pool.created) for window, pool in windows.items()]
+    return created + [(window, block) for window, pool in windows.items() for block in pool.parents_first()]
 
 
 class KvEventLog(EventFeed[KvEvent]):
@@ -93,20 +87,23 @@ class KvEventLog(EventFeed[KvEvent]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks: dict[int | None, _RankLog] = {}
+        self._last_ids: dict[int | None, int] = {}
+        self._windows: defaultdict[int | None, defaultdict[int, _WindowLog]] = defaultdict(
+            lambda: defaultdict(_WindowLog)
+        )
+        """The blocks of each data-parallel rank, by attention window."""
 
     def put(self, event: KvEvent) -> None:
-        rank = self._ranks.setdefault(event.attention_dp_rank, _RankLog())
-        rank.last_id = event.event_id
-        rank.pools.setdefault(event.window_size, _WindowLog()).note(event.data)
+        self._last_ids[event.attention_dp_rank] = event.event_id
+        self._windows[event.attention_dp_rank][event.window_size].note(event.data)
         super().put(event)
 
     def _before(self) -> Iterator[list[KvEvent]]:
-        now = [(number, rank.last_id, rank.content()) for number, rank in self._ranks.items()]
-        for number, last_id, content in now:
+        now = [(rank, self._last_ids[rank], _content(windows)) for rank, windows in self._windows.items()]
+        for rank, last_id, content in now:
             first = last_id + 1 - len(content)
             for start in range(0, len(content), _BATCH):
                 yield [
-                    KvEvent(event_id, part if isinstance(part, Created) else part.stored(), window, number)
+                    KvEvent(event_id, part if isinstance(part, Created) else part.stored(), window, rank)
                     for event_id, (window, part) in enumerate(content[start : start + _BATCH], start=first + start)
                 ]

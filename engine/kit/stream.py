@@ -150,24 +150,35 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-class Latest(Generic[T]):
+class _Watched:
+    """A source whose consumers wait for its next change."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """End all iterations, each after what is pending."""
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Latest(_Watched, Generic[T]):
     """The latest of a series of values, for any number of consumers; slow ones skip to the newest."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._value: T | None = None
         self._version = 0
-        self._closed = False
-        self._changed = asyncio.Event()
 
     def publish(self, value: T) -> None:
         """Make `value` the newest one."""
         self._value = value
         self._version += 1
-        self._notify()
-
-    def close(self) -> None:
-        """End all iterations, each after the newest value."""
-        self._closed = True
         self._notify()
 
     async def values(self) -> AsyncIterator[T]:
@@ -183,22 +194,17 @@ class Latest(Generic[T]):
             else:
                 await self._changed.wait()
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
-
-class EventFeed(Generic[T]):
+class EventFeed(_Watched, Generic[T]):
     """Events in order, for any number of consumers, each from the start of its iteration.
 
     A slow consumer loses the oldest events.
     """
 
     def __init__(self, limit: int = 65536) -> None:
+        super().__init__()
         self._limit = limit
         self._waiting: dict[object, deque[T]] = {}
-        self._closed = False
-        self._changed = asyncio.Event()
 
     @property
     def consumers(self) -> int:
@@ -208,11 +214,6 @@ class EventFeed(Generic[T]):
     def put(self, event: T) -> None:
         for waiting in self._waiting.values():
             waiting.append(event)
-        self._notify()
-
-    def close(self) -> None:
-        """End all iterations, each after its pending events."""
-        self._closed = True
         self._notify()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
@@ -238,7 +239,3 @@ class EventFeed(Generic[T]):
     def _before(self) -> Iterable[list[T]]:
         """Return what a new consumer receives first."""
         return ()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,8 +18,18 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except* Exception as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. Their errors are not raised."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
 
 
 @asynccontextmanager
@@ -28,29 +39,21 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel([task])
         if not task.cancelled():
             task.result()
 
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`, run in a daemon thread, so that a download does not hold up a shutdown."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(settle_future: Callable[[Any], None], value: Any) -> None:
-        if not future.cancelled():
-            settle_future(value)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # cancelling the waiter does not cancel the work
 
     def run() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
         try:
-            outcome = (future.set_result, work())
+            future.set_result(work())
         except Exception as error:  # raised where the future is awaited
-            outcome = (future.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -12,7 +12,7 @@ from engine.types import GenerateRequest
 
 
 def data_of(request: GenerateRequest) -> list[Data]:
-    """The bytes of embeddings, or of files, in order."""
+    """Return the bytes of embeddings, or of files, in order."""
     match request.media:
         case MediaSpans(spans):
             return [span.data for span in spans]
@@ -31,12 +31,12 @@ def attach(request: GenerateRequest, parts: Sequence[Data]) -> GenerateRequest:
     """Put back together what `detach` took apart. Raises ValueError unless there is one part for each medium."""
     match request.media:
         case MediaSpans(spans):
-            _check(len(spans), parts)
             found = tuple(replace(span, data=data) for span, data in zip(spans, parts, strict=True))
             return replace(request, media=MediaSpans(found))
         case MediaFiles(text, files):
             return replace(request, media=MediaFiles(text, tuple(attach_media(files, parts))))
-    _check(0, parts)
+    if parts:
+        raise ValueError(f"{len(parts)} parts belong to no medium")
     return request
 
 
@@ -47,10 +47,4 @@ def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[by
 
 def attach_media(media: Sequence[MediaInput], parts: Sequence[Data]) -> list[MediaInput]:
     """Put back together what `detach_media` took apart. Raises ValueError unless there is one part for each medium."""
-    _check(len(media), parts)
     return [replace(medium, data=data) for medium, data in zip(media, parts, strict=True)]
-
-
-def _check(expected: int, parts: Sequence[Data]) -> None:
-    if len(parts) != expected:
-        raise ValueError(f"{expected} parts are needed, not {len(parts)}")

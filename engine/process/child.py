@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from engine.config import EngineConfig
 from engine.errors import EngineFailure
 from engine.process.engine_service import ENGINE
 from engine.process.service import Interface
@@ -79,8 +79,7 @@ class ServiceProcess:
         assert self._supervision is not None, "not started"
         await asyncio.wait([self._supervision])
         if self._supervision.cancelled():
-            never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            return await never  # closed, not failed
+            await asyncio.Event().wait()  # closed, not failed
         return self._supervision.result()
 
     async def close(self) -> None:
@@ -114,17 +113,8 @@ class ServiceProcess:
         return f"the {self._interface.noun} process cannot be spawned: {error}"
 
 
-class EngineProcess(ServiceProcess):
-    """The host of an engine."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        address: str = "",
-        on_death: Literal["restart", "exit"] = "restart",
-        log_level: str = "info",
-    ) -> None:
-        super().__init__(ENGINE, config, address, on_death, log_level)
+EngineProcess = partial(ServiceProcess, ENGINE)
+"""The host of an engine; takes the other arguments of `ServiceProcess`."""
 
 
 class _Host:

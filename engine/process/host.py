@@ -19,13 +19,13 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
-from engine.process import stdio, wire
+from engine.process import wire
 from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
 from engine.transfer.base import TransferError
@@ -36,6 +36,7 @@ _SWITCH_SECONDS = 0.0005
 """How long one thread may keep the interpreter from another: a tenth of Python's default."""
 _HIGH_WATER_MARK = 4096
 """Batches queued for a client before it counts as stuck."""
+_MOST_INHERITED = 256
 
 log = logging.getLogger(__name__)
 
@@ -250,10 +251,38 @@ def bind(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
+class _Channel(NamedTuple):
+    """The pipes between this process and its parent.
+
+    They are kept from our children: one that inherited them and outlived us would keep them open, and the parent would
+    not see the end.
+    """
+
+    input: int
+    """File descriptor of the former standard input."""
+    output: TextIO
+    """The former standard output."""
+
+
+def _take_pipes() -> _Channel:
+    """Take over both pipes. Standard input is then empty, and standard output goes to standard error.
+
+    Call this before any file is opened: descriptors above 2 are closed, because uvloop leaves its children copies of
+    the pipes.
+    """
+    os.closerange(3, _MOST_INHERITED)
+    channel = _Channel(os.dup(0), os.fdopen(os.dup(1), "w"))  # not inherited by children
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return channel
+
+
 class _HostProcess:
     """The life of a host process."""
 
-    def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: stdio.Channel) -> None:
+    def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: _Channel) -> None:
         self._interface = interface
         self._address = options.address
         self._config = msgspec.json.decode(options.config, type=interface.config)
@@ -326,7 +355,7 @@ def main(interface: Interface[Any, Any]) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # child processes inherit that
     sys.setswitchinterval(_SWITCH_SECONDS)
-    channel = stdio.take()
+    channel = _take_pipes()
     line = b""
     while not line.endswith(b"\n"):
         if not (chunk := os.read(channel.input, 65536)):

@@ -1,18 +1,20 @@
 """One request to another replica's /prefill or /encode. Its open answer is the lease of what the replica keeps."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from engine import errors, trace
 from engine.handoff import MAX_BYTES, decode_handoff
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaClient, ReplicaConnection
 from engine.replicas.encode_answers import decode_answer
+from protocol.errors import ErrorEnvelope
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillInfo
 
@@ -73,20 +75,6 @@ PREFILL = Service("prefill", msgspec.msgpack.Decoder(PrefillInfo), decode_handof
 ENCODE = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_answer)
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    type: str = ""
-    param: str | None = None
-    code: str | None = None
-
-
-class _Envelope(msgspec.Struct):
-    error: _Error
-
-
-_envelopes = msgspec.json.Decoder(_Envelope)
-
-
 class RemoteAnswer(Generic[T]):
     """What a replica has handed over. It keeps the KV blocks or embeddings until `close` or until `ended` returns."""
 
@@ -115,31 +103,23 @@ async def ask(
         size = sum(map(len, body))
         traced = [(name.encode(), value.encode()) for name, value in trace.headers().items()]
         sent = [*headers, (b"content-type", MEDIA_TYPE.encode()), *traced]
-        try:
+        with _faults(service), ExitStack() as unless_answered:
             async with asyncio.timeout(SILENCE_SECONDS + size / _SLOWEST_UPLOAD):
                 connection = await client.request(client.head("POST", service.path, sent, size), *body)
-        except (ConnectionFailed, TimeoutError) as error:
-            raise _fault(service, error) from error
-        try:
+            unless_answered.callback(client.release, connection)
             if connection.status != HTTPStatus.OK:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     raise _refusal(service, connection.status, await connection.body())
-            return RemoteAnswer(await _handoff(service, connection), client, connection)
-        except (ConnectionFailed, TimeoutError, ValueError) as error:
-            client.release(connection)
-            raise _fault(service, error) from error
-        except BaseException:  # cancellation included
-            client.release(connection)
-            raise
+            answer = RemoteAnswer(await _handoff(service, connection), client, connection)
+            unless_answered.pop_all()
+            return answer
 
 
 async def describe(client: ReplicaClient, service: Service[I, T], headers: Sequence[Header]) -> I:
     """Return what the replica says of itself, if it takes requests now. Raises as `ask` does."""
-    try:
+    with _faults(service):
         async with asyncio.timeout(SILENCE_SECONDS):
             status, content = await client.get(service.path, headers)
-    except (ConnectionFailed, TimeoutError) as error:
-        raise _fault(service, error) from error
     if status != HTTPStatus.OK:
         raise _refusal(service, status, content)
     try:
@@ -160,29 +140,30 @@ async def _handoff(service: Service[I, T], connection: ReplicaConnection) -> T:
             if frame.failed:
                 raise _refusal(service, HTTPStatus.OK, frame.payload)
             if frame.payload:
-                return _decoded(service, frame.payload)
+                try:
+                    return service.read(frame.payload)
+                except errors.InvalidRequest as error:  # the replica's mistake, not the user's
+                    raise ReplicaFault(str(error), "refused") from error
 
 
-def _decoded(service: Service[I, T], payload: bytes) -> T:
+@contextmanager
+def _faults(service: Service[I, T]) -> Iterator[None]:
+    """Translate errors of the connection, and of the frames that come over it, to ReplicaFault."""
     try:
-        return service.read(payload)
-    except errors.InvalidRequest as error:  # the replica's mistake, not the user's
-        raise ReplicaFault(str(error), "refused") from error
-
-
-def _fault(service: Service[I, T], error: Exception) -> ReplicaFault:
-    if isinstance(error, TimeoutError):
-        return ReplicaFault(f"{service.one} has been silent for {SILENCE_SECONDS:g} s", "silent")
-    if isinstance(error, AnswerTooLong | ValueError):
-        return ReplicaFault(f"{service.one}'s answer has no end, or makes no sense", "refused")
-    return ReplicaFault(f"{service.one} cannot be reached", "unreachable")
+        yield
+    except TimeoutError as error:
+        raise ReplicaFault(f"{service.one} has been silent for {SILENCE_SECONDS:g} s", "silent") from error
+    except (AnswerTooLong, ValueError) as error:
+        raise ReplicaFault(f"{service.one}'s answer has no end, or makes no sense", "refused") from error
+    except ConnectionFailed as error:
+        raise ReplicaFault(f"{service.one} cannot be reached", "unreachable") from error
 
 
 def _refusal(service: Service[I, T], status: int, content: bytes) -> errors.EngineError:
     """The error in an envelope. Errors between replicas, rather than of the request, are the replica's fault."""
     try:
-        error = _envelopes.decode(content).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = ErrorEnvelope.model_validate_json(content).error
+    except ValidationError:
         return ReplicaFault(f"{service.one} answered {status} and no error that can be read", "refused")
     if error.code is None and error.type == "invalid_request_error":
         return errors.InvalidRequest(error.message, error.param)

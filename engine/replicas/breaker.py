@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
-_MOST_FAILURES = 16
 
 
 class Breaker:
@@ -17,22 +16,22 @@ class Breaker:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._failures = 0
+        self._next = FIRST_PAUSE
         self._until = 0.0
 
     @property
     def pause(self) -> float:
         """Seconds until the replica may be probed; 0 if it may be now."""
-        return max(self._until - self._clock(), 0.0) if self._failures else 0.0
+        return max(self._until - self._clock(), 0.0)
 
     def succeed(self) -> None:
         """Forget all failures, so that the next one counts as the first."""
-        self._failures = 0
+        self._next = FIRST_PAUSE
+        self._until = 0.0
 
     def fail(self) -> None:
         """Begin a pause. Failures during a pause do not count: a replica that dies with many requests fails once."""
         if self.pause:
             return
-        pause = min(FIRST_PAUSE * 2**self._failures, LONGEST_PAUSE)
-        self._failures = min(self._failures + 1, _MOST_FAILURES)
-        self._until = self._clock() + pause * random.uniform(0.8, 1.2)
+        self._until = self._clock() + self._next * random.uniform(0.8, 1.2)
+        self._next = min(2 * self._next, LONGEST_PAUSE)

@@ -9,6 +9,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -48,8 +49,7 @@ class ReplicaConnection(asyncio.Protocol):
         self.status = 0
         self.headers: list[Header] = []
         self.idle_since = 0.0
-        self.used = False
-        """Whether it has served a request before."""
+        """When it ended its last request; 0 before."""
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: deque[bytes] = deque()
@@ -57,11 +57,9 @@ class ReplicaConnection(asyncio.Protocol):
         self._paused = False
         self._complete = True
         """Whether no answer is due."""
-        self._headed = False
         self._head_bytes = 0
         self._keeps = False
-        self._stale = False
-        self._lost: str | None = None
+        self._lost: ConnectionFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -78,9 +76,7 @@ class ReplicaConnection(asyncio.Protocol):
         self.status = 0
         self.headers = []
         self._complete = False
-        self._headed = False
         self._head_bytes = 0
-        self._keeps = False
         self._parser = httptools.HttpResponseParser(self)
         if sum(map(len, body)) < _SMALL_BODY:
             self._transport.write(b"".join((head, *body)))
@@ -90,7 +86,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     async def head(self) -> None:
         """Return once `status` and `headers` are there. Raises ConnectionFailed."""
-        while not self._headed:
+        while not self.status:
             await self._more()
 
     async def chunk(self) -> bytes:
@@ -121,13 +117,13 @@ class ReplicaConnection(asyncio.Protocol):
     def abort(self, reason: str = "the connection was given up") -> None:
         """End the connection at once; whoever waits for its answer gets ConnectionFailed with `reason`."""
         if self._lost is None:
-            self._lost = reason
+            self._lost = ConnectionFailed(reason)
             self._transport.abort()
             self._wake()
 
     async def _more(self) -> None:
         if self._lost is not None:
-            raise StaleConnection(self._lost) if self._stale else ConnectionFailed(self._lost)
+            raise self._lost
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -143,15 +139,15 @@ class ReplicaConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._lost is None:
-            self._lost = "the connection was lost"
-            self._stale = self.used and not self._head_bytes
+            stale = self.idle_since and not self._head_bytes
+            self._lost = (StaleConnection if stale else ConnectionFailed)("the connection was lost")
         self._wake()
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
             self.abort("an answer came without a request")
             return
-        if not self._headed:
+        if not self.status:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD:
                 self.abort("the head of the answer is too long")
@@ -160,9 +156,6 @@ class ReplicaConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.abort("the answer is not HTTP")
-
-    def eof_received(self) -> bool:
-        return False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
@@ -173,7 +166,6 @@ class ReplicaConnection(asyncio.Protocol):
             self.headers = []
         else:
             self.status = status
-            self._headed = True
             self._wake()
 
     def on_body(self, data: bytes) -> None:
@@ -185,7 +177,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        if self._headed:
+        if self.status:
             self._complete = True
             self._keeps = self._parser.should_keep_alive()  # not known before
             self._wake()
@@ -217,21 +209,20 @@ class ReplicaClient:
     async def request(self, head: bytes, *body: bytes) -> ReplicaConnection:
         """Return a connection that has the head of the answer; the caller releases it. Raises ConnectionFailed."""
         self.requests += 1
+        connection: ReplicaConnection | None = None
         try:
             while True:
                 connection = self._kept() or await self._connect()
                 self._busy.add(connection)
-                try:
+                with suppress(StaleConnection):
                     connection.send(head, body)
                     await connection.head()
                     return connection
-                except StaleConnection:
-                    self._put_back(connection)
-                except BaseException:  # cancellation included
-                    self._put_back(connection)
-                    raise
-        except BaseException:
+                self._put_back(connection)
+        except BaseException:  # cancellation included
             self.requests -= 1
+            if connection is not None:
+                self._put_back(connection)
             raise
 
     async def get(self, target: bytes, headers: Sequence[Header]) -> tuple[int, bytes]:
@@ -257,7 +248,6 @@ class ReplicaClient:
     def _put_back(self, connection: ReplicaConnection) -> None:
         self._busy.discard(connection)
         if connection.reusable and len(self._idle) < MAX_IDLE:
-            connection.used = True
             connection.idle_since = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:

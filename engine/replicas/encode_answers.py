@@ -1,10 +1,11 @@
-"""The answer of `/encode`: its codec, and the memory in which embeddings wait to be read by transfer.
+"""The answer of `/encode`: its codec, the service that makes it, and the memory where embeddings wait for a transfer.
 
 What was read is checked against a digest, so that no clock has to say whether the memory still held the same.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,9 +14,9 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.encoder import Encoded, EncoderInfo
+from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
-from engine.media import ITEM_BYTES, EncodedMedia, Encoding
+from engine.media import ITEM_BYTES, EncodedMedia, Encoding, MediaInput
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
 from engine.transfer.shared_bytes import readable
@@ -161,6 +162,41 @@ class EmbeddingStore:
         except BaseException:
             writing.add_done_callback(lambda _: self.free(place))
             raise
+
+
+class EncodeService:
+    """Encodes for other replicas by `encoder`, which has started."""
+
+    def __init__(
+        self, model_name: str, backend: str, encoder: Encoder, store: EmbeddingStore, observer: EncodeObserver
+    ) -> None:
+        self.info = encode_info(model_name, backend, encoder.info)
+        self.served = 0
+        """Number of requests answered."""
+        self.encoder = encoder
+        self.store = store
+        self._observer = observer
+
+    @property
+    def healthy(self) -> bool:
+        return self.encoder.healthy
+
+    async def encode(self, request: internal.EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
+        """Return the answer, and the place that `store.free` must be called with once it has been read.
+
+        Raises as `Encoder.encode` does.
+        """
+        if self.encoder.info.needs_prompt and not request.prompt:
+            raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
+        started = time.perf_counter()
+        encoded = await self.encoder.encode(media, request.prompt)
+        self.served += 1
+        self._observer.encoded(len(media), time.perf_counter() - started)
+        return await self.store.put(encoded, request.inline)
+
+    async def close(self) -> None:
+        await self.encoder.close()
+        await self.store.close()
 
 
 async def fetch(found: EncodeAnswer, arena: Arena | None, seconds: float) -> list[EncodedMedia]:

@@ -8,17 +8,17 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.kit.tasks import all_of
+from engine.kit.tasks import all_of, cancel
 from engine.media import EncodedMedia, MediaInput
 from engine.process.attachments import detach_media
-from engine.replicas.ask import ENCODE, RemoteAnswer
-from engine.replicas.client import Header
+from engine.replicas.ask import ENCODE
 from engine.replicas.encode_answers import EncodeAnswer, check_answer, encode_info, fetch
 from engine.replicas.remote import RemoteObserver, RemotePool, RemoteReplica, is_final
 from engine.transfer.arena import Arena
@@ -26,6 +26,8 @@ from engine.transfer.base import TransferError
 from protocol.internal import VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
+_END_SECONDS = 1.0
+"""How long to wait for the end of an answer that holds no memory."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,8 @@ class EncodeReplica(RemoteReplica[EncodeInfo, EncodeAnswer]):
     Once its memory could not be read, it sends embeddings within its answers, until it has been unavailable.
     """
 
-    def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
-        super().__init__(url, ENCODE, headers, observer)
-        self.inline = False
+    service = ENCODE
+    inline = False
 
     def set_unready(self, error: EngineError) -> None:
         super().set_unready(error)
@@ -52,6 +53,8 @@ class EncodePool(RemotePool[EncodeReplica]):
     Embeddings that are not in their answers are read into `arena`, within `seconds`; without one they all are.
     """
 
+    kind = EncodeReplica
+
     def __init__(
         self,
         urls: Sequence[str],
@@ -61,7 +64,7 @@ class EncodePool(RemotePool[EncodeReplica]):
         arena: Arena | None = None,
         seconds: float = 0.0,
     ) -> None:
-        super().__init__(urls, secret, attempts, observer, "encode")
+        super().__init__(urls, secret, attempts, observer)
         self._arena = arena
         self._seconds = seconds
 
@@ -74,16 +77,35 @@ class EncodePool(RemotePool[EncodeReplica]):
     async def encode(self, media: Sequence[MediaInput], prompt: str, mine: EncodeInfo) -> Encoded:
         """Encode by one replica that agrees with `mine`. Raises as `Encoder.encode` does, and NoReplica."""
         name = uuid.uuid4().hex
+        bare, parts = detach_media(media)
+        raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+
+        async def answered(replica: EncodeReplica, *, inline: bool) -> Encoded:
+            request = EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline)
+            answer = await replica.ask(pieces(request, parts), name, len(media))
+            try:
+                found = answer.handoff
+                check_answer(found, 0 if prompt else len(media), mine.hidden_size)
+                encoded = found.encoding or await fetch(found, self._arena, self._seconds)
+                if not found.offers:
+                    with suppress(TimeoutError):  # the end of an answer that holds nothing: its connection is kept
+                        async with asyncio.timeout(_END_SECONDS):
+                            await answer.ended()
+                return encoded
+            except InvalidRequest as error:  # the replica's mistake, not the user's
+                raise EngineUnavailable(f"an encode replica's answer is wrong: {error}") from error
+            finally:
+                answer.close()
 
         async def ask(replica: EncodeReplica) -> Encoded:
             if not (replica.inline or self._arena is None):
                 try:
-                    return await self._answered(replica, name, media, prompt, mine, inline=False)
+                    return await answered(replica, inline=False)
                 except TransferError as error:
                     log.warning("%s sends embeddings from now on: its memory cannot be read: %s", replica.name, error)
                     replica.inline = True
             try:
-                return await self._answered(replica, name, media, prompt, mine, inline=True)
+                return await answered(replica, inline=True)
             except TransferError as error:
                 raise EngineUnavailable("an encode replica does not send its embeddings") from error
 
@@ -93,37 +115,6 @@ class EncodePool(RemotePool[EncodeReplica]):
         await super().close()
         if self._arena is not None:
             await self._arena.close()
-
-    async def _answered(
-        self,
-        replica: EncodeReplica,
-        name: str,
-        media: Sequence[MediaInput],
-        prompt: str,
-        mine: EncodeInfo,
-        *,
-        inline: bool,
-    ) -> Encoded:
-        """Raises TransferError too."""
-        bare, parts = detach_media(media)
-        raw = msgspec.Raw(msgspec.msgpack.encode(bare))
-        request = EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline)
-        answer = await replica.ask(pieces(request, parts), name, len(media))
-        try:
-            found = answer.handoff
-            try:
-                check_answer(found, 0 if prompt else len(media), mine.hidden_size)
-            except InvalidRequest as error:  # the replica's mistake, not the user's
-                raise EngineUnavailable(f"an encode replica's answer is wrong: {error}") from error
-            encoded = found.encoding or await fetch(found, self._arena, self._seconds)
-            if not found.offers:
-                await _read_to_end(answer)
-            return encoded
-        finally:
-            answer.close()
-
-    def _new(self, url: str) -> EncodeReplica:
-        return EncodeReplica(url, self.headers, self.observer)
 
 
 class EncoderPool:
@@ -161,25 +152,14 @@ class EncoderPool:
             return False
         return self._replicas.healthy(self._mine) or (self._local is not None and self._local.healthy)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Replicas that are known, and those of them that are available."""
-        return self._replicas.counts
-
     async def start(self) -> None:
         """Find the replicas.
 
         Without an encoder here, wait until one has said what it encodes with; all others have to agree with it.
         """
-        finding = asyncio.create_task(self._replicas.start())
-        try:
-            if self._local is not None:
-                await self._local.start()
-                self._mine = encode_info(self._model_name, self._backend, self._local.info)
-            await finding
-        finally:
-            finding.cancel()
-            await asyncio.wait({finding})
+        await all_of([self._replicas.start(), *([self._local.start()] if self._local is not None else [])])
+        if self._local is not None:
+            self._mine = encode_info(self._model_name, self._backend, self._local.info)
         while self._mine is None:
             self._mine = self._replicas.found(self._model_name, self._backend)
             await asyncio.sleep(_LOOK_SECONDS)
@@ -193,10 +173,7 @@ class EncoderPool:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await cancel(self._running)
         await self._replicas.close()
         if self._local is not None:
             await self._local.close()
@@ -225,12 +202,3 @@ class EncoderPool:
         if task.cancelled():
             raise EngineNotReady("the encoder is closing")
         return task.result()
-
-
-async def _read_to_end(answer: RemoteAnswer[EncodeAnswer]) -> None:
-    """Read the end of an answer that holds nothing, so that its connection can be used again."""
-    try:
-        async with asyncio.timeout(1.0):
-            await answer.ended()
-    except TimeoutError:
-        return

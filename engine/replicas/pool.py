@@ -7,9 +7,11 @@ compute, encode replicas by what they are busy with, those behind a router by bo
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.errors import EngineUnavailable
+from engine.kit.tasks import cancel
 from engine.replicas.discovery import RESOLVE_SECONDS, Addresses
 from engine.replicas.replica import Replica
 
@@ -38,11 +40,10 @@ class ReplicaPool(Generic[R]):
     def __init__(self, addresses: Addresses, attempts: int, observer: PoolObserver) -> None:
         self._addresses = addresses
         self._attempts = attempts
-        self._pool_observer = observer
+        self.observer = observer
         self._chosen = 0
         self._replicas: dict[str, R] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._resolving: asyncio.Task[None] | None = None
 
     @property
     def replicas(self) -> Collection[R]:
@@ -57,27 +58,17 @@ class ReplicaPool(Generic[R]):
         """Find the replicas, and wait a moment for the first probe of each."""
         self.update(await self._addresses.find(set()))
         if self._addresses.change:
-            self._resolving = asyncio.create_task(self._resolve(), name="replica-discovery")
-        probes = [asyncio.create_task(replica.probed.wait()) for replica in self._replicas.values()]
-        try:
-            if probes:
-                await asyncio.wait(probes, timeout=FIRST_PROBE_SECONDS)
-        finally:
-            for probe in probes:
-                probe.cancel()
+            self._run(self._resolve(), "replica-discovery")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PROBE_SECONDS):
+                for replica in list(self._replicas.values()):
+                    await replica.probed.wait()
 
     async def close(self) -> None:
         """Forget the replicas. Answers that are on their way break off. Idempotent."""
-        if self._resolving is not None:
-            self._resolving.cancel()
-            await asyncio.wait([self._resolving])
-            self._resolving = None
         for url in list(self._replicas):
             self._remove(url)
-        if tasks := list(self._tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await cancel(self._tasks)
 
     def update(self, urls: Sequence[str]) -> None:
         """Use the replicas at `urls` and no others. Requests at those that leave go on."""
@@ -87,7 +78,7 @@ class ReplicaPool(Generic[R]):
         for url in urls:
             if url not in self._replicas:
                 self._replicas[url] = replica = self._new(url)
-                self._run(replica.watch(), replica)
+                self._run(replica.watch(), replica.name)
 
     def in_turn(self, usable: Callable[[R], bool], choose: Callable[[list[R]], R]) -> Iterator[R]:
         """Yield replicas for one request, each when the one before has failed.
@@ -100,7 +91,7 @@ class ReplicaPool(Generic[R]):
             if not candidates:
                 return
             if tried:
-                self._pool_observer.retried()
+                self.observer.retried()
             replica = choose(candidates)
             self._chosen += 1
             replica.last_asked = self._chosen
@@ -115,21 +106,20 @@ class ReplicaPool(Generic[R]):
         replica.leave()
         return replica
 
-    def _run(self, work: Coroutine[Any, Any, None], replica: R) -> asyncio.Task[None]:
-        """Start a task of a replica, which ends with the pool at the latest."""
-        task = asyncio.create_task(work, name=replica.name)
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task that ends with the pool at the latest."""
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_report)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Log the error of a task that was to run on."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s is no longer watched", task.get_name(), exc_info=error)
 
     async def _resolve(self) -> None:
         while True:
             await asyncio.sleep(RESOLVE_SECONDS)
             self.update(await self._addresses.find(self._replicas.keys()))
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    """Log the error of a task that was to run on."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s is no longer watched", task.get_name(), exc_info=error)

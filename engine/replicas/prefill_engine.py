@@ -9,24 +9,22 @@ Images go to prefill as embeddings; the local engine uses these only if it has t
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from engine import trace
-from engine.base import Engine
+from engine.base import Engine, EngineAround
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
 from engine.kit.stream import DeltaStream
-from engine.kv_events import KvEvent
+from engine.kit.tasks import all_of, cancel
 from engine.media import Unexpanded
 from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_pool import PrefillPool
 from engine.replicas.remote import RemoteObserver, is_final
-from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
+from engine.types import Delta, GenerateRequest, Handoff
 from protocol.internal import PrefillInfo
 
 _END_SECONDS = 1.0
@@ -35,7 +33,7 @@ _END_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class DisaggregatedEngine:
+class DisaggregatedEngine(EngineAround):
     """Prefills in `pool`, decodes with `local`. Prefill replicas have to serve `model_name` too.
 
     Prompts of fewer than `min_tokens` tokens are computed here, and all while no replica can be asked. With None no
@@ -45,7 +43,7 @@ class DisaggregatedEngine:
     def __init__(
         self, local: Engine, pool: PrefillPool, model_name: str, min_tokens: int | None, observer: RemoteObserver
     ) -> None:
-        self.local = local
+        super().__init__(local)
         self.pool = pool
         self.min_tokens = min_tokens
         self.observer = observer
@@ -54,33 +52,23 @@ class DisaggregatedEngine:
         self._closed = False
 
     @property
-    def info(self) -> EngineInfo:
-        return self.local.info
-
-    @property
     def healthy(self) -> bool:
         return (
-            not self._closed and self.local.healthy and (self.min_tokens is not None or self.pool.healthy(self.common))
+            not self._closed and self.inner.healthy and (self.min_tokens is not None or self.pool.healthy(self.common))
         )
 
     @property
     def common(self) -> PrefillInfo:
         """What a prefill replica must have in common with the local engine."""
-        return prefill_info(self._model_name, self.local.info)
+        return prefill_info(self._model_name, self.inner.info)
 
     async def start(self) -> None:
-        finding = asyncio.create_task(self.pool.start())
-        try:
-            await self.local.start()
-            await finding
-        finally:
-            finding.cancel()
-            await asyncio.wait({finding})
+        await all_of([self.pool.start(), self.inner.start()])
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        if self._closed or not self.local.healthy:
+        if self._closed or not self.inner.healthy:
             return DeltaStream.failed(EngineNotReady("the engine is starting, restarting or closing"))
-        info = self.local.info
+        info = self.inner.info
         try:  # before a replica computes anything
             check_prompt(request, info.vocab_size, info.capacity or info.context_length)
         except InvalidRequest as error:
@@ -90,17 +78,11 @@ class DisaggregatedEngine:
         run.stream.when_done(lambda: self._runs.discard(run))
         return run.stream
 
-    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        return self.local.kv_events()
-
-    def stats(self) -> AsyncIterator[IterationStats]:
-        return self.local.stats()
-
     async def close(self) -> None:
         self._closed = True
         for run in list(self._runs):
             await run.fail(EngineNotReady("the engine is closing"))
-        await self.local.close()
+        await self.inner.close()
         await self.pool.close()
 
 
@@ -166,8 +148,7 @@ class _RemotePrefill:
             else:
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
-            ended.cancel()
-            await asyncio.wait({ended})
+            await cancel([ended])
             lease.close()
         if lost:
             await self._recover(lease.handoff, lost)
@@ -205,7 +186,7 @@ class _RemotePrefill:
         self._generate(self._request)
 
     def _generate(self, request: GenerateRequest) -> DeltaStream:
-        local = self._engine.local.generate(request)
+        local = self._engine.inner.generate(request)
         self._local = local
         local.pipe(self._pass_on)
         return local

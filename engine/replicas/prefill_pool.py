@@ -14,7 +14,7 @@ from engine.replicas.ask import PREFILL, RemoteAnswer
 from engine.replicas.block_keys import block_keys, root_key
 from engine.replicas.client import Header
 from engine.replicas.remote import RemoteObserver, RemotePool, RemoteReplica
-from engine.transfer.shared_bytes import Data, readable
+from engine.transfer.shared_bytes import readable
 from engine.types import GenerateRequest, Handoff
 from protocol.internal import VERSION, PrefillInfo, PrefillRequest, pieces
 
@@ -50,17 +50,11 @@ class Prefixes:
 class PrefillReplica(RemoteReplica[PrefillInfo, Handoff]):
     """A prefill replica, and the prefixes that it has computed."""
 
-    def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
-        super().__init__(url, PREFILL, headers, observer)
-        self.prefixes = Prefixes()
+    service = PREFILL
 
-    async def prefill(
-        self, body: Sequence[bytes], request_id: str, keys: Sequence[int], tokens: int
-    ) -> RemoteAnswer[Handoff]:
-        """Have a prompt with the block keys `keys` computed, `tokens` of it anew. Raises as `ask` does."""
-        answer = await self.ask(body, request_id, tokens)
-        self.prefixes.add(keys)
-        return answer
+    def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
+        super().__init__(url, headers, observer)
+        self.prefixes = Prefixes()
 
     def set_unready(self, error: EngineError) -> None:
         """What comes back may be another process, with an empty cache."""
@@ -71,8 +65,7 @@ class PrefillReplica(RemoteReplica[PrefillInfo, Handoff]):
 class PrefillPool(RemotePool[PrefillReplica]):
     """The prefill replicas of a decode replica."""
 
-    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: RemoteObserver) -> None:
-        super().__init__(urls, secret, attempts, observer, "prefill")
+    kind = PrefillReplica
 
     async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> RemoteAnswer[Handoff]:
         """Have the replica with the least to compute prefill the prompt. The caller closes the answer.
@@ -81,7 +74,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         """
         keys = prompt_keys(request, mine.block_size)
         bare, data = detach(request)
-        parts = await asyncio.to_thread(_copied, data) if data else []
+        parts = await asyncio.to_thread(lambda: [bytes(readable(part)) for part in data]) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 
@@ -89,15 +82,14 @@ class PrefillPool(RemotePool[PrefillReplica]):
             """Prompt tokens that the replica has to compute."""
             return len(request.prompt_token_ids) - replica.prefixes.known(keys) * mine.block_size
 
-        return await self.try_in_turn(
-            mine,
-            request.request_id,
-            lambda replica: replica.in_flight + uncached(replica),
-            lambda replica: replica.prefill(body, request.request_id, keys, uncached(replica)),
-        )
+        async def ask(replica: PrefillReplica) -> RemoteAnswer[Handoff]:
+            answer = await replica.ask(body, request.request_id, uncached(replica))
+            replica.prefixes.add(keys)
+            return answer
 
-    def _new(self, url: str) -> PrefillReplica:
-        return PrefillReplica(url, self.headers, self.observer)
+        return await self.try_in_turn(
+            mine, request.request_id, lambda replica: replica.in_flight + uncached(replica), ask
+        )
 
 
 def prompt_keys(request: GenerateRequest, block_size: int) -> list[int]:
@@ -111,7 +103,3 @@ def prompt_keys(request: GenerateRequest, block_size: int) -> list[int]:
     tokens = request.prompt_token_ids[:-1]
     shown = (overlaps_of(request.spans, start, block_size) for start in range(0, len(tokens), block_size))
     return list(block_keys(tokens, block_size, root_key(request.cache_salt), shown))
-
-
-def _copied(parts: Sequence[Data]) -> list[bytes]:
-    return [bytes(readable(part)) for part in parts]

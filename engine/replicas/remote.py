@@ -40,13 +40,14 @@ class RemoteObserver(PoolObserver, Protocol):
 class RemoteReplica(Replica, Generic[I, T]):
     """The replica at `url` that answers `service`. `headers` go with each request."""
 
-    def __init__(self, url: str, service: Service[I, T], headers: Sequence[Header], observer: RemoteObserver) -> None:
-        super().__init__(url, f"{service.name} replica {url}")
+    service: Service[I, T]
+
+    def __init__(self, url: str, headers: Sequence[Header], observer: RemoteObserver) -> None:
+        super().__init__(url, f"{self.service.name} replica {url}")
         self.in_flight = 0
         """Work that was sent there and is not answered yet: prompt tokens, or images."""
         self.info: I | None = None
         """What it said of itself last."""
-        self._service = service
         self._headers = headers
         self._observer = observer
 
@@ -57,7 +58,7 @@ class RemoteReplica(Replica, Generic[I, T]):
         self.in_flight += work
         try:
             headers = [*self._headers, (b"x-request-id", request_id.encode())]
-            answer = await asking.ask(self.client, self._service, body, headers)
+            answer = await asking.ask(self.client, self.service, body, headers)
             outcome = "ok"
             return answer
         except EngineError as error:
@@ -72,7 +73,7 @@ class RemoteReplica(Replica, Generic[I, T]):
 
     async def probe(self) -> None:
         try:
-            self.info = await asking.describe(self.client, self._service, self._headers)
+            self.info = await asking.describe(self.client, self.service, self._headers)
         except Exception:
             self.breaker.fail()
             raise
@@ -94,19 +95,18 @@ R = TypeVar("R", bound=RemoteReplica[Any, Any])
 
 
 class RemotePool(ReplicaPool[R]):
-    """The replicas at `urls` that do what `does` says, prefill or encode.
+    """The replicas of `kind` at `urls`.
 
     `mine`, in the methods, is what a replica must have in common with this one.
     """
 
-    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: RemoteObserver, does: str) -> None:
-        super().__init__(Addresses(urls, does), attempts, observer)
-        self.observer = observer
-        self.headers: list[Header] = [
-            (b"authorization", b"Bearer " + secret.encode()),
-            (b"accept-encoding", b"identity"),
-        ]
-        self._does = does
+    kind: type[R]
+    observer: RemoteObserver
+
+    def __init__(self, urls: Sequence[str], secret: str, attempts: int, observer: RemoteObserver) -> None:
+        self._does = self.kind.service.name
+        super().__init__(Addresses(urls, self._does), attempts, observer)
+        self._headers = [(b"authorization", b"Bearer " + secret.encode()), (b"accept-encoding", b"identity")]
 
     def healthy(self, mine: msgspec.Struct) -> bool:
         """Whether a request made now would be sent somewhere."""
@@ -145,6 +145,9 @@ class RemotePool(ReplicaPool[R]):
                 if failure is None or not isinstance(error, ContextOverflow):  # another attempt may succeed
                     failure = error
         raise failure or self._nobody(name, mine)
+
+    def _new(self, url: str) -> R:
+        return self.kind(url, self._headers, self.observer)
 
     def _nobody(self, name: str, mine: msgspec.Struct) -> NoReplica:
         """Why there is no replica to ask. Addresses are for the log alone."""

@@ -39,7 +39,7 @@ class Arena:
         self._free = [Place(0, size)]
         self._taken: set[Place] = set()
         self._room = asyncio.Event()
-        self._orphans: set[asyncio.Task[None]] = set()
+        self._orphans: set[asyncio.Task[list[Data]]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.offers: tuple[Offer, ...] = self._transfers.offers()
         """How peers read the arena, which is region 0."""
@@ -94,7 +94,7 @@ class Arena:
         except TransferError:
             self.free(place)
             raise
-        copying = asyncio.ensure_future(self._copied(transfer, place, sizes))
+        copying = asyncio.create_task(self._copied(transfer, place, sizes))
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(copying)
@@ -103,7 +103,8 @@ class Arena:
         finally:
             if not copying.done():  # memory may still be written to
                 transfer.cancel()
-                self._keep(copying)
+                self._orphans.add(copying)
+                copying.add_done_callback(self._orphans.discard)
 
     async def close(self) -> None:
         """Cancel running reads and wait for them. Idempotent; places stay allocated."""
@@ -128,21 +129,12 @@ class Arena:
         ends = accumulate(sizes, initial=place.offset)
         return [shared_or_copied(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
 
-    def _keep(self, copying: "asyncio.Future[list[Data]]") -> None:
-        async def end() -> None:
-            await asyncio.gather(copying, return_exceptions=True)
-
-        task = asyncio.create_task(end())
-        self._orphans.add(task)
-        task.add_done_callback(self._orphans.discard)
-
     def _take(self, size: int) -> Place | None:
         wanted = _aligned(size)
         for index, part in enumerate(self._free):
             if part.size >= wanted:
-                self._free[index : index + 1] = (
-                    [Place(part.offset + wanted, part.size - wanted)] if part.size > wanted else []
-                )
+                rest = Place(part.offset + wanted, part.size - wanted)
+                self._free[index : index + 1] = [rest] if rest.size else []
                 place = Place(part.offset, size)
                 self._taken.add(place)
                 return place

@@ -71,8 +71,9 @@ class TransferMethod(Protocol):
     Several threads may call `read` at once; `close` is called when none of them runs any more.
     """
 
+    @property
     def offer(self) -> Offer:
-        """Return the offer of our regions, the same on every call."""
+        """The offer of our regions; never changes."""
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         """Copy a peer's bytes; block until they are here.

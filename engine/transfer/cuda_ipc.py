@@ -17,19 +17,9 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import (
-    NotFromHere,
-    Offer,
-    Read,
-    Region,
-    TransferError,
-    check_cancelled,
-    check_remote,
-    decode_offer,
-    split_reads,
-)
+from engine.transfer.base import NotFromHere, Read, Region, TransferError, check_cancelled, split_reads
 from engine.transfer.cuda import HANDLE_BYTES, Cuda
-from engine.transfer.process_id import Mappings, ProcessId, check_survived, this_process
+from engine.transfer.mapped import MappedMethod, Owner
 
 PIECE = 1 << 30
 """Bytes copied between two checks for cancellation: some milliseconds over NVLink."""
@@ -41,64 +31,6 @@ class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     offset: int
     size: int
-
-
-class _DeviceOwner(msgspec.Struct, frozen=True, array_like=True):
-    """Content of an offer."""
-
-    process: ProcessId
-    regions: tuple[_DeviceRange, ...]
-
-
-class CudaIpc:
-    """The method for device memory of one host.
-
-    Raises TransferError for regions that are not in a GPU's memory or cannot be shared.
-    """
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        if any(region.device < 0 for region in regions):
-            raise TransferError("the KV cache is in host memory")
-        self._cuda = Cuda()
-        self._regions = regions
-        memories = []
-        for region in regions:
-            with self._cuda.on(region.device):
-                handle, offset = self._cuda.export(region.address)
-            memories.append(_DeviceRange(handle, offset, region.size))
-        self._offer = Offer("cuda_ipc", msgspec.msgpack.encode(_DeviceOwner(this_process(), tuple(memories))))
-        self._peers = Mappings(self._map)
-
-    def offer(self) -> Offer:
-        return self._offer
-
-    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _DeviceOwner)
-        check_remote(reads, [memory.size for memory in owner.regions])
-        mappings = self._peers.of(owner)
-        for region, of_region in groupby(reads, key=lambda read: read.region):
-            source = mappings[region].address + owner.regions[region].offset
-            self._copy(self._regions[region], source, list(of_region), cancelled)
-        check_survived(owner.process)
-
-    def close(self) -> None:
-        self._peers.clear()
-
-    def _copy(self, region: Region, source: int, reads: Sequence[Read], cancelled: Event) -> None:
-        with self._cuda.on(region.device), self._cuda.stream() as stream:
-            waiting = 0
-            for read in split_reads(reads, PIECE):
-                check_cancelled(cancelled)
-                stream.copy(region.address + read.local_offset, source + read.remote_offset, read.size)
-                waiting += read.size
-                if waiting >= PIECE:
-                    stream.wait()
-                    waiting = 0
-            stream.wait()
-
-    def _map(self, owner: _DeviceOwner) -> "list[_DeviceMapping]":
-        pairs = zip(owner.regions, self._regions, strict=False)
-        return [_DeviceMapping(self._cuda, memory, region.device) for memory, region in pairs]
 
 
 class _DeviceMapping:
@@ -116,6 +48,45 @@ class _DeviceMapping:
             raise NotFromHere(str(error)) from error
         if self.address + memory.offset + memory.size > base + size:
             raise NotFromHere(f"the peer offers {memory.size} bytes from {memory.offset} of {size}")
+
+
+class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
+    """The method for device memory of one host.
+
+    Raises TransferError for regions that are not in a GPU's memory or cannot be shared.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        if any(region.device < 0 for region in regions):
+            raise TransferError("the KV cache is in host memory")
+        self._cuda = Cuda()
+        memories = []
+        for region in regions:
+            with self._cuda.on(region.device):
+                handle, offset = self._cuda.export(region.address)
+            memories.append(_DeviceRange(handle, offset, region.size))
+        super().__init__("cuda_ipc", Owner[_DeviceRange], regions, memories)
+
+    def _map(self, owner: Owner[_DeviceRange]) -> list[_DeviceMapping]:
+        pairs = zip(owner.regions, self._regions, strict=False)
+        return [_DeviceMapping(self._cuda, memory, region.device) for memory, region in pairs]
+
+    def _copy(
+        self, owner: Owner[_DeviceRange], mappings: Sequence[_DeviceMapping], reads: Sequence[Read], cancelled: Event
+    ) -> None:
+        for number, of_region in groupby(reads, key=lambda read: read.region):
+            region = self._regions[number]
+            source = mappings[number].address + owner.regions[number].offset
+            with self._cuda.on(region.device), self._cuda.stream() as stream:
+                waiting = 0
+                for read in split_reads(list(of_region), PIECE):
+                    check_cancelled(cancelled)
+                    stream.copy(region.address + read.local_offset, source + read.remote_offset, read.size)
+                    waiting += read.size
+                    if waiting >= PIECE:
+                        stream.wait()
+                        waiting = 0
+                stream.wait()
 
 
 def _close(cuda: Cuda, address: int, device: int) -> None:

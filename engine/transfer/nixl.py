@@ -68,13 +68,10 @@ class Nixl:
         self._regions = regions
         self._agent = NixlAgent(self._nixl, regions, served=True)
         """Serves our regions to peers."""
-        self._offer = Offer("nixl", msgspec.msgpack.encode(_NixlOwner(self._agent.metadata(), tuple(regions))))
+        self.offer = Offer("nixl", msgspec.msgpack.encode(_NixlOwner(self._agent.metadata(), tuple(regions))))
         self._lock = Lock()
         self._peers: dict[bytes, NixlAgent] = {}
         self._connecting: dict[bytes, Lock] = {}
-
-    def offer(self) -> Offer:
-        return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         owner = decode_offer(data, _NixlOwner)

@@ -4,10 +4,7 @@ It differs on another host, in another container, and for a later process with t
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
-from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -24,45 +21,6 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     """Id of the host's boot."""
     namespace: str
     """PID namespace in which the process has this pid."""
-
-
-class _HasProcess(Protocol):
-    @property
-    def process(self) -> ProcessId: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=_HasProcess)
-MemoryT = TypeVar("MemoryT")
-
-
-class Mappings(Generic[OwnerT, MemoryT]):
-    """Memory of peers on this host, mapped into ours.
-
-    `open_one` maps the memory of one peer; the mappings live as long as their objects.
-    """
-
-    def __init__(self, open_one: Callable[[OwnerT], list[MemoryT]]) -> None:
-        self._open_one = open_one
-        self._lock = Lock()
-        self._peers: dict[OwnerT, list[MemoryT]] = {}
-
-    def of(self, owner: OwnerT) -> list[MemoryT]:
-        """Return the mappings of a peer, opened on first use.
-
-        Mappings of dead peers are dropped, and unmapped once no thread uses them.
-
-        Raises NotFromHere, also for a process that died: the peer's other offers are then tried and fail the same way.
-        """
-        with self._lock:
-            for other in [other for other in self._peers if not lives(other.process)]:
-                del self._peers[other]
-            if owner not in self._peers:
-                check_reachable(owner.process)
-                self._peers[owner] = self._open_one(owner)
-            return self._peers[owner]
-
-    def clear(self) -> None:
-        self._peers.clear()
 
 
 def this_process() -> ProcessId:

@@ -18,18 +18,9 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import (
-    NotFromHere,
-    Offer,
-    Read,
-    Region,
-    TransferError,
-    check_cancelled,
-    check_remote,
-    decode_offer,
-    split_reads,
-)
-from engine.transfer.process_id import Mappings, ProcessId, check_survived, lives, this_process
+from engine.transfer.base import NotFromHere, Read, Region, TransferError, check_cancelled, split_reads
+from engine.transfer.mapped import MappedMethod, Owner
+from engine.transfer.process_id import ProcessId, lives
 
 PIECE = 16 << 20
 """Bytes copied between two checks for cancellation: about two milliseconds."""
@@ -52,13 +43,6 @@ class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
     inode: int
     offset: int
     size: int
-
-
-class _MemfdOwner(msgspec.Struct, frozen=True, array_like=True):
-    """Content of an offer."""
-
-    process: ProcessId
-    regions: tuple[_MemfdRange, ...]
 
 
 def make_memory(size: int) -> int:
@@ -98,36 +82,6 @@ def shared_memory(size: int) -> mmap.mmap:
         os.close(fd)
 
 
-class SharedMemory:
-    """The method for host memory of one host.
-
-    Raises TransferError for regions that were not made by `shared_memory`.
-    """
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        memories = tuple(_memory(region) for region in regions)
-        owner = _MemfdOwner(this_process(), memories)
-        self._offer = Offer("shared_memory", msgspec.msgpack.encode(owner))
-        self._regions = regions
-        self._peers = Mappings(_map)
-
-    def offer(self) -> Offer:
-        return self._offer
-
-    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, _MemfdOwner)
-        check_remote(reads, [memory.size for memory in owner.regions])
-        mappings = self._peers.of(owner)
-        for read in split_reads(reads, PIECE):
-            check_cancelled(cancelled)
-            source = mappings[read.region].address + owner.regions[read.region].offset + read.remote_offset
-            ctypes.memmove(self._regions[read.region].address + read.local_offset, source, read.size)
-        check_survived(owner.process)
-
-    def close(self) -> None:
-        self._peers.clear()
-
-
 class MemfdMapping:
     """A whole memfd, mapped as long as this object lives, read-only by default. Raises OSError."""
 
@@ -138,16 +92,34 @@ class MemfdMapping:
         finalize(self, _libc.munmap, self.address, size).atexit = False
 
 
-def _map(owner: _MemfdOwner) -> list[MemfdMapping]:
-    """Map a peer's regions. Raises NotFromHere."""
-    try:
-        return [_open(owner, memory) for memory in owner.regions]
-    except OSError as error:
-        raise NotFromHere(f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}") from error
+class SharedMemory(MappedMethod[_MemfdRange, MemfdMapping]):
+    """The method for host memory of one host.
+
+    Raises TransferError for regions that were not made by `shared_memory`.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        super().__init__("shared_memory", Owner[_MemfdRange], regions, [_memory(region) for region in regions])
+
+    def _map(self, owner: Owner[_MemfdRange]) -> list[MemfdMapping]:
+        try:
+            return [_open(owner.process, memory) for memory in owner.regions]
+        except OSError as error:
+            raise NotFromHere(
+                f"the memory of process {owner.process.pid} cannot be opened: {error.strerror}"
+            ) from error
+
+    def _copy(
+        self, owner: Owner[_MemfdRange], mappings: Sequence[MemfdMapping], reads: Sequence[Read], cancelled: Event
+    ) -> None:
+        for read in split_reads(reads, PIECE):
+            check_cancelled(cancelled)
+            source = mappings[read.region].address + owner.regions[read.region].offset + read.remote_offset
+            ctypes.memmove(self._regions[read.region].address + read.local_offset, source, read.size)
 
 
-def _open(owner: _MemfdOwner, memory: _MemfdRange) -> MemfdMapping:
-    fd = open_memory(owner.process, memory.fd, memory.inode)
+def _open(process: ProcessId, memory: _MemfdRange) -> MemfdMapping:
+    fd = open_memory(process, memory.fd, memory.inode)
     try:
         size = os.fstat(fd).st_size
         if memory.offset < 0 or memory.offset + memory.size > size:

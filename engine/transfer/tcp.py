@@ -86,12 +86,9 @@ class Tcp:
         owner = _TcpOwner(
             _addresses(), self._server.port, self._server.secret, tuple(region.size for region in regions)
         )
-        self._offer = Offer("tcp", msgspec.msgpack.encode(owner))
+        self.offer = Offer("tcp", msgspec.msgpack.encode(owner))
         self._reached: Recent[bytes, str] = Recent()
         """Address at which a peer was last reached, by the peer's secret."""
-
-    def offer(self) -> Offer:
-        return self._offer
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         owner = decode_offer(data, _TcpOwner)

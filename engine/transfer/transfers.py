@@ -61,7 +61,7 @@ class Transfers:
         if not self._methods:
             raise TransferError(f"KV blocks cannot be transferred on this machine; {'; '.join(reasons)}")
         logger.info("peers may read KV blocks by %s", ", ".join(self._methods))
-        self._offers = tuple(made.offer() for made in self._methods.values())
+        self._offers = tuple(made.offer for made in self._methods.values())
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="transfer")
 
     def offers(self) -> tuple[Offer, ...]:
@@ -87,7 +87,7 @@ class Transfers:
             raise TransferError(f"the peer offers {theirs}; this process reads by {ours}")
         joined = join_reads(reads)
         transfer = _Threaded(self._threads, lambda cancelled: self._read(known, joined, cancelled))
-        self._running = {running for running in self._running if not running.ended}
+        self._running = {running for running in self._running if not running.future.done()}
         self._running.add(transfer)
         return transfer
 
@@ -133,17 +133,10 @@ class _Threaded:
 
     def __init__(self, threads: ThreadPoolExecutor, work: Callable[[Event], None]) -> None:
         self._cancelled = Event()
-        self._future: Future[None] = threads.submit(work, self._cancelled)
-
-    @property
-    def ended(self) -> bool:
-        return self._future.done()
+        self.future: Future[None] = threads.submit(work, self._cancelled)
 
     def done(self) -> bool:
-        if not self._future.done():
-            return False
-        self._future.result()
-        return True
+        return self.future.done() and self.future.result() is None
 
     def cancel(self) -> None:
         self._cancelled.set()

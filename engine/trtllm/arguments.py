@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from engine.trtllm.llm_args import AutoDeployLlmArgs, TorchLlmArgs
+from engine.trtllm.llm_args import MODELS
 
 Backend = Literal["pytorch", "_autodeploy"]
 
@@ -95,15 +95,10 @@ def forced(
 ) -> Iterator[ArgumentLayer]:
     """Yield what the role and the publisher need, whatever is set. `arguments` are those of all layers before."""
     if publish_kv_events:
-        events = (
-            {}
-            if _get(arguments, "kv_cache_config", "event_buffer_max_size")
-            else {"event_buffer_max_size": EVENT_BUFFER_SIZE}
-        )
-        yield ArgumentLayer(
-            "publishing",
-            {"backend": "pytorch", "enable_iter_perf_stats": True, **({"kv_cache_config": events} if events else {})},
-        )
+        needed: dict[str, Any] = {"backend": "pytorch", "enable_iter_perf_stats": True}
+        if not _get(arguments, "kv_cache_config", "event_buffer_max_size"):
+            needed["kv_cache_config"] = {"event_buffer_max_size": EVENT_BUFFER_SIZE}
+        yield ArgumentLayer("publishing", needed)
     said = arguments.get("cache_transceiver_config") or {}
     if moves_kv_blocks and isinstance(said, Mapping):
         if not said.get("backend"):
@@ -126,7 +121,7 @@ def merge(layers: Sequence[ArgumentLayer]) -> Effective:
 
 def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
     """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none."""
-    model = AutoDeployLlmArgs if backend == "_autodeploy" else TorchLlmArgs
+    model = MODELS["AutoDeployLlmArgs" if backend == "_autodeploy" else "TorchLlmArgs"]
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
     except ValidationError as error:

@@ -4,25 +4,14 @@ Stop strings, finish reasons and hidden end tokens are handled here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
 from engine.types import Delta, FinishReason, GenerateRequest, PromptReport, TokenLogprobs
-from multimodal.answers.parsers.base import Parser, PlainText
-from multimodal.answers.parts import Part, Reasoning, ToolCall
-from multimodal.answers.stops import StopMatcher
+from multimodal.answers.parts import Parser, Part, PlainText, Reasoning, ToolCall
+from multimodal.request import Ask
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How a request wants its text."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -41,21 +30,52 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     prompt: PromptReport | None
 
 
+class StopMatcher:
+    """Passes text on up to the first stop string, and holds back what may still become one.
+
+    Of several matches the one that ends first wins, the longest if they end together.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return text to send now, and the stop string if one is complete: everything after it is dropped."""
+        buffer = self._held + text
+        found = [
+            (start + len(stop), index, stop)
+            for index, stop in enumerate(self._stops)
+            if (start := buffer.find(stop)) >= 0
+        ]
+        if found:
+            end, _, stop = min(found)
+            self._held = ""
+            return buffer[:end] if self._include else buffer[: end - len(stop)], stop
+        keep = self._partial(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep], None
+
+    def flush(self) -> str:
+        """Return what is held back. Nothing more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, buffer: str) -> int:
+        """Return the length of the longest suffix of `buffer` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        lengths = range(min(longest, len(buffer)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(buffer[-n:]) for stop in self._stops)), 0)
+
+
 class Choice:
     """The state of one choice while it is generated."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        prompt_index: int,
-        tokenizer: Tokenizer,
-        options: TextOptions,
-        parser: Parser | None = None,
-    ) -> None:
+    def __init__(self, index: int, request: GenerateRequest, ask: Ask, tokenizer: Tokenizer, parser: Parser) -> None:
         self.index = index
         self.request = request
-        self.prompt_index = prompt_index
+        self.prompt_index = index // ask.n
         """Which of the request's prompts this choice answers."""
         self.prompt_tokens = len(request.prompt_token_ids)
         self.image_tokens = sum(image.rows for image in request.spans)
@@ -63,10 +83,10 @@ class Choice:
         self.cached_tokens = 0
         self.reasoning_tokens = 0
         self.calls_tools = False
-        self._include = options.include_stop
-        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
-        self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
-        self._parser = parser or PlainText(tokenizer)
+        self._include = ask.include_stop_str_in_output
+        self._detokenizer = Detokenizer(tokenizer, ask.skip_special_tokens)
+        self._stops = StopMatcher(ask.stop, self._include) if ask.stop else None
+        self._parser = parser
         self._plain = type(self._parser) is PlainText
 
     def feed(self, delta: Delta) -> Piece:
@@ -127,23 +147,18 @@ class Choice:
                 self.calls_tools = True
 
 
-class TokenCounts(NamedTuple):
-    """Tokens of one answer."""
-
-    prompt: int
-    cached: int
-    images: int
-    completion: int
-    reasoning: int
-
-
-def counts(choices: Sequence[Choice]) -> TokenCounts:
-    """Count tokens up to now. A prompt counts once, with the cached tokens of its first choice."""
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return OpenAI's `usage` up to now. A prompt counts once, with the cached tokens of its first choice."""
     firsts = {choice.prompt_index: choice for choice in reversed(choices)}.values()
-    return TokenCounts(
-        prompt=sum(choice.prompt_tokens for choice in firsts),
-        cached=sum(choice.cached_tokens for choice in firsts),
-        images=sum(choice.image_tokens for choice in firsts),
-        completion=sum(choice.completion_tokens for choice in choices),
-        reasoning=sum(choice.reasoning_tokens for choice in choices),
-    )
+    prompt = sum(choice.prompt_tokens for choice in firsts)
+    completion = sum(choice.completion_tokens for choice in choices)
+    details = {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}
+    if images := sum(choice.image_tokens for choice in firsts):
+        details["image_tokens"] = images
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+    }

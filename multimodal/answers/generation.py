@@ -3,19 +3,20 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from engine import trace
 from engine.base import Engine
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.stream import DeltaStream
-from multimodal.answers.choices import Choice, Piece, counts
-from multimodal.answers.chunks import Shape
+from multimodal.answers.choices import Choice, Piece, usage
+from multimodal.answers.shapes import Shape
 from multimodal.errors import DeadlineExceeded
-from multimodal.genai import describe_answer
-from multimodal.metrics import GenerationMetrics
+from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Ask
 
 
+@dataclass(eq=False)
 class Generation:
     """A prepared request. Nothing has reached the engine yet; use `stream` or `complete`, once.
 
@@ -23,46 +24,38 @@ class Generation:
     name fields as the request does.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        ask: Ask,
-        choices: Sequence[Choice],
-        shape: Shape,
-        metrics: GenerationMetrics,
-        timeout: float,
-    ) -> None:
-        self.choices = choices
-        self._engine = engine
-        self._ask = ask
-        self._shape = shape
-        self._metrics = metrics
-        self._timeout = timeout
-        self._span = trace.current.get()
-        self._reasons: list[str] = []
-        self._expired = False
-        self._closing: list[asyncio.Future[None]] = []
+    engine: Engine
+    ask: Ask
+    choices: Sequence[Choice]
+    shape: Shape
+    metrics: GenerationMetrics
+    timeout: float
+    """Seconds for the whole answer."""
+    _span: trace.Span | None = field(default_factory=trace.current.get, init=False)
+    _reasons: list[str] = field(default_factory=list, init=False)
+    _expired: bool = field(default=False, init=False)
+    _closing: list[asyncio.Future[None]] = field(default_factory=list, init=False)
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the chunks of the answer, each a JSON document, the first not before the engine's first delta."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                for chunk in self._shape.stream(piece):
+                for chunk in self.shape.stream(piece):
                     yield chunk
-        for chunk in self._shape.end():
+        for chunk in self.shape.end():
             yield chunk
 
     async def complete(self) -> bytes:
         """Return the whole answer as a JSON document."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                self._shape.add(piece)
-        return self._shape.whole()
+                self.shape.add(piece)
+        return self.shape.whole()
 
     async def _pieces(self) -> AsyncGenerator[Piece]:
-        self._metrics.requested(self.choices[0].request)
-        streams = [self._engine.generate(choice.request) for choice in self.choices]
-        timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, streams)
+        self.metrics.requested(self.choices[0].request)
+        streams = [self.engine.generate(choice.request) for choice in self.choices]
+        timer = asyncio.get_running_loop().call_later(self.timeout, self._expire, streams)
         source = self._follow(self.choices[0], streams[0]) if len(streams) == 1 else self._merge(streams)
         try:
             async with aclosing(source) as pieces:
@@ -73,11 +66,11 @@ class Generation:
             for stream in streams:
                 await stream.aclose()
             if self._span is not None:
-                describe_answer(self._span, counts(self.choices), self._reasons)
+                self._describe(self._span)
 
     async def _follow(self, choice: Choice, stream: DeltaStream) -> AsyncGenerator[Piece]:
         """Follow one choice to its end, and measure it."""
-        timer, stages = self._metrics.track(), trace.Stages(choice.index)
+        timer, stages = ChoiceTimer(self.metrics), trace.Stages(choice.index)
         try:
             async for delta in stream:
                 piece = choice.feed(delta)
@@ -94,13 +87,13 @@ class Generation:
                     return
                 yield piece
             if self._expired:
-                raise DeadlineExceeded(self._timeout)
+                raise DeadlineExceeded(self.timeout)
             raise EngineFailure("the engine ended the request without a reason")
         except Exception as error:
             timer.fail()
             stages.end(choice.completion_tokens, error)
             if isinstance(error, InvalidRequest):
-                raise error.at(self._ask.spelled(error.param)) from error
+                raise error.at(self.ask.spelled(error.param)) from error
             raise
         finally:
             timer.stop()
@@ -140,3 +133,17 @@ class Generation:
     def _expire(self, streams: Sequence[DeltaStream]) -> None:
         self._expired = True
         self._closing = [asyncio.ensure_future(stream.aclose()) for stream in streams]
+
+    def _describe(self, span: trace.Span) -> None:
+        """Note on the request's span what came of it, by OpenTelemetry's attributes, new and old."""
+        count = usage(self.choices)
+        span.set(
+            {
+                "gen_ai.usage.input_tokens": count["prompt_tokens"],
+                "gen_ai.usage.prompt_tokens": count["prompt_tokens"],
+                "gen_ai.usage.output_tokens": count["completion_tokens"],
+                "gen_ai.usage.completion_tokens": count["completion_tokens"],
+                "gen_ai.usage.cache_read.input_tokens": count["prompt_tokens_details"]["cached_tokens"],
+                "gen_ai.response.finish_reasons": self._reasons,
+            }
+        )

@@ -1,6 +1,11 @@
 """The parts of an answer. Parsers find them in a model's output; shapes turn them into JSON."""
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import msgspec
+
+from multimodal.text.tokenizer import Tokenizer
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
@@ -27,3 +32,36 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 Part = Text | Reasoning | ToolCall
+
+
+class Parser(Protocol):
+    """Finds the parts in the output of one choice.
+
+    It gets the output as it comes, after detokenising and stop strings: `text` may lag behind `token_ids`, and may lack
+    special tokens. A parser may hold text back until it knows what it is part of; parts are never taken back.
+    """
+
+    def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
+        """Return the parts that the next output completes or continues."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """Return what was held back. Nothing more comes."""
+        ...
+
+
+ParserFactory = Callable[[Tokenizer], Parser]
+"""Return the parser of one choice."""
+
+
+class PlainText:
+    """All output is text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pass
+
+    def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []

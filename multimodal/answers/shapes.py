@@ -1,22 +1,228 @@
-"""The answers of OpenAI's chat and completions. The two differ here, and nowhere else below their conversions."""
+"""The answers of OpenAI's chat and completions: pieces in, JSON out, streamed or whole.
 
+A token of plain text takes the fast path: its chunk is a template, split where the text goes. The slow path builds a
+chunk through dicts, and gives the same bytes.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.types import PromptReport, TokenLogprobs
-from multimodal.answers.choices import Choice, Piece
-from multimodal.answers.chunks import AnswerContext, ChoicesShape
-from multimodal.answers.logprobs import CompletionOffsets, chat_logprobs
+import orjson
+
+from engine.types import Logprob, PromptReport, TokenLogprobs
+from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
+from multimodal.request import Ask
+from multimodal.text.tokenizer import Tokenizer
+
+_TEXT = "\x00text\x00"
+_ENCODED_TEXT = orjson.dumps(_TEXT)
 
 
-class ChatShape(ChoicesShape):
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What an answer is made from."""
+
+    ask: Ask
+    choices: Sequence[Choice]
+    tokenizer: Tokenizer
+    request_id: str
+    model: str
+    fingerprint: str
+    """Of this server's configuration (`system_fingerprint`)."""
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A choice as far as it has come, for an answer that is not streamed."""
+
+    parts: list[Part] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    last: Piece | None = None
+
+
+class Shape(ABC):
+    """Turns the pieces of one answer into the JSON of one API. Use `stream` and `end`, or `add` and `whole`.
+
+    Subclasses spell one of the `choices`; their methods return JSON objects.
+    """
+
+    operation: str
+    """The API's name in traces."""
+    object: str
+    chunk_object: str
+    id_prefix: str
+    closing: dict[str, Any]
+    """The content of the last chunk's choice, which has no parts."""
+    reports_prompt_in_choice: bool
+    """Whether the choice, not the answer, says what is asked about the prompt."""
+
+    def __init__(self, context: AnswerContext) -> None:
+        self.id = f"{self.id_prefix}-{context.request_id}"
+        self._ask = context.ask
+        self._choices = context.choices
+        self._tokenizer = context.tokenizer
+        self._header = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": context.model,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._continuous = context.ask.continuous_usage
+        self._token_ids = context.ask.return_token_ids
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        self._wholes = [_Whole() for _ in context.choices]
+        self._fields: dict[str, Any] = {}
+
+    @abstractmethod
+    def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Spell new parts in a chunk's choice."""
+
+    @abstractmethod
+    def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
+        """Spell the first chunk's choice, before any part; None if there is none."""
+
+    @abstractmethod
+    def message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Spell all parts of a choice that is not streamed."""
+
+    @abstractmethod
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Spell log-probabilities of the next tokens of a choice.
+
+        An entry is None for the first token of an echoed prompt.
+        """
+
+    def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
+        """Return what a choice repeats of its prompt, and the log-probabilities of that."""
+        return [], None
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        """Spell why a choice has ended."""
+        return piece.finish_reason
+
+    def stream(self, piece: Piece) -> list[bytes]:
+        """Return the chunks for a piece, each a JSON document; none if it has nothing to show."""
+        chunks = []
+        parts = piece.parts
+        if piece.prompt is not None:
+            chunks += self._open(piece.index, piece.prompt)
+        if piece.logprobs or (self._token_ids and piece.token_ids) or (self._continuous and parts):
+            choice = self.choice(piece.index, self.delta(parts), self._logprobs(piece) if piece.logprobs else None)
+            if self._token_ids:
+                choice["token_ids"] = piece.token_ids
+            chunks.append(self._chunk([choice]))
+        elif parts:
+            part = parts[0]
+            if len(parts) == 1 and type(part) is Text:
+                before, after = self._templates.get(piece.index) or self._template(piece.index)
+                chunks.append(b"".join((before, orjson.dumps(part.text), after)))
+            else:
+                chunks.append(self._chunk([self.choice(piece.index, self.delta(parts))]))
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk([self.choice(piece.index, self.closing, last=piece)]))
+        return chunks
+
+    def end(self) -> list[bytes]:
+        """Return the chunks after the last choice has finished."""
+        return [self._chunk([], usage(self._choices))] if self._ask.include_usage else []
+
+    def add(self, piece: Piece) -> None:
+        """Take a piece into the whole answer."""
+        whole = self._wholes[piece.index]
+        if piece.prompt is not None:
+            choice = self._choices[piece.index]
+            answer_fields, whole.fields = self._prompt_fields(choice, piece.prompt)
+            self._fields |= answer_fields
+            parts, logprobs = self.prefix(choice, piece.prompt)
+            whole.parts += parts
+            whole.logprobs += [logprobs] if logprobs else []
+        whole.parts += piece.parts
+        whole.token_ids += piece.token_ids
+        if piece.logprobs:
+            whole.logprobs.append(self._logprobs(piece))
+        whole.last = piece
+
+    def whole(self) -> bytes:
+        """Return the answer as one JSON document, once every choice has finished."""
+        choices = []
+        for index, whole in enumerate(self._wholes):
+            assert whole.last is not None, "a choice ended without a piece"
+            message = self.message(whole.parts)
+            choice = self.choice(index, message, _joined(whole.logprobs), whole.last) | whole.fields
+            if self._token_ids:
+                choice["token_ids"] = whole.token_ids
+            choices.append(choice)
+        return orjson.dumps(
+            {**self._header, "object": self.object, "choices": choices, "usage": usage(self._choices), **self._fields}
+        )
+
+    def choice(
+        self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Piece | None = None
+    ) -> dict[str, Any]:
+        """Spell one of the `choices`; `last` is its last piece, if it has ended."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        if last is not None:
+            choice["finish_reason"] = self.finish_reason(last)
+            choice["stop_reason"] = last.stop_reason
+        return choice
+
+    def _open(self, index: int, report: PromptReport) -> list[bytes]:
+        choice = self._choices[index]
+        answer_fields, choice_fields = self._prompt_fields(choice, report)
+        opening = self.opening(choice, report)
+        if opening is None and choice_fields:
+            opening = self.choice(index, self.delta([]))
+        return [] if opening is None else [self._chunk([opening | choice_fields], **answer_fields)]
+
+    def _prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is said of the prompt when asked for: fields of the answer, and fields of the choice."""
+        fields: dict[str, Any] = {}
+        if self._token_ids:
+            fields["prompt_token_ids"] = choice.request.prompt_token_ids
+        if self._ask.prompt_logprobs is not None and report.logprobs is not None:
+            fields["prompt_logprobs"] = [
+                None if entry is None else {str(item.token_id): self._prompt_logprob(item) for item in entry}
+                for entry in report.logprobs
+            ]
+        return ({}, fields) if self.reports_prompt_in_choice else (fields, {})
+
+    def _prompt_logprob(self, entry: Logprob) -> dict[str, Any]:
+        """Spell one of `prompt_logprobs`, an extension, as vLLM does."""
+        token = self._tokenizer.bytes_of(entry.token_id).decode(errors="replace")
+        return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": token}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        return self.logprobs(piece.index, piece.token_ids[: len(piece.logprobs)], piece.logprobs)
+
+    def _chunk(self, choices: list[dict[str, Any]], total: dict[str, Any] | None = None, **fields: Any) -> bytes:
+        chunk = {**self._header, "object": self.chunk_object, "choices": choices, **fields}
+        if self._ask.include_usage or self._continuous:
+            chunk["usage"] = usage(self._choices) if self._continuous and choices else total
+        return orjson.dumps(chunk)
+
+    def _template(self, index: int) -> tuple[bytes, bytes]:
+        """Return a plain chunk around its text."""
+        before, after = self._chunk([self.choice(index, self.delta([Text(_TEXT)]))]).split(_ENCODED_TEXT)
+        self._templates[index] = before, after
+        return before, after
+
+
+class ChatShape(Shape):
     """chat.completion and its chunks."""
 
     operation = "chat"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    closing = {"delta": {}}
+    reports_prompt_in_choice = False
 
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any]:
         return self.choice(choice.index, {"delta": {"role": "assistant", "content": ""}})
@@ -33,9 +239,6 @@ class ChatShape(ChoicesShape):
                     delta.setdefault("tool_calls", []).append(_piece_of_call(part))
         return {"delta": delta or {"content": ""}}
 
-    def closing(self) -> dict[str, Any]:
-        return {"delta": {}}
-
     def message(self, parts: Sequence[Part]) -> dict[str, Any]:
         text = "".join(part.text for part in parts if isinstance(part, Text))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -51,34 +254,45 @@ class ChatShape(ChoicesShape):
         calls = self._choices[piece.index].calls_tools
         return "tool_calls" if calls and piece.finish_reason == "stop" else piece.finish_reason
 
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return chat_logprobs(entries, self._tokenizer)
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Return `choices[].logprobs`. The `bytes` of all tokens, joined, are the text's UTF-8."""
+        content = [
+            self._logprob(entry[0]) | {"top_logprobs": [self._logprob(top) for top in entry[1:]]}
+            for entry in entries
+            if entry is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def _logprob(self, entry: Logprob) -> dict[str, Any]:
+        raw = self._tokenizer.bytes_of(entry.token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": entry.logprob, "bytes": list(raw)}
 
 
-class CompletionShape(ChoicesShape):
+class CompletionShape(Shape):
     """text_completion, whose chunks have the same shape."""
 
     operation = "text_completion"
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl"
+    closing = {"text": ""}
+    reports_prompt_in_choice = True
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        self._echo = context.ask.echo
-        self._scores_echo = context.ask.echo and context.ask.logprobs is not None
-        self._offsets: dict[int, CompletionOffsets] = {}
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        """Characters of each choice's text whose log-probabilities have been shown."""
         self._echoes: dict[int, str] = {}
 
     def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
-        if not self._echo:
+        if not self._ask.echo:
             return [], None
         ids = choice.request.prompt_token_ids
         if (text := self._echoes.get(choice.prompt_index)) is None:
             text = self._echoes[choice.prompt_index] = self._tokenizer.decode(ids)
-        if not self._scores_echo or report.logprobs is None:
+        if self._ask.logprobs is None or report.logprobs is None:
             return [Text(text)], None
-        return [Text(text)], self._of(choice.index).show(ids, report.logprobs)
+        return [Text(text)], self.logprobs(choice.index, ids, report.logprobs)
 
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
         parts, logprobs = self.prefix(choice, report)
@@ -87,20 +301,41 @@ class CompletionShape(ChoicesShape):
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
         return self.message(parts)
 
-    def closing(self) -> dict[str, Any]:
-        return self.message([])
-
     def message(self, parts: Sequence[Part]) -> dict[str, Any]:
         return {"text": "".join(part.text for part in parts if isinstance(part, Text))}
 
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return self._of(index).show(token_ids, entries)
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._tokenizer.bytes_of(token).decode(errors="ignore"))
+        return {
+            "tokens": [self._token_text(token) for token in token_ids],
+            "token_logprobs": [entry[0].logprob if entry else None for entry in entries],
+            "top_logprobs": [
+                {self._token_text(item.token_id): item.logprob for item in entry} if entry else None
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
 
-    def place(self, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {}, fields
+    def _token_text(self, token_id: int) -> str:
+        """Return a token's text or, if it is not UTF-8 by itself, its bytes as OpenAI spells them."""
+        raw = self._tokenizer.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _of(self, index: int) -> CompletionOffsets:
-        return self._offsets.setdefault(index, CompletionOffsets(self._tokenizer))
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Join the log-probabilities of a choice's pieces: their lists, one after the other."""
+    if not parts:
+        return None
+    return {
+        key: None if value is None else [item for part in parts for item in part[key]]
+        for key, value in parts[0].items()
+    }
 
 
 def _piece_of_call(part: ToolCall) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class CacheStats(NamedTuple):
 
 
 class EmbeddingCache:
-    """Encoded media by key (`encoded_prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
+    """Encoded media by key (`prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
 
     Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
     """

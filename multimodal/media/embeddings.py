@@ -17,20 +17,8 @@ MAIN = "mm_embeddings"
 _GRID = "image_grid_thw"
 _MAX_HEADER = 1 << 16
 _MAX_TENSORS = 16
-_ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "F64": 8,
-}
+_SIZES = {1: ("BOOL", "U8", "I8"), 2: ("I16", "U16", "F16", "BF16"), 4: ("I32", "U32", "F32"), 8: ("I64", "F64")}
+_ITEM_BYTES = {dtype: size for size, dtypes in _SIZES.items() for dtype in dtypes}
 _DTYPES: dict[str, Literal["float16", "bfloat16", "float32"]] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # The highest byte of what is no number: exact for float16; for the others, also that of what is beyond 2**127.
 _NO_NUMBER = {"F16": bytes([*range(0x7C, 0x80), *range(0xFC, 0x100)]), "BF16": b"\x7f\xff", "F32": b"\x7f\xff"}

@@ -15,10 +15,8 @@ from ipaddress import ip_address
 import httpx
 
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
-from multimodal.media.address import Address, host_allowed, may_fetch
-from multimodal.media.http_transport import Transport
 from multimodal.media.limits import MediaLimits
-from multimodal.media.url import Url, redirected
+from multimodal.media.url import Address, Url, host_allowed, may_fetch, redirected
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 """Return the addresses of a host and port, best first. Raises OSError or UnicodeError."""
@@ -27,6 +25,20 @@ CONNECT_SECONDS = 5.0
 """Time to connect to each address."""
 _MAX_ADDRESSES = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class Transport(httpx.AsyncHTTPTransport):
+    """httpx's own transport, which raises `httpx.ConnectError` for a connection that is lost as soon as it is made.
+
+    With anyio 4 on uvloop that is an AttributeError: anyio reads the address of a socket that uvloop has closed
+    already.
+    """
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except AttributeError as error:
+            raise httpx.ConnectError("the connection was lost as soon as it was made", request=request) from error
 
 
 class Fetcher:

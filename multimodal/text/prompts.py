@@ -1,20 +1,23 @@
 """Prompts: chats rendered by the model's template, texts tokenised."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from engine.errors import ContextOverflow
+from engine.media import PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.sampling import Limits
-from multimodal.text.messages import Conversation, check_marks, template_variables
-from multimodal.text.prompt import MediaPrompts, Prompt, Tokenise
+from multimodal.text.messages import Conversation, MediaRef, check_marks, template_variables
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Tokenise = Callable[[str], Awaitable[list[int]]]
+"""Return the token ids of a prompt's text, within the limits of its request."""
 
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
@@ -22,13 +25,40 @@ _OWN_TOKENS = 64
 """Tokens that a tokenizer may add to a text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine is given of a prompt; the fields are those of `GenerateRequest`."""
+
+    ids: list[int]
+    media: PromptMedia | None = None
+
+
+class MediaPrompts(Protocol):
+    """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Texts that stand for images, which messages must not have in texts of their own."""
+        ...
+
+    async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
+        """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
+        ...
+
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        """Return the token ids of that prompt, as far as they are known before the engine."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
 class Prompts:
     """Makes the prompts of one model. Without a `template` it has no chat, without `images` it takes none."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, images: MediaPrompts | None = None) -> None:
-        self.tokenizer = tokenizer
-        self._template = template
-        self._images = images
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    images: MediaPrompts | None = None
 
     async def of(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[Prompt]:
         """Return the prompts of a request: messages rendered, their images fetched and encoded, text tokenised.
@@ -38,8 +68,8 @@ class Prompts:
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
         text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
-        if self._images is not None and ask.prompt.media:
-            return [await self._images.prompt(text, ask.prompt.media, tokenise, ask.n)]
+        if self.images is not None and ask.prompt.media:
+            return [await self.images.prompt(text, ask.prompt.media, tokenise, ask.n)]
         return [Prompt(await tokenise(text))]
 
     async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
@@ -48,19 +78,19 @@ class Prompts:
             (prompt,) = ask.prompt
             return await self._encoded(prompt, ask) if isinstance(prompt, str) else prompt
         text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
-        if self._images is not None and ask.prompt.media:
-            return await self._images.tokens(text, ask.prompt.media, tokenise)
+        if self.images is not None and ask.prompt.media:
+            return await self.images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
     async def _rendered(self, ask: Ask, chat: Conversation, info: EngineInfo, limits: Limits) -> tuple[str, Tokenise]:
         """Return the text of a chat, and what tokenises it, with its images expanded or without."""
-        template = self._template
+        template = self.template
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
         if len(chat.messages) > limits.max_messages:
             raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
-        if self._images is not None:
-            check_marks(chat.messages, self._images.marks)
+        if self.images is not None:
+            check_marks(chat.messages, self.images.marks)
         elif chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)

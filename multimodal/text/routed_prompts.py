@@ -1,6 +1,7 @@
 """Prompts as a router sees them: only their start has to be known, and nothing is refused, since replicas do that."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine.replicas.routing.fleet import RoutedPrompt
@@ -17,19 +18,17 @@ _MOST_CHARACTERS = 1 << 20
 """Longer prompts exceed most contexts; they go to the replica that has least to do."""
 
 
+@dataclass(frozen=True)
 class RoutedPrompts:
     """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter.
 
     `variables` are those of the template that requests may set.
     """
 
-    def __init__(
-        self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate | None, variables: Sequence[str]
-    ) -> None:
-        self._model_name = model_name
-        self._tokenizer = tokenizer
-        self._template = template
-        self._variables = variables
+    model_name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    variables: Sequence[str]
 
     async def of(self, ask: Ask) -> RoutedPrompt:
         """Return the first prompt of a request, up to its first image. Unknown if a replica will refuse it."""
@@ -39,12 +38,12 @@ class RoutedPrompts:
         return await self._of_text(prompt, ask, False) if isinstance(prompt, str) else self._known(prompt, ask, False)
 
     async def _of_chat(self, ask: Ask, chat: Conversation) -> RoutedPrompt:
-        template = self._template
+        template = self.template
         if template is None or chat.characters > _MOST_CHARACTERS:
             return RoutedPrompt()
         messages, has_image = _until_image(chat.messages)
         try:
-            variables = template_variables(chat, self._variables)
+            variables = template_variables(chat, self.variables)
             if has_image:
                 variables |= {"add_generation_prompt": False, "continue_final_message": False}
             text = await off_loop(chat.characters, lambda: template.render(messages, **variables))
@@ -56,7 +55,7 @@ class RoutedPrompts:
     async def _of_text(self, text: str, ask: Ask, has_image: bool) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
             return RoutedPrompt()
-        tokens = await off_loop(len(text), lambda: self._tokenizer.encode(text, ask.add_special_tokens))
+        tokens = await off_loop(len(text), lambda: self.tokenizer.encode(text, ask.add_special_tokens))
         return self._known(tokens, ask, has_image)
 
     def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> RoutedPrompt:
@@ -64,7 +63,7 @@ class RoutedPrompts:
         if keep is not None and keep < 1:  # as much as fits, which replicas know
             return RoutedPrompt()
         tokens = tokens if keep is None or has_image else tokens[-keep:]
-        lora = "" if ask.model in (None, "", self._model_name) else str(ask.model)
+        lora = "" if ask.model in (None, "", self.model_name) else str(ask.model)
         return RoutedPrompt(tokens, (ask.cache_salt, lora), max(1, len(tokens) + has_image * UNKNOWN_TOKENS))
 
 

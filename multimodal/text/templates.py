@@ -18,6 +18,8 @@ MAX_CHARACTERS = 1 << 24
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
+_FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template raises for messages that it does not expect."""
 
 
 class _GenerationBlocks(Extension):
@@ -95,15 +97,7 @@ class ChatTemplate:
             text = "".join(_bounded(pieces))
             text.encode()  # fails for half a surrogate pair, which JSON text inside the JSON can have
             return text
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _FAILURES as error:
             raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
 
 

@@ -1,4 +1,4 @@
-"""What a composer works with."""
+"""What composers share."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ Failed = Callable[[], Awaitable[str]]
 @dataclass(frozen=True, eq=False)
 class Composition:
     """A replica while it is composed. A composer makes a part from the settings, gives it to `replica`, registers its
-    metrics and its readiness checks, and leaves to `stack` what ends it.
+    metrics and its readiness checks, and pushes its cleanup onto `stack`.
     """
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""Settings to what the chosen backend is told."""
+"""Make the configuration of the chosen backend from the settings."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
-    """Return what the chosen backend is told. The fields for the embedded engine have the settings' names."""
+    """Return the configuration of the chosen backend."""
     if settings.engine == "fake":
         default = FakeConfig()
         batch_is_set = "max_batch_size" in settings.model_fields_set
@@ -49,7 +49,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
 
 
 def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
-    """Return what the embedded engine is told, without logits processors."""
+    """Return the configuration of the embedded engine, without processors. Its fields have the settings' names."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
     if not role_of(settings).moves_kv_blocks:
@@ -58,7 +58,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
 
 
 def default_processors(settings: Settings) -> tuple[str, ...]:
-    """Return the names of the logits processors of every request."""
+    """Return the names of the logits processors that every request uses."""
     return (_HELLO_WORLD,) if settings.enable_test_logits_processor else ()
 
 
@@ -77,8 +77,8 @@ def spelled(text: bytes, tokenizer: Tokenizer) -> list[int]:
 
 
 def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfig, ...]:
-    """Return the logits processors to register where the engine runs. Raises EngineFailure if the model's tokens cannot
-    spell the text.
+    """Return the logits processors to register in the engine's process. Raises EngineFailure if the model's tokens
+    cannot spell the text.
     """
     if not settings.enable_test_logits_processor or folder is None:
         return ()

@@ -1,4 +1,4 @@
-"""Settings to what encodes images: an encoder here, encode replicas, and what this replica does for others."""
+"""Compose what encodes images: an encoder here, encode replicas, and the service for other replicas."""
 
 import json
 import logging
@@ -11,8 +11,7 @@ from engine.config import EncoderConfig, TrtllmEncoderConfig
 from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
-from engine.replicas.encode_answers import EmbeddingStore, open_arena
-from engine.replicas.encode_service import EncodeService
+from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
 from server.compose.composition import Composition, Failed, never
@@ -26,22 +25,21 @@ log = logging.getLogger(__name__)
 
 
 class Encoders(NamedTuple):
-    """What encodes images, if anything does: for chats here, and, as a service, for other replicas."""
+    """The encoder of images for chats here, and the service that encodes them for other replicas, if there are any."""
 
     encoder: Encoder | None
     service: EncodeService | None
 
 
 async def add_encode_service(to: Composition, folder: Path | None) -> Failed:
-    """Start what encodes images for other replicas, and does nothing else."""
+    """Start the service of an encode replica."""
     to.replica.service = (await start_encoders(to, folder)).service
     return never
 
 
 async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
-    """Start what encodes images, if there is anything to encode here: for chats, or for other replicas.
-
-    Raises EngineFailure if there is nothing else that this replica could do.
+    """Start the encoder, if images are encoded apart from the engine, and the service if the role encodes for other
+    replicas. Raises EngineFailure if the model of an encode replica takes no images.
     """
     encoder = _encoder(to, folder)
     if encoder is None:
@@ -62,7 +60,7 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
 
 
 def _has_vision(settings: Settings, folder: Path | None) -> bool:
-    """Whether the model takes images that are encoded apart from the engine. TensorRT-LLM encodes by itself."""
+    """Return whether the model takes images that are encoded apart from the engine. TensorRT-LLM encodes by itself."""
     if settings.engine == "fake":
         return folder is None
     if settings.engine == "trtllm" or folder is None:
@@ -71,9 +69,8 @@ def _has_vision(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes images, not yet started: an encoder here, or encode replicas.
-
-    None if the model takes no images, or the backend encodes them itself.
+    """Return what encodes images, not yet started: an encoder here, or encode replicas. None if the model takes no
+    images, or the backend encodes them itself.
     """
     settings = to.settings
     asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings
@@ -121,7 +118,7 @@ def _trtllm_encoder(settings: Settings, folder: Path | None) -> Encoder:
 
 
 def _service(to: Composition, encoder: Encoder) -> EncodeService:
-    """Return what encodes for other replicas, by an encoder that has started."""
+    """Return the service that encodes for other replicas with a started encoder."""
     settings, name = to.settings, to.replica.model_name
     metrics = EncodeMetrics(to.metrics.registry, name)
     arena = None
@@ -162,8 +159,8 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
 
 
 async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
-    """Return a prompt with one image; None if the model has no chat template that shows one: nothing else tells its
-    placeholder.
+    """Return a prompt with one image. None if there is no chat template that shows images: nothing else knows the
+    image's placeholder.
     """
     _, template = await in_thread(partial(load_text, to.settings, folder))
     message = {"role": "user", "content": [{"type": "image"}]}

@@ -1,4 +1,4 @@
-"""Settings to an engine, and to what turns requests into its prompts."""
+"""Compose an engine, and what turns requests into its prompts."""
 
 import asyncio
 import dataclasses
@@ -34,8 +34,8 @@ _HEALTH_PAUSE = 1.0
 
 
 async def add_engine(to: Composition, folder: Path | None) -> Failed:
-    """Start the engine, and give the replica what answers requests by it. `folder` is None if the engine already runs
-    at an address.
+    """Start the engine, and give the replica the service that answers requests with it. `folder` is None if the engine
+    already runs at an address.
     """
     settings = to.settings
     local, failed = await _open_engine(to, folder)

@@ -1,5 +1,5 @@
-"""Settings to the arguments of TensorRT-LLM's `LLM`: defaults < settings < EXTRA_ENGINE_ARGS < OVERRIDE_ENGINE_ARGS <
-forced.
+"""The arguments of TensorRT-LLM's `LLM` in layers, each of which overrides those before it: defaults, settings,
+EXTRA_ENGINE_ARGS, OVERRIDE_ENGINE_ARGS, forced.
 """
 
 import json
@@ -42,7 +42,7 @@ _OF_KV_CACHE = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The number of ranks of one replica. `said` names for people what sets it."""
+    """The number of ranks of one replica. `said` shows people the sizes, with the layer that set each."""
 
     ranks: int
     per_node: int
@@ -168,7 +168,7 @@ def _mapping(content: Any, setting: str) -> Mapping[str, Any]:
 
 
 def _origin(found: Effective, fault: str) -> str:
-    """Return the layer that set the argument that begins a line of `problems`, or the first one nested in it."""
+    """Return the layer that set the argument named first in a fault, or the first argument nested in it."""
     path = fault.partition(":")[0]
     return next(
         (layer for key, layer in found.origins.items() if key == path or key.startswith(f"{path}.")),

@@ -1,4 +1,4 @@
-"""Settings to a model: its name, its folder, and what turns text into tokens and back."""
+"""The model that the settings name: its name in requests, its folder, its tokenizer and chat template."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def model_folder(settings: Settings) -> Path | None:
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Load the tokenizer and the chat template, if there is one, of a model folder; without a folder, those that map
+    """Load the tokenizer of a model folder, and its chat template if it has one. Without a folder the tokenizer maps
     bytes to tokens.
     """
     tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Settings to the publisher of KV-cache events, of which one API process of a replica has one."""
+"""Compose the publisher of KV-cache events, which runs in one API process of a replica."""
 
 import fcntl
 from contextlib import AsyncExitStack
@@ -7,19 +7,18 @@ from pathlib import Path
 from engine.base import Engine
 from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.publisher import Publisher, PublisherConfig
-from engine.replicas.publisher.sink import Sink
 from server.compose.composition import Composition
 from server.metrics.kv_events import watch_publisher
-from server.settings import Settings
 
 
 def publish_events(to: Composition, engine: Engine) -> None:
     """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises
-    EngineFailure if an address is taken.
+    EngineFailure if an address is taken, or if the library of NATS is needed and not installed.
     """
     settings = to.settings
     if not settings.publish_kv_events or not _elected(to.metrics.folder, to.stack):
         return
+    bus = NatsSink(settings.nats_url, settings.nats_subject, settings.kv_events_buffer) if settings.nats_url else None
     publisher = Publisher(
         engine,
         PublisherConfig(
@@ -28,7 +27,7 @@ def publish_events(to: Composition, engine: Engine) -> None:
             topic=settings.kv_events_topic,
             buffer=settings.kv_events_buffer,
         ),
-        _buses(settings),
+        [bus] if bus is not None else [],
     )
     to.stack.push_async_callback(publisher.close)
     publisher.start()
@@ -39,15 +38,8 @@ def publish_events(to: Composition, engine: Engine) -> None:
     watch_publisher(to.metrics.polled, publisher)
 
 
-def _buses(settings: Settings) -> list[Sink]:
-    """Return what carries events besides ZMQ. Raises EngineFailure if its library is not installed."""
-    if not settings.nats_url:
-        return []
-    return [NatsSink(settings.nats_url, settings.nats_subject, settings.kv_events_buffer)]
-
-
 def _elected(folder: Path | None, stack: AsyncExitStack) -> bool:
-    """Whether this process is to publish: the only one, or the first to lock a file in the shared `folder`. The lock
+    """Return whether this process publishes: the only one, or the first to lock a file in the shared `folder`. The lock
     ends with the process, so that its successor can publish.
     """
     if folder is None:

@@ -1,6 +1,5 @@
 """Facts of the running replica, for routers and people: /v1/models and /server_info."""
 
-from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from platform import python_version
@@ -24,10 +23,11 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
     """Return what is known now. Facts of the engine are None before it has started, and where there is none."""
     role = role_of(settings)
     publishes = settings.publish_kv_events and role.has_engine
+    peers = ((name, count()) for name, count in replica.peers.items())
     runtime = Runtime(
         role=role.name,
         backend=settings.engine if role.has_model else None,
-        peers={name: Peers(known=known, available=available) for name, (known, available) in _counts(replica).items()},
+        peers={name: Peers(known=known, available=available) for name, (known, available) in peers},
         kv_events_port=_port(settings.kv_events_endpoint) if publishes else None,
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
         versions=versions(),
@@ -68,10 +68,6 @@ def _facts(info: EngineInfo) -> dict[str, object]:
         "data_parallel_size": info.data_parallel_size,
         "guides": list(info.guides),
     }
-
-
-def _counts(replica: ReplicaState) -> Mapping[str, tuple[int, int]]:
-    return {name: count() for name, count in replica.peers.items()}
 
 
 def _port(endpoint: str) -> int | None:

@@ -1,14 +1,13 @@
-"""Settings to what puts media into prompts."""
+"""Compose what puts media into prompts."""
 
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
-from multimodal.media.backend_prompts import BackendPrompts
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.encoded_prompts import EncodedPrompts
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
-from multimodal.text.prompt import MediaPrompts
+from multimodal.media.prompts import BackendPrompts, EncodedPrompts
+from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition
 from server.compose.encoders import Encoders
@@ -18,8 +17,8 @@ from server.metrics.embedding_cache import watch_cache
 def image_prompts(
     to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
 ) -> MediaPrompts | None:
-    """Return what puts images into the prompts of this replica, whose encoders have started; None if the model takes
-    none.
+    """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
+    images.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(

@@ -1,4 +1,4 @@
-"""The canary: when a replica is idle, it sends itself a real request of one token, or a tiny image to encode."""
+"""The canary: an idle replica sends itself a real request, for one token or with a tiny image to encode."""
 
 import asyncio
 import logging
@@ -26,8 +26,8 @@ Probe = Callable[[], Awaitable[object]]
 
 
 class Canary:
-    """Runs `probe` once `activity` has not changed for `idle_seconds`; after a failure every `idle_seconds`, until it
-    succeeds.
+    """Runs `probe` once `activity` has not changed for `idle_seconds`; after a failure, every `idle_seconds` until the
+    probe succeeds.
 
     `activity` returns a number that changes with all work, the probe itself included. `up` returns whether a probe
     makes sense. `observe` is called with each outcome, one of `OUTCOMES`.
@@ -63,7 +63,7 @@ class Canary:
                 since, seen = loop.time(), now
 
     async def _outcome(self, seconds: float) -> str:
-        """Run the probe. Returns why it failed; empty if it succeeded."""
+        """Run the probe and return why it failed; empty if it succeeded."""
         try:
             async with asyncio.timeout(seconds):
                 await self._probe()
@@ -101,7 +101,7 @@ def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
 
 
 def encoder_probe(encoder: Encoder, prompt: str = "") -> Probe:
-    """Encode one tiny image, for which `prompt`, if the encoder needs one, has a placeholder."""
+    """Return a probe that encodes one tiny image. `prompt`, if the encoder needs one, has a placeholder for it."""
 
     async def probe() -> None:
         await encoder.encode([MediaInput(tiny_image())], prompt)

@@ -1,4 +1,4 @@
-"""The readiness of one API process, and what measures it. Composers register the checks of what they compose."""
+"""The readiness of one API process. Composers register the checks of what they compose."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +34,7 @@ class Health:
             yield
 
     def check(self, name: str, reason: Callable[[], str]) -> None:
-        """Make readiness depend on a part: `reason` returns why it is not ready, and nothing if it is. Cheap."""
+        """Make readiness depend on a part. `reason`, a cheap call, returns why it is not ready; empty if it is."""
         self._checks[name] = reason
 
     async def add_canary(
@@ -43,10 +43,7 @@ class Health:
         """Send canary requests until `stack` is closed, if they are enabled, and make readiness depend on them."""
         if not self._settings.canary_seconds:
             return
-        canary = Canary(probe, activity, up, self._count)
+        canary = Canary(probe, activity, up, lambda outcome: self._canaries.update([outcome]))
         self.check("canary", canary.reason)
         run = canary.run(self._settings.canary_seconds, self._settings.canary_timeout_seconds)
         await stack.enter_async_context(background(run, "canary"))
-
-    def _count(self, outcome: str) -> None:
-        self._canaries[outcome] += 1

@@ -10,16 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 _PARTS = 10
-"""Number of heartbeats, and of looks at them, in the time that is allowed."""
+"""Number of heartbeats, and of checks of the latest one, in the allowed time."""
 
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Detects within `seconds` that the event loop is blocked: logs the stacks of all threads, once each time, and
-    calls `report`.
+    """Detects within `seconds` that the event loop is blocked; logs the stacks of all threads, once for each block.
 
-    `report` is called in the thread, with True and, once the loop runs again, with False.
+    `report` is called in the watchdog's thread, with True and, once the loop runs again, with False.
     """
 
     def __init__(self, seconds: float, report: Callable[[bool], None]) -> None:
@@ -31,8 +30,8 @@ class Watchdog:
         self.blocked = False
 
     def reason(self) -> str:
-        """Return why the replica is not ready; empty if the loop runs. Nobody can ask while it is blocked, but right
-        after.
+        """Return why the replica is not ready; empty if the loop runs. Only seen right after a block: during one, nothing
+        answers.
         """
         return "The event loop stood still." if self.blocked else ""
 

@@ -1,4 +1,4 @@
-"""One connection of uvicorn's HTTP/1.1 over httptools, with bounds on the head of a request, and our errors."""
+"""An HTTP/1.1 connection of uvicorn (httptools) that limits the head of a request and answers with our errors."""
 
 import asyncio
 import uuid

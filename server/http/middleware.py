@@ -1,4 +1,4 @@
-"""What every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
+"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
 
 Pure ASGI: no request is buffered.
 """
@@ -38,7 +38,7 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/openapi.json",
     }
 )
-"""Routes that need no service, or report themselves that there is none."""
+"""Routes that need no service, or report its absence themselves."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""

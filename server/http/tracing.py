@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
@@ -34,11 +34,11 @@ from server.roles import role_of
 from server.settings import Settings
 
 MAX_WAITING = 8192
-"""Spans that may wait for the collector: those of about a thousand requests."""
+"""Maximum number of spans that wait for the collector: those of about a thousand requests."""
 CLOSE_SECONDS = 1.0
-"""Longest delay of a shutdown by spans that still wait."""
+"""Maximum seconds that a shutdown waits for spans to be sent."""
 _BATCH, _PAUSE_MS = 256, 500
-"""Spans in one message, and the pause between messages while fewer wait."""
+"""Maximum number of spans in a message, and the pause in milliseconds before a smaller message is sent."""
 _SEND_SECONDS = 5.0
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("trellis", __version__)
@@ -50,7 +50,7 @@ _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 class Tracing:
-    """The spans of one API process, and their way to the collector. Close it once."""
+    """Makes the spans of one API process and exports them. Close it once."""
 
     def __init__(self, settings: Settings, registry: CollectorRegistry) -> None:
         about = {
@@ -64,7 +64,8 @@ class Tracing:
         # While the collector is away the library would log four lines a second.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = _Exporter(OTLPSpanExporter(_url(settings.otel_endpoint), timeout=_SEND_SECONDS), registry)
-        self.queue = _Queue(self._exporter)
+        self._batches = BatchSpanProcessor(self._exporter, MAX_WAITING, _PAUSE_MS, _BATCH)
+        self._taken_in = 0
         self._sampler = TraceIdRatioBased(settings.otel_sample_ratio)
 
     def request(self, name: str, headers: Headers) -> "_Recorded | _Unsampled":
@@ -74,23 +75,27 @@ class Tracing:
         if parent is not None and parent.is_valid:
             if not parent.trace_flags.sampled:
                 return _Unsampled(_headers(parent))
-            context = SpanContext(
-                parent.trace_id, _ids.generate_span_id(), False, parent.trace_flags, parent.trace_state
-            )
-            return _Recorded(self, name, SpanKind.SERVER, context, parent)
+            return _Recorded(self, name, SpanKind.SERVER, _below(parent), parent)
         trace_id = _ids.generate_trace_id()
         sampled = self._sampler.should_sample(None, trace_id, name).decision.is_sampled()  # type: ignore[no-untyped-call]
-        context = SpanContext(
-            trace_id, _ids.generate_span_id(), False, TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
-        )
+        flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+        context = SpanContext(trace_id, _ids.generate_span_id(), False, flags)
         return _Recorded(self, name, SpanKind.SERVER, context) if sampled else _Unsampled(_headers(context))
 
     def middleware(self, app: ASGIApp) -> "TracingMiddleware":
         return TracingMiddleware(app, self)
 
+    def export(self, span: ReadableSpan) -> None:
+        """Have a span that has ended sent; drop it if `MAX_WAITING` spans wait."""
+        if self._taken_in - self._exporter.done < MAX_WAITING:
+            self._taken_in += 1
+            self._batches.on_end(span)
+        else:
+            self._exporter.spans.labels("dropped").inc()
+
     def close(self) -> None:
         """Send the spans that wait. Takes up to `CLOSE_SECONDS`."""
-        closing = threading.Thread(target=self.queue.shutdown, name="traces-closing", daemon=True)
+        closing = threading.Thread(target=self._batches.shutdown, name="traces-closing", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
@@ -173,9 +178,8 @@ class _Recorded:
     def child(
         self, name: str, attributes: trace.Attributes | None = None, *, client: bool = False, start: int | None = None
     ) -> trace.Span:
-        mine = self._context
-        context = SpanContext(mine.trace_id, _ids.generate_span_id(), False, mine.trace_flags, mine.trace_state)
-        child = _Recorded(self._tracing, name, SpanKind.CLIENT if client else SpanKind.INTERNAL, context, mine)
+        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
+        child = _Recorded(self._tracing, name, kind, _below(self._context), self._context)
         child._attributes.update(attributes or {})
         child._start = start if start is not None else child._start
         return child
@@ -193,7 +197,7 @@ class _Recorded:
 
     def end(self, at: int | None = None) -> None:
         attributes = self._attributes
-        self._attributes = {}  # another thread reads the others from here on
+        self._attributes = {}  # the exporting thread reads the old ones from here on
         span = ReadableSpan(
             name=self._name,
             context=self._context,
@@ -206,7 +210,7 @@ class _Recorded:
             end_time=at if at is not None else time.time_ns(),
             instrumentation_scope=_SCOPE,
         )
-        self._tracing.queue.on_end(span)
+        self._tracing.export(span)
 
 
 class _Unsampled:
@@ -235,36 +239,19 @@ class _Unsampled:
         pass
 
 
+def _below(parent: SpanContext) -> SpanContext:
+    """Return the context of a new span of the same trace."""
+    return SpanContext(parent.trace_id, _ids.generate_span_id(), False, parent.trace_flags, parent.trace_state)
+
+
 def _headers(context: SpanContext) -> dict[str, str]:
     headers = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
     return headers | {"tracestate": context.trace_state.to_header()} if context.trace_state else headers
 
 
 def _url(endpoint: str) -> str:
-    """Return where traces go: at the path of OTLP, unless the setting has one."""
+    """Return the URL of traces: the endpoint, with OTLP's path unless it has a path of its own."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _PATH
-
-
-class _Queue(SpanProcessor):
-    """Spans that have ended and are not sent yet, at most `MAX_WAITING`."""
-
-    def __init__(self, exporter: "_Exporter") -> None:
-        self._exporter = exporter
-        self._batches = BatchSpanProcessor(exporter, MAX_WAITING, _PAUSE_MS, _BATCH)
-        self._taken_in = 0
-
-    def on_end(self, span: ReadableSpan) -> None:
-        if self._taken_in - self._exporter.done < MAX_WAITING:
-            self._taken_in += 1
-            self._batches.on_end(span)
-        else:
-            self._exporter.spans.labels("dropped").inc()
-
-    def shutdown(self) -> None:
-        self._batches.shutdown()  # type: ignore[no-untyped-call]
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._batches.force_flush(timeout_millis)
 
 
 class _Exporter(SpanExporter):
@@ -291,13 +278,12 @@ class _Exporter(SpanExporter):
         answers = result is SpanExportResult.SUCCESS
         self.done += len(spans)
         self.spans.labels("exported" if answers else "failed").inc(len(spans))
-        if answers != self._answers and not self._closed:  # a shutdown has logged already what is lost
+        if answers != self._answers and not self._closed:  # a shutdown has already logged the loss
             self._answers = answers
-            log.log(
-                logging.INFO if answers else logging.WARNING,
-                "the collector of traces %s",
-                "answers" if answers else "takes none",
-            )
+            if answers:
+                log.info("the collector of traces answers")
+            else:
+                log.warning("the collector of traces takes none")
         return result
 
     def shutdown(self) -> None:

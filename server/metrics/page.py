@@ -1,13 +1,12 @@
 """The registry of an application, the metrics of its engine, queue and event loop, and the page that shows all metrics.
 
 With several API processes prometheus_client keeps every value in files of a shared folder (PROMETHEUS_MULTIPROC_DIR),
-so that any of them can show the sum. What the engine reports of itself is not summed: each process asks the same
-engine.
+so that any of them can show the sum.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -17,8 +16,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from engine.admission import AdmissionEngine
 from engine.stats import IterationStats
 from engine.types import EngineInfo
-from server.metrics.engine import EngineCollector, InfoCollector
+from server.metrics.engine import info_metrics, stats_metrics
 from server.metrics.polled import Polled
+from server.metrics.pushed import PushedMetrics
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -26,25 +26,14 @@ _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 _STATS_PAUSE = 0.1
 
 
-class _Collected:
-    """Metrics that are already collected, for a registry."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
-class ServerMetrics:
+class ServerMetrics(PushedMetrics):
     """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
     processes.
     """
 
     def __init__(self, model_name: str, folder: Path | None) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__(CollectorRegistry(), model_name)
         self.folder = folder
-        self._model_name = model_name
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
         self._speed = 0.0
@@ -59,7 +48,6 @@ class ServerMetrics:
             lambda: self._engine.waiting if self._engine is not None else 0,
             "livesum",
         )
-        self._step: Histogram | None = None
         self._lag = Histogram(
             "event_loop_lag_seconds",
             "Seconds by which the event loop runs a timer late",
@@ -75,27 +63,24 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the page shows."""
         self._poll()
         source = self.registry if self.folder is None else MultiProcessCollector(CollectorRegistry(), str(self.folder))  # type: ignore[no-untyped-call]
-        counted = list(source.collect())  # once, as it reads the files of all processes
-        page = CollectorRegistry()
-        page.register(_Collected(counted))
+        queued = 0.0
+        for family in source.collect():
+            if family.name == "trtllm_num_requests_queued":
+                queued = sum(sample.value for sample in family.samples)
+            yield family
         if self._info is not None:
-            page.register(InfoCollector(self._info, self._model_name))
+            yield from info_metrics(self._info, self._model_name)
         if self._stats is not None:
-            queued = sum(
-                sample.value
-                for family in counted
-                if family.name == "trtllm_num_requests_queued"
-                for sample in family.samples
-            )
-            page.register(EngineCollector(self._stats, self._model_name, queued, self._speed))
-        return generate_latest(page)
+            yield from stats_metrics(self._stats, queued, self._speed, self._model_name)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Have `update` read what `Polled` cannot show, when a page is rendered and often in between. It has to be
-        cheap.
-        """
+        """Call `update`, which must be cheap, before each page and often in between, for what `Polled` cannot show."""
         self._updates.append(update)
 
     @property
@@ -107,24 +92,22 @@ class ServerMetrics:
         """Keep the engine's newest facts and statistics. Ends when the engine closes."""
         self._engine = engine
         self._info = engine.info
-        self._step = Histogram(
-            "trtllm_iteration_duration_seconds",
-            "Duration of the engine's steps, sampled: at most ten per second in each API process",
-            ["model_name"],
-            registry=self.registry,
-            buckets=_STEP_BUCKETS,
-        ).labels(self._model_name)
+        text = "Duration of the engine's steps, sampled: at most ten per second in each API process"
+        step = self._histogram("iteration_duration_seconds", text, _STEP_BUCKETS)
         async for stats in engine.stats():
-            self._note(stats)
-            if (
-                engine.healthy
-            ):  # again, since after a restart it is another engine's; one that closes says nothing of itself
+            before, self._stats = self._stats, stats
+            if stats.iteration and (before is None or stats.iteration != before.iteration):
+                step.observe(stats.iter_latency_ms / 1e3)
+            seconds = stats.kv_transfer_latency_seconds - (before or stats).kv_transfer_latency_seconds
+            if before is not None and seconds > 0:
+                self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds
+            if engine.healthy:  # one that closes has no facts; after a restart they are another engine's
                 self._info = engine.info
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag, and read what is polled, for the pages that other processes render, until
-        cancelled.
+        """Measure the event loop's lag until cancelled. Also update what is polled, for pages that other processes
+        render.
         """
         while True:
             due = time.perf_counter() + _LAG_PAUSE
@@ -137,13 +120,3 @@ class ServerMetrics:
     def _poll(self) -> None:
         for update in self._updates:
             update()
-
-    def _note(self, stats: IterationStats) -> None:
-        before, self._stats = self._stats, stats
-        if self._step is not None and stats.iteration and (before is None or stats.iteration != before.iteration):
-            self._step.observe(stats.iter_latency_ms / 1e3)
-        if (
-            before is not None
-            and (seconds := stats.kv_transfer_latency_seconds - before.kv_transfer_latency_seconds) > 0
-        ):
-            self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds

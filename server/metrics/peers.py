@@ -1,46 +1,29 @@
-"""Metrics of replicas about each other: the replicas that they ask, and the embeddings that they make for others."""
+"""Metrics of the replicas that this one asks, and of the embeddings that it makes for others."""
 
 import warnings
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from server.metrics.pushed import PushedMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
+_LOCAL = {
+    "prefill": "Prompts that were computed by the decode replica itself",
+    "encode": "Requests whose images were encoded here",
+}
 
 
-class PeerMetrics:
+class PeerMetrics(PushedMetrics):
     """The `RemoteObserver` of a pool, as Prometheus metrics. `does` is what its replicas do, prefill or encode."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, does: str) -> None:
-        here = (
-            "Prompts that were computed by the decode replica itself"
-            if does == "prefill"
-            else "Requests whose images were encoded here"
-        )
-        self._model_name = model_name
-        self._requests = Counter(
-            f"trtllm_{does}_requests",
-            f"Requests to {does} replicas",
-            ["model_name", "peer", "outcome"],
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            f"trtllm_{does}_seconds",
-            f"From asking {does} replicas to their handoffs",
-            ["model_name"],
-            registry=registry,
-            buckets=_SECONDS,
-        ).labels(model_name)
-        self._retries = Counter(
-            f"trtllm_{does}_retries", f"Requests that went to another {does} replica", ["model_name"], registry=registry
-        ).labels(model_name)
-        self._local = Counter(f"trtllm_{does}_local", here, ["model_name", "reason"], registry=registry)
-        self._available = Gauge(
-            f"trtllm_{does}_peer_available",
-            f"1 if the {does} replica is asked, 0 if its circuit breaker is open or it is gone",
-            ["model_name", "peer"],
-            registry=registry,
-            multiprocess_mode="livemin",
-        )
+        super().__init__(registry, model_name)
+        self._requests = self._counter(f"{does}_requests", f"Requests to {does} replicas", "peer", "outcome")
+        self._seconds = self._histogram(f"{does}_seconds", f"From asking {does} replicas to their handoffs", _SECONDS)
+        self._retries = self._counter(f"{does}_retries", f"Requests that went to another {does} replica")
+        self._local = self._counter(f"{does}_local", _LOCAL[does], "reason")
+        available = f"1 if the {does} replica is asked, 0 if its circuit breaker is open or it is gone"
+        self._available = self._gauge(f"{does}_peer_available", available, "livemin", "peer")
 
     def answered(self, peer: str, outcome: str, seconds: float) -> None:
         self._requests.labels(self._model_name, peer, outcome).inc()
@@ -57,9 +40,8 @@ class PeerMetrics:
         self._available.labels(self._model_name, peer).set(available)
 
     def gone(self, peer: str) -> None:
-        """Remove its series, or addresses would pile up.
-
-        The library warns that it cannot do so in the files of several API processes.
+        """Remove the series of a peer, since addresses would pile up. In the files of several API processes the library
+        cannot, and warns.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -67,27 +49,16 @@ class PeerMetrics:
             self._available.remove_by_labels({"peer": peer})
 
 
-class EncodeMetrics:
+class EncodeMetrics(PushedMetrics):
     """The `EncodeObserver` of `engine/replicas/encode_answers`, as Prometheus metrics of one model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"trtllm_{name}", text, ["model_name"], registry=registry, multiprocess_mode="livesum").labels(
-                model_name
-            )
-
-        self._images = Counter(
-            "trtllm_encoded_images", "Images encoded for other replicas", ["model_name"], registry=registry
-        ).labels(model_name)
-        self._seconds = Histogram(
-            "trtllm_encoding_seconds",
-            "Encoding the images of one request",
-            ["model_name"],
-            registry=registry,
-            buckets=_SECONDS,
-        ).labels(model_name)
-        self._held = gauge("embeddings_held", "Answers whose embeddings are kept for another replica to read")
-        self._held_bytes = gauge("embeddings_held_bytes", "Bytes of their embeddings")
+        super().__init__(registry, model_name)
+        self._images = self._counter("encoded_images", "Images encoded for other replicas")
+        self._seconds = self._histogram("encoding_seconds", "Encoding the images of one request", _SECONDS)
+        held = "Answers whose embeddings are kept for another replica to read"
+        self._held = self._gauge("embeddings_held", held, "livesum")
+        self._held_bytes = self._gauge("embeddings_held_bytes", "Bytes of their embeddings", "livesum")
 
     def encoded(self, images: int, seconds: float) -> None:
         self._images.inc(images)

@@ -11,8 +11,8 @@ _NO_LABEL = ""
 
 
 class Polled:
-    """Metrics with the labels `labels`, brought up to date by `update`. A counter grows by what its number has grown
-    since then.
+    """Metrics with the labels `labels`, which `update` brings up to date. A counter grows by as much as its number has
+    grown since the last update.
     """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:

@@ -2,33 +2,31 @@
 
 from collections import defaultdict
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.replicas.routing.fleet import Fleet
+from server.metrics.pushed import PushedMetrics
 
 _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-class RoutingMetrics:
+class RoutingMetrics(PushedMetrics):
     """The `RoutingObserver` of a fleet of one model. `update` reads the other metrics from the fleet."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._model_name = model_name
+        super().__init__(registry, model_name)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"trtllm_router_{name}", text, ["model_name", *labels], registry=registry)
+            return self._counter(f"router_{name}", text, *labels)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"trtllm_router_{name}", text, ["model_name", "replica"], registry=registry)
-
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"trtllm_router_{name}_seconds", text, ["model_name"], registry=registry, buckets=_SECONDS)
+            return self._gauge(f"router_{name}", text, "livesum", "replica")
 
         self._requests = counter("requests", "Attempts at replicas", "replica", "outcome")
         self._prompt = counter("prompt_tokens", "Tokens of the prompts whose tokens are known", "replica")
         self._overlap = counter("overlap_tokens", "Those that the replica had in its cache, as far as known", "replica")
-        self._retries = counter("retries", "Requests that went to another replica").labels(model_name)
-        self._affine = counter("session_requests", "Requests that went where their session is").labels(model_name)
+        self._retries = counter("retries", "Requests that went to another replica")
+        self._affine = counter("session_requests", "Requests that went where their session is")
         self._events = {
             "gaps": counter("event_gaps", "Times that KV events were missed", "replica"),
             "missed": counter("event_messages_missed", "Messages that did not come in their turn", "replica"),
@@ -39,8 +37,8 @@ class RoutingMetrics:
         """By the fields of `EventCounts`."""
         self._seen: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._numbers: set[int] = set()
-        self._tokenise = seconds("tokenize", "Rendering and tokenising a prompt").labels(model_name)
-        self._choose = seconds("choose", "Choosing a replica").labels(model_name)
+        self._tokenise = self._histogram("router_tokenize_seconds", "Rendering and tokenising a prompt", _SECONDS)
+        self._choose = self._histogram("router_choose_seconds", "Choosing a replica", _SECONDS)
         self._available = gauge("replica_available", "1 if the replica is asked")
         self._blocks = gauge("index_blocks", "KV blocks of the replica that are known")
         self._in_flight = gauge("requests_in_flight", "Requests that the replica is at")

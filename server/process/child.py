@@ -1,8 +1,8 @@
 """One of several API processes, `python -m server.process.child FD FOLDER FLAGS…`, started by
 `server/process/launch.py`.
 
-FD is a bound socket to serve on, FOLDER the one for metrics, which PROMETHEUS_MULTIPROC_DIR names too. The launcher
-writes orders (`serving.DRAIN`) to standard input, which ends with it.
+FD is a bound socket to serve on. FOLDER holds the files of metrics; PROMETHEUS_MULTIPROC_DIR names it too. The launcher
+writes orders (`serving.DRAIN`) to standard input, which closes when the launcher ends.
 """
 
 import socket

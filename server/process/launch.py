@@ -1,4 +1,4 @@
-"""Runs several API processes on one port with one engine: starts, restarts and ends them.
+"""Start, restart and end several API processes that share one port and one engine.
 
 Each child has its own socket, bound to the shared port (SO_REUSEPORT), so that the kernel distributes connections
 evenly. Metrics are kept in a private folder, from which any child reports the sums.
@@ -60,16 +60,7 @@ class Launcher:
         self._address = settings.engine_address or f"ipc://{folder}/engine.sock"
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
-        self._command = [
-            sys.executable,
-            "-m",
-            "server.process.child",
-            "{}",
-            str(self._metrics),
-            *arguments,
-            "--engine-address",
-            self._address,
-        ]
+        self._flags = [*arguments, "--engine-address", self._address]
         self._children: set[Process] = set()
         self._supervisors = [Supervisor(self._live) for _ in range(settings.api_processes)]
         self._stops = 0
@@ -119,8 +110,9 @@ class Launcher:
     async def _spawn(self) -> Process:
         with listen(self._host, self._port, share=True) as listener:
             descriptor = listener.fileno()
-            command = [str(descriptor) if part == "{}" else part for part in self._command]
-            environment = child_environment(PROMETHEUS_MULTIPROC_DIR=str(self._metrics))
+            metrics = str(self._metrics)
+            command = [sys.executable, "-m", "server.process.child", str(descriptor), metrics, *self._flags]
+            environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
             )
@@ -150,7 +142,7 @@ class Launcher:
 
 
 def _interface(config: EngineConfig) -> Interface[Any, Any]:
-    """What is hosted for the API processes: an engine, or TensorRT-LLM's encoder."""
+    """Return the interface of what the API processes share: an engine, or TensorRT-LLM's encoder."""
     if not isinstance(config, TrtllmEncoderConfig):
         return ENGINE
     from engine.trtllm.hosted_encoder import ENCODER  # noqa: PLC0415 - other replicas do without

@@ -1,5 +1,6 @@
-"""Log lines as text or JSON: one line each, whatever clients sent, with the id of the request, and in JSON with that of
-its trace.
+"""Log lines as text or JSON, with the id of the request and, in JSON, of its trace.
+
+A message is always one line, so that clients cannot forge log lines.
 """
 
 import json
@@ -24,8 +25,8 @@ requires.
 
 
 def configure(level: str, form: Literal["text", "json"]) -> None:
-    """Send the logs of the whole process to standard error. TensorRT-LLM reads its level when it is imported: it gets
-    the same one, unless TLLM_LOG_LEVEL is set.
+    """Send the logs of the whole process to standard error. TensorRT-LLM, which reads its level when it is imported,
+    gets the same level unless TLLM_LOG_LEVEL is set.
     """
     provide("TLLM_LOG_LEVEL", _OF_TENSORRT_LLM[level])
     handler = logging.StreamHandler(sys.stderr)
@@ -66,8 +67,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def one_line(error: Exception) -> str:
-    """Return the first and the last line of an error: of the last words of a process, the last line is the error
-    itself.
+    """Return the first and the last line of an error. Where it quotes the output of a process that has died, the last
+    line is that process' error.
     """
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"

@@ -27,7 +27,9 @@ _CLOSE_SECONDS = 3
 """Seconds to send the last answers once the engine has closed."""
 
 _SWITCH_SECONDS = 0.0005
-"""How long the thread that sends traces may keep the interpreter from the event loop: a tenth of Python's default."""
+"""Interpreter switch interval with tracing: a tenth of Python's default, so that the exporting thread delays the event
+loop less.
+"""
 
 DRAIN, CUT_OFF = b"d", b"c"
 """Orders of the launcher to its children."""
@@ -42,10 +44,10 @@ def serve(
     metrics_folder: Path | None = None,
     parent: int | None = None,
 ) -> int:
-    """Serve on a bound socket until a signal or a failure; returns the exit code. `started`: time.monotonic() at the
-    process' start.
+    """Serve on a bound socket until a signal or a failure; return the exit code. `started` is time.monotonic() at the
+    start of the process.
 
-    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; its end means DRAIN.
+    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; closing it means DRAIN.
     """
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -125,8 +127,8 @@ class DrainingServer(uvicorn.Server):
             signal.raise_signal(sig)
 
     def obey(self, parent: int) -> None:
-        """Follow the launcher's orders until it has gone. They may repeat signals: a service manager sends these to
-        every process of a service, in any order.
+        """Follow the launcher's orders until it ends. They may repeat signals that this process has received itself,
+        since a service manager signals every process of a service, in any order.
         """
         while order := os.read(parent, 64):
             self._drain()
@@ -168,34 +170,17 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _announce(self, replica: ReplicaState) -> None:
-        at, name, seconds = (
-            f"{url_of(self.servers[0].sockets[0])}{replica.entrance}",
-            replica.model_name,
-            time.monotonic() - self._started,
-        )
         if isinstance(replica.service, RouterService):
-            log.info(
-                "ready: %s serves %s, by %d replicas; after %.1f s",
-                at,
-                name,
-                len(replica.service.fleet.replicas),
-                seconds,
-            )
-            return
-        if replica.engine is None:
-            log.info("ready: %s serves %s, images alone; after %.1f s", at, name, seconds)
-            return
-        info = replica.engine.info
-        log.info(
-            "ready: %s serves %s, context %d tokens, KV cache %d tokens, %d sequences at once%s; after %.1f s",
-            at,
-            name,
-            info.context_length,
-            info.num_blocks * info.block_size,
-            info.max_num_seqs,
-            _computing(info),
-            seconds,
-        )
+            how = f"by {len(replica.service.fleet.replicas)} replicas"
+        elif replica.engine is None:
+            how = "images alone"
+        else:
+            info = replica.engine.info
+            how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+            how += f"{info.max_num_seqs} sequences at once{_computing(info)}"
+        url = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}"
+        seconds = time.monotonic() - self._started
+        log.info("ready: %s serves %s, %s; after %.1f s", url, replica.model_name, how, seconds)
 
 
 def _computing(info: EngineInfo) -> str:

@@ -1,4 +1,4 @@
-"""The environment variables of this process, which nothing else reads but pydantic-settings."""
+"""Access to environment variables, which only this module and pydantic-settings read."""
 
 import os
 

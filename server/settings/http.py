@@ -1,85 +1,76 @@
 """Settings of the HTTP server, and limits of requests."""
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings
 
-from engine.config import EmbeddedConfig
 from multimodal.sampling import Limits
 from protocol.common import MAX_MESSAGES
-from server.settings.types import Names, Secret, Secrets, default
+from server.settings.types import EMBEDDED, Names, Secret, Secrets, Section
 
 
-class HttpSettings(BaseSettings):
+class HttpSettings(Section):
     """Where the server listens, who may call it, and what one request may ask for."""
 
     # HTTP
-    host: str = Field("127.0.0.1", description="Address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
-    api_processes: int = Field(1, ge=1, le=64, description="Number of API processes that share the port and the engine")
-    root_path: str = Field("", description="Path prefix that a proxy strips")
-    api_keys: Secrets = Field(
-        (),
-        description="Comma-separated keys, one of which every route except liveness requires; empty leaves the "
-        "server open",
-    )
-    internal_secret: Secret = Field(None, description="Secret of the internal routes between replicas")
-    cors_origins: Names = Field(
-        (), description="Comma-separated origins that browsers may call from; empty allows none"
-    )
-    docs: bool = Field(True, description="Serve /docs and /openapi.json")
-    keep_alive_seconds: int = Field(
-        75, ge=1, description="Seconds that an idle connection stays open; must exceed the limit of a proxy in front"
-    )
-    sse_ping_seconds: float = Field(
-        15.0, ge=0, description="Seconds of silence in a stream before a keep-alive comment; 0 sends none"
-    )
-    shutdown_grace_seconds: float = Field(
-        30.0, ge=0, description="Seconds that running requests may continue after SIGTERM"
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    api_processes: int = Field(1, ge=1, le=64)
+    """Number of API processes that share the port and the engine."""
+    root_path: str = ""
+    """Path prefix that a proxy strips."""
+    api_keys: Secrets = ()
+    """Comma-separated keys, one of which every route except liveness requires; empty leaves the server open."""
+    internal_secret: Secret = None
+    """Secret of the internal routes between replicas."""
+    cors_origins: Names = ()
+    """Comma-separated origins that browsers may call from; empty allows none."""
+    docs: bool = True
+    """Serve /docs and /openapi.json."""
+    keep_alive_seconds: int = Field(75, ge=1)
+    """Seconds that an idle connection stays open; must exceed the limit of a proxy in front."""
+    sse_ping_seconds: float = Field(15.0, ge=0)
+    """Seconds of silence in a stream before a keep-alive comment; 0 sends none."""
+    shutdown_grace_seconds: float = Field(30.0, ge=0)
+    """Seconds that running requests may continue after SIGTERM."""
 
     # Limits
-    max_body_mb: float = Field(64.0, gt=0, description="Maximum size of a request body in MiB")
-    body_timeout_seconds: float = Field(
-        60.0, gt=0, description="Seconds that a client may take to send its headers, and again to send its body"
+    max_body_mb: float = Field(64.0, gt=0)
+    """Maximum size of a request body in MiB."""
+    body_timeout_seconds: float = Field(60.0, gt=0)
+    """Seconds that a client may take to send its headers, and again to send its body."""
+    request_timeout_seconds: float = Field(Limits.request_timeout_seconds, gt=0)
+    """Seconds that a whole request may take."""
+    max_queue_size: int = Field(1024, ge=0)
+    """Number of sequences that may wait for the engine; more are refused with 429."""
+    queue_timeout_seconds: float = Field(60.0, gt=0)
+    """Seconds that a request may wait for the engine before it is refused with 503."""
+    max_n: int = Field(Limits.max_n, ge=1)
+    """Maximum number of choices in one request: prompts multiplied by n."""
+    max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
+    """Maximum number of messages in a chat."""
+    max_stop: int = Field(Limits.max_stop, ge=0)
+    """Maximum number of stop strings."""
+    max_logit_bias: int = Field(Limits.max_logit_bias, ge=0)
+    """Maximum number of entries in logit_bias, bad_words and similar fields."""
+    max_top_logprobs: int = Field(Limits.max_top_logprobs, ge=0, le=1000)
+    """Maximum number of alternatives reported for a token."""
+    max_schema_kb: int = Field(Limits.max_schema_kb, ge=1)
+    """Maximum size of a JSON schema, regular expression or grammar in KiB."""
+    max_schema_depth: int = Field(Limits.max_schema_depth, ge=1)
+    """Maximum depth of nested objects in a JSON schema."""
+    guide_timeout_seconds: float = Field(EMBEDDED.guide_timeout_seconds, gt=0)
+    """Seconds that compiling a schema, regular expression or grammar may take."""
+    chat_template_kwargs: Names = (
+        "enable_thinking",
+        "thinking",
+        "reasoning_effort",
+        "documents",
+        "custom_instructions",
     )
-    request_timeout_seconds: float = Field(
-        Limits.request_timeout_seconds, gt=0, description="Seconds that a whole request may take"
-    )
-    max_queue_size: int = Field(
-        1024, ge=0, description="Number of sequences that may wait for the engine; more are refused with 429"
-    )
-    queue_timeout_seconds: float = Field(
-        60.0, gt=0, description="Seconds that a request may wait for the engine before it is refused with 503"
-    )
-    max_n: int = Field(
-        Limits.max_n, ge=1, description="Maximum number of choices in one request: prompts multiplied by n"
-    )
-    max_messages: int = Field(
-        Limits.max_messages, ge=1, le=MAX_MESSAGES, description="Maximum number of messages in a chat"
-    )
-    max_stop: int = Field(Limits.max_stop, ge=0, description="Maximum number of stop strings")
-    max_logit_bias: int = Field(
-        Limits.max_logit_bias, ge=0, description="Maximum number of entries in logit_bias, bad_words and similar fields"
-    )
-    max_top_logprobs: int = Field(
-        Limits.max_top_logprobs, ge=0, le=1000, description="Maximum number of alternatives reported for a token"
-    )
-    max_schema_kb: int = Field(
-        Limits.max_schema_kb, ge=1, description="Maximum size of a JSON schema, regular expression or grammar in KiB"
-    )
-    max_schema_depth: int = Field(
-        Limits.max_schema_depth, ge=1, description="Maximum depth of nested objects in a JSON schema"
-    )
-    guide_timeout_seconds: float = Field(
-        default(EmbeddedConfig, "guide_timeout_seconds"),
-        gt=0,
-        description="Seconds that compiling a schema, regular expression or grammar may take",
-    )
-    chat_template_kwargs: Names = Field(
-        ("enable_thinking", "thinking", "reasoning_effort", "documents", "custom_instructions"),
-        description="Comma-separated template variables that requests may set",
-    )
-    strict_fields: bool = Field(False, description="Refuse unknown request fields with 400 instead of ignoring them")
+    """Comma-separated template variables that requests may set."""
+    strict_fields: bool = False
+    """Refuse unknown request fields with 400 instead of ignoring them."""
 
     @field_validator("api_processes", mode="after")
     @classmethod

@@ -4,67 +4,45 @@ import json
 from typing import Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings
 
 from multimodal.media.limits import MediaLimits
-from server.settings.types import Names, PathOrNone, Urls
+from server.settings.types import Names, PathOrNone, Section, Urls
 
 
-class MediaSettings(BaseSettings):
+class MediaSettings(Section):
     """Limits of images and of fetching them, the cache of embeddings, and encode replicas."""
 
     # Images
-    max_images: int = Field(32, ge=0, description="Maximum number of images in a chat; 0 refuses images")
-    max_image_mb: float = Field(
-        MediaLimits.max_image_bytes / (1 << 20), gt=0, description="Maximum size of an image file in MiB"
-    )
-    max_image_pixels: int = Field(
-        MediaLimits.max_image_pixels,
-        ge=1,
-        description="Maximum size of an image in pixels: width times height, of all its frames",
-    )
-    media_timeout_seconds: float = Field(
-        MediaLimits.timeout_seconds, gt=0, description="Seconds that fetching an image may take"
-    )
-    media_concurrency: int = Field(
-        MediaLimits.concurrency, ge=1, le=1024, description="Maximum number of images that are fetched at the same time"
-    )
-    media_allowed_hosts: Names = Field(
-        MediaLimits.allowed_hosts,
-        description="Comma-separated hosts to fetch images from; empty allows all public hosts",
-    )
-    media_allow_private: bool = Field(
-        MediaLimits.allow_private, description="Also fetch images from private and loopback addresses"
-    )
-    allowed_local_media_path: PathOrNone = Field(
-        MediaLimits.local_folder, description="Folder that file:// images may be in; empty allows none"
-    )
-    embedding_cache_mb: float = Field(
-        256.0, ge=0, description="Memory for the embeddings of images in MiB; a cached image is not encoded again"
-    )
-    image_processor_options: str = Field("", description="JSON object with options for the model's image processor")
+    max_images: int = Field(32, ge=0)
+    """Maximum number of images in a chat; 0 refuses images."""
+    max_image_mb: float = Field(MediaLimits.max_image_bytes / (1 << 20), gt=0)
+    """Maximum size of an image file in MiB."""
+    max_image_pixels: int = Field(MediaLimits.max_image_pixels, ge=1)
+    """Maximum size of an image in pixels: width times height, of all its frames."""
+    media_timeout_seconds: float = Field(MediaLimits.timeout_seconds, gt=0)
+    """Seconds that fetching an image may take."""
+    media_concurrency: int = Field(MediaLimits.concurrency, ge=1, le=1024)
+    """Maximum number of images that are fetched at the same time."""
+    media_allowed_hosts: Names = MediaLimits.allowed_hosts
+    """Comma-separated hosts to fetch images from; empty allows all public hosts."""
+    media_allow_private: bool = MediaLimits.allow_private
+    """Also fetch images from private and loopback addresses."""
+    allowed_local_media_path: PathOrNone = MediaLimits.local_folder
+    """Folder that file:// images may be in; empty allows none."""
+    embedding_cache_mb: float = Field(256.0, ge=0)
+    """Memory for the embeddings of images in MiB; a cached image is not encoded again."""
+    image_processor_options: str = ""
+    """JSON object with options for the model's image processor."""
 
     # Encode replicas
-    encode_urls: Urls = Field(
-        (),
-        description="Comma-separated encode replicas that encode images for this one: http://host:port, or "
-        "dns+http://name:port",
-    )
-    encode_fallback: Literal["local", "refuse"] = Field(
-        "local",
-        description="When no encode replica answers: local encodes images here (and loads the encoder), refuse "
-        "answers 503",
-    )
-    encode_attempts: int = Field(
-        3, ge=1, description="Maximum number of encode replicas tried for an image, one after another"
-    )
-    encode_inline_kb: int = Field(
-        1024,
-        ge=0,
-        le=1 << 15,
-        description="Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by "
-        "transfer",
-    )
+    encode_urls: Urls = ()
+    """Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port."""
+    encode_fallback: Literal["local", "refuse"] = "local"
+    """When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503."""
+    encode_attempts: int = Field(3, ge=1)
+    """Maximum number of encode replicas tried for an image, one after another."""
+    encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)
+    """Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by transfer."""
 
     @field_validator("image_processor_options", mode="after")
     @classmethod

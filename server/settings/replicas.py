@@ -3,105 +3,63 @@
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings
 
-from engine.config import EmbeddedConfig
-from server.settings.types import ConnectAddresses, Urls, default
+from server.settings.types import EMBEDDED, ConnectAddresses, Section, Urls
 
 
-class DisaggregationSettings(BaseSettings):
+class DisaggregationSettings(Section):
     """Prefill replicas, and how KV blocks move between replicas."""
 
     # Disaggregation
-    prefill_urls: Urls = Field(
-        (),
-        description="Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port "
-        "for all addresses",
-    )
-    prefill_fallback: Literal["local", "refuse"] = Field(
-        "local",
-        description="When no prefill replica answers: local computes the prompt on the decode replica, refuse "
-        "answers 503",
-    )
-    prefill_min_tokens: int = Field(
-        32,
-        ge=0,
-        description="Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse",
-    )
-    prefill_attempts: int = Field(
-        3, ge=1, description="Maximum number of prefill replicas tried for one request, one after another"
-    )
-    lease_seconds: float = Field(
-        30.0, gt=0, description="Seconds that a prefill replica keeps KV blocks that no replica has read"
-    )
-    kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = Field(
-        "auto",
-        description="How KV blocks move between replicas of the embedded engine; auto takes the fastest that both "
-        "support",
-    )
-    kv_transfer_port: int = Field(
-        default(EmbeddedConfig, "kv_transfer_port"),
-        ge=0,
-        le=65535,
-        description="TCP port on which KV blocks are served; 0 takes a free one",
-    )
-    transfer_timeout_seconds: float = Field(
-        default(EmbeddedConfig, "transfer_timeout_seconds"),
-        gt=0,
-        description="Seconds that reading a prompt's KV blocks may take before the decode replica computes the "
-        "prompt itself",
-    )
+    prefill_urls: Urls = ()
+    """Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port for all
+    addresses.
+    """
+    prefill_fallback: Literal["local", "refuse"] = "local"
+    """When no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503."""
+    prefill_min_tokens: int = Field(32, ge=0)
+    """Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse."""
+    prefill_attempts: int = Field(3, ge=1)
+    """Maximum number of prefill replicas tried for one request, one after another."""
+    lease_seconds: float = Field(30.0, gt=0)
+    """Seconds that a prefill replica keeps KV blocks that no replica has read."""
+    kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = "auto"
+    """How KV blocks move between replicas of the embedded engine; auto takes the fastest that both support."""
+    kv_transfer_port: int = Field(EMBEDDED.kv_transfer_port, ge=0, le=65535)
+    """TCP port on which KV blocks are served; 0 takes a free one."""
+    transfer_timeout_seconds: float = Field(EMBEDDED.transfer_timeout_seconds, gt=0)
+    """Seconds that reading a prompt's KV blocks may take before the decode replica computes the prompt itself."""
 
 
-class RoutingSettings(BaseSettings):
+class RoutingSettings(Section):
     """Replicas behind a router, their events, the choice among them, and sessions."""
 
     # Router
-    route_urls: Urls = Field(
-        (),
-        description="Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all "
-        "addresses",
-    )
-    route_events: ConnectAddresses = Field(
-        (),
-        description="Comma-separated ZMQ addresses of the replicas' KV-cache events, in the order of ROUTE_URLS; "
-        "empty takes the "
-        "replicas' hosts with ROUTE_EVENTS_PORT",
-    )
-    route_replays: ConnectAddresses = Field(
-        (),
-        description="Comma-separated ZMQ addresses that send missed events again, in the order of ROUTE_EVENTS; "
-        "empty uses none",
-    )
-    route_events_port: int = Field(
-        5557, ge=0, le=65535, description="Port of the replicas' KV-cache events; 0 subscribes to none"
-    )
-    route_replay_port: int = Field(
-        5560, ge=0, le=65535, description="Port on which the replicas send missed events again; 0 uses none"
-    )
-    route_policy: Literal["kv", "least_loaded", "round_robin"] = Field(
-        "kv",
-        description="How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, "
-        "least_loaded "
-        "ignores the cache, round_robin takes turns",
-    )
-    route_overlap_weight: float = Field(
-        1.0, ge=0, description="Weight of the request's own uncached tokens against the replica's load"
-    )
-    route_temperature: float = Field(
-        0.0, ge=0, description="Randomness of the choice: 0 takes the cheapest replica, higher values spread requests"
-    )
-    route_attempts: int = Field(
-        3, ge=1, description="Maximum number of replicas tried for one request, one after another"
-    )
-    session_header: str = Field(
-        "x-session-id",
-        pattern=r"^[a-z0-9-]*$",
-        description="Request header that names a session, whose requests go to one replica; empty disables sessions",
-    )
-    session_seconds: float = Field(
-        3600.0, gt=0, description="Seconds after its last request for which a session is remembered"
-    )
+    route_urls: Urls = ()
+    """Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses."""
+    route_events: ConnectAddresses = ()
+    """Comma-separated ZMQ addresses of the replicas' KV-cache events, in the order of ROUTE_URLS; empty takes the
+    replicas' hosts with ROUTE_EVENTS_PORT."""
+    route_replays: ConnectAddresses = ()
+    """Comma-separated ZMQ addresses that send missed events again, in the order of ROUTE_EVENTS; empty uses none."""
+    route_events_port: int = Field(5557, ge=0, le=65535)
+    """Port of the replicas' KV-cache events; 0 subscribes to none."""
+    route_replay_port: int = Field(5560, ge=0, le=65535)
+    """Port on which the replicas send missed events again; 0 uses none."""
+    route_policy: Literal["kv", "least_loaded", "round_robin"] = "kv"
+    """How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, least_loaded
+    ignores the cache, round_robin takes turns.
+    """
+    route_overlap_weight: float = Field(1.0, ge=0)
+    """Weight of the request's own uncached tokens against the replica's load."""
+    route_temperature: float = Field(0.0, ge=0)
+    """Randomness of the choice: 0 takes the cheapest replica, higher values spread requests."""
+    route_attempts: int = Field(3, ge=1)
+    """Maximum number of replicas tried for one request, one after another."""
+    session_header: str = Field("x-session-id", pattern=r"^[a-z0-9-]*$")
+    """Request header that names a session, whose requests go to one replica; empty disables sessions."""
+    session_seconds: float = Field(3600.0, gt=0)
+    """Seconds after its last request for which a session is remembered."""
 
     @field_validator("route_events", mode="after")
     @classmethod

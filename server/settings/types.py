@@ -1,21 +1,30 @@
-"""Types of settings: lists separated by commas, addresses, and defaults that the configuration structs keep."""
+"""Types of settings: sections, comma-separated lists, addresses and paths."""
 
 import re
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import msgspec
 from pydantic import AfterValidator, BeforeValidator, SecretStr
-from pydantic_settings import NoDecode
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from engine.config import EmbeddedConfig
+
+EMBEDDED: Any = EmbeddedConfig(model="")
+"""Holds the defaults of the settings that are also its fields. Any, since its types are wider than theirs."""
 _LISTEN = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]*]+):(\d{1,5})|ipc://\S+")
 _CONNECT = re.compile(r"(tcp://(\[[^\s\]]+\]|[^\s:/\[\]*]+):\d{1,5}|ipc://\S+)")
 
 
-def default(struct: type[msgspec.Struct], field: str) -> Any:
-    """Return the default of a struct's field, so that the setting of the same meaning does not repeat it."""
-    return next(each.default for each in msgspec.structs.fields(struct) if each.name == field)
+class Section(BaseSettings):
+    """Settings of one subject. A field's docstring is its description, in the help and in settings.env.example."""
+
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()).removesuffix(".")
 
 
 def _comma_separated(value: object) -> object:
@@ -54,14 +63,11 @@ def _none_if_empty(value: object) -> object:
     return None if value == "" else value
 
 
-def _expanded(value: Path | None) -> Path | None:
-    return value.expanduser() if value is not None else None
-
-
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secret = Annotated[SecretStr | None, BeforeValidator(_none_if_empty)]
 Urls = Annotated[Names, AfterValidator(_replica_urls)]
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 ConnectAddresses = Annotated[Names, AfterValidator(_connect_addresses)]
-PathOrNone = Annotated[Path | None, BeforeValidator(_none_if_empty), AfterValidator(_expanded)]
+ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
+PathOrNone = Annotated[ExpandedPath | None, BeforeValidator(_none_if_empty)]

@@ -93,7 +93,7 @@ async def test_nothing_is_published_unasked(tmp_path: Path) -> None:
 
 async def test_an_error_shows_in_readiness_and_on_the_next_request(tmp_path: Path) -> None:
     async with application(**where(tmp_path)) as (client, state):
-        fake = state["replica"].engine._engine
+        fake = state["replica"].engine.inner
         fake.events.put(stored(1, 5, rank=3))  # of a rank that the engine said it does not have
         while state["replica"].ready:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.005)

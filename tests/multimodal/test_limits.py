@@ -1,4 +1,4 @@
-"""What is too large or contradicts itself is refused before it costs anything; nothing that is asked for is dropped in silence."""
+"""Requests that are too large or contradict themselves are refused early; no field is dropped silently."""
 
 import json
 import time

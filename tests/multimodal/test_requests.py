@@ -1,4 +1,7 @@
-"""Requests through the processor on FakeEngine: every field honoured, ignored or refused by name, and every answer in OpenAI's shape."""
+"""Requests through the processor on FakeEngine.
+
+Every field is honoured, ignored or refused by name, and every answer has OpenAI's shape.
+"""
 
 import asyncio
 import json
@@ -76,27 +79,38 @@ async def setup() -> AsyncIterator[Setup]:
 
 
 HONOURED_BY_TYPE = {
-    "model": "fake", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": 1, "presence_penalty": 0.1,
-    "frequency_penalty": -0.1, "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": True, "top_logprobs": 2,
-    "max_completion_tokens": 3, "reasoning_effort": "low", "stream": False, "messages": CHAT["messages"], "prompt": "hi", "echo": True,
+    "model": "fake", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": 1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": -0.1, "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": True,
+    "top_logprobs": 2,
+    "max_completion_tokens": 3, "reasoning_effort": "low", "stream": False, "messages": CHAT["messages"],
+    "prompt": "hi", "echo": True,
 }  # fmt: skip
 IGNORED = {
-    "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h", "prompt_cache_options": {}, "verbosity": "low", "prediction": {"type": "content", "content": "x"},
-    "parallel_tool_calls": False, "tool_choice": "none", "modalities": ["text"], "function_call": "none", "functions": [], "tools": [],
+    "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h", "prompt_cache_options": {}, "verbosity": "low",
+    "prediction": {"type": "content", "content": "x"},
+    "parallel_tool_calls": False, "tool_choice": "none", "modalities": ["text"], "function_call": "none",
+    "functions": [], "tools": [],
     "best_of": 1, "suffix": "",
 }  # fmt: skip
 REFUSED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["text", "audio"], "audio": {"voice": "a", "format": "wav"},
-    "web_search_options": {}, "moderation": {"type": "x"}, "suffix": "tail", "best_of": 3, "use_beam_search": True, "prompt_embeds": "AAAA",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
+    "audio": {"voice": "a", "format": "wav"},
+    "web_search_options": {}, "moderation": {"type": "x"}, "suffix": "tail", "best_of": 3, "use_beam_search": True,
+    "prompt_embeds": "AAAA",
     "chat_template": "{{ x }}", "mm_processor_kwargs": {"a": 1}, "logits_processors": ["x"], "lora_request": {"a": 1},
     "disaggregated_params": {"request_type": "context_only"}, "kv_transfer_params": {"a": 1},
 }  # fmt: skip
 EXTENSIONS = {
     "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [7],
-    "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["no"], "allowed_token_ids": [50, 51],
-    "prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 5, "priority": 1, "cache_salt": "s", "request_id": "mine",
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["no"],
+    "allowed_token_ids": [50, 51],
+    "prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 5, "priority": 1, "cache_salt": "s",
+    "request_id": "mine",
     "add_special_tokens": False, "spaces_between_special_tokens": True,
 }  # fmt: skip
 
@@ -147,14 +161,18 @@ async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(
 
 
 BAD = [
-    ("temperature", 2.1), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("n", 0),
+    ("temperature", 2.1), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2),
+    ("presence_penalty", 3), ("n", 0),
     ("n", 129), ("max_tokens", 0), ("max_tokens", -1), ("stop", ["x"] * 17), ("stop", ""), ("logit_bias", {"999": 1}),
     ("logit_bias", {"x": 1}),
-    ("logit_bias", {"5": 101}), ("top_logprobs", 21), ("min_tokens", 400), ("stop_token_ids", [999]), ("prompt_logprobs", -1),
-    ("truncate_prompt_tokens", 0), ("repetition_penalty", 0), ("messages", [{"role": "user", "content": None}]), ("model", "gpt-4"),
+    ("logit_bias", {"5": 101}), ("top_logprobs", 21), ("min_tokens", 400), ("stop_token_ids", [999]),
+    ("prompt_logprobs", -1),
+    ("truncate_prompt_tokens", 0), ("repetition_penalty", 0), ("messages", [{"role": "user", "content": None}]),
+    ("model", "gpt-4"),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
     ("stream_options", {"include_usage": True}),
-    ("chat_template_kwargs", {"tokenize": True}), ("response_format", {"type": "json_schema"}), ("response_format", {"type": "nonsense"}),
+    ("chat_template_kwargs", {"tokenize": True}), ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "nonsense"}),
     ("response_format", {"type": "json_object"}),
 ]  # fmt: skip
 

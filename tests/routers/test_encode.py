@@ -131,7 +131,7 @@ async def test_other_media_types_are_refused() -> None:
 def held(life: ReplicaState) -> int:
     """Bytes that wait to be read."""
     service: Any = life.service
-    return sum(service.held)
+    return sum(service.store.held)
 
 
 @pytest.mark.parametrize("method", ["auto", "tcp"])

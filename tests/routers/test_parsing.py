@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.chat import ChatCompletionRequest
-from routers.parsing import parsed
+from routers.body import parsed
 
 LONG = "data:image/png;base64," + "QUJD/+" * 20_000
 URLS = st.sampled_from(

@@ -32,7 +32,10 @@ async def raw(url: str, head: bytes, body: bytes = b"{}") -> bytes:
     ],
 )
 async def test_headers_of_a_connection_stay_with_it(line: bytes, gone: bytes) -> None:
-    said = b"HTTP/1.1 200 OK\r\nconnection: x-inner\r\nx-inner: 1\r\nkeep-alive: 5\r\nx-trellis-replica: 9\r\ncontent-length: 2\r\n\r\n{}"
+    said = (
+        b"HTTP/1.1 200 OK\r\nconnection: x-inner\r\nx-inner: 1\r\n"
+        b"keep-alive: 5\r\nx-trellis-replica: 9\r\ncontent-length: 2\r\n\r\n{}"
+    )
     async with Bare(said) as bare, before(bare.url) as (client, _):
         answer = await raw(
             str(client.base_url).rstrip("/"), b"POST /v1/x HTTP/1.1\r\nhost: evil\r\nx-b: kept\r\n" + line + b"\r\n"

@@ -1,6 +1,7 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from server.settings import Settings, example, read_settings
 from tests.support.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
+# Nothing but where this machine has its packages and libraries.
+BARE_ENVIRONMENT = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ} | {
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+}
 
 
 def test_example_file_lists_every_setting_in_order() -> None:
@@ -77,7 +82,7 @@ def test_help_shows_every_setting_with_default_and_description() -> None:
         text=True,
         check=True,
         cwd=ROOT,
-        env={"COLUMNS": "500"},
+        env={**BARE_ENVIRONMENT, "COLUMNS": "500"},
     )
     text = " ".join(run.stdout.split())
     for name, field in Settings.model_fields.items():
@@ -175,7 +180,7 @@ def test_wrong_flag_stops_the_start_by_name(
 def test_wrong_file_stops_the_start_by_name(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("MAX_BATCH=3\nMAX_N=many\nAPI_KEYS=secret\n")
     command = [sys.executable, "-m", "server"]
-    run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=tmp_path, env=BARE_ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 2
     assert sorted(line.split(":")[1].strip() for line in run.stderr.splitlines()) == [
         "--max-n (MAX_N)",
@@ -226,7 +231,7 @@ def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
     code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text');"
     code += "print(os.environ['TLLM_LOG_LEVEL'])"
-    variables = {"PYTHONPATH": str(ROOT)} | ({} if there is None else {"TLLM_LOG_LEVEL": there})
+    variables = BARE_ENVIRONMENT | ({} if there is None else {"TLLM_LOG_LEVEL": there})
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen
 
@@ -234,11 +239,11 @@ def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there:
 def test_the_engines_process_gets_the_level_and_the_defaults_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("PILLOW_BLOCK_SIZE", "32m")
+    monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "y")
     with serving("--log-level", "debug") as server:
         environment = server.child("engine.process.host").environ()
     assert environment["TLLM_LOG_LEVEL"] == "VERBOSE" and environment["GOMP_SPINCOUNT"] == "20000"
-    assert environment["PILLOW_BLOCK_SIZE"] == "32m", "one that is set stays"
+    assert environment["UCX_CUDA_IPC_CACHE"] == "y", "one that is set stays"
 
 
 def test_settings_are_frozen() -> None:

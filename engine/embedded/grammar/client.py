@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,8 +29,8 @@ class WorkerTimeoutError(Exception):
 class GrammarWorker:
     """One worker process, replaced when it is lost. Call `compile` one at a time."""
 
-    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:

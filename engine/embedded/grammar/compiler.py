@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.embedded.grammar.client import GrammarWorker, WorkerTimeoutError
+from engine.embedded.grammar.worker import Setup
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.types import Guide
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 _MAX_MESSAGE = 400
+_NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression"}
+"""Names of the kinds of guides, where they differ from the kind."""
 _PARAM = "guide"
 # A grammar that compiles may still be slow to follow. Each sequence may spend this much processor time at the start ...
 _PATIENCE_SECONDS = 2.0
@@ -100,13 +103,10 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout: float) -> None:
-        self._folder = tokenizer_folder
-        self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
         self._timeout = timeout
-        self._worker = GrammarWorker(tokenizer_folder, vocab_size, self._eos_token_ids)
-        self._local: xgrammar.GrammarCompiler | None = None
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._worker = GrammarWorker(self._setup)
+        self._local: tuple[xgrammar.TokenizerInfo, xgrammar.GrammarCompiler] | None = None
         self._turn = asyncio.Lock()
         self._cache: OrderedDict[Guide, CompiledGuide] = OrderedDict()
         self._cached_bytes = 0
@@ -169,23 +169,23 @@ class GrammarCompiler:
 
     def _load(self) -> None:
         """Import xgrammar and read the tokenizer once. Runs in a thread."""
-        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415
+        from engine.embedded.grammar.guides import load_compiler  # noqa: PLC0415
 
         if self._local is None:
-            self._info = load_tokenizer_info(self._folder, self._vocab_size, self._eos_token_ids)
-            self._local = new_compiler(self._info)
+            self._local = load_compiler(self._setup)
 
     def _compile_here(self, guide: Guide, serialised: bytes) -> CompiledGuide:
         import xgrammar  # noqa: PLC0415
 
         from engine.embedded.grammar.guides import compile_guide  # noqa: PLC0415
 
-        assert self._local is not None and self._info is not None
+        assert self._local is not None
+        info, compiler = self._local
         if serialised:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._info)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), info)
         else:
-            compiled = compile_guide(self._local, guide)
-        return CompiledGuide(compiled, self._eos_token_ids)
+            compiled = compile_guide(compiler, guide)
+        return CompiledGuide(compiled, self._setup.eos_token_ids)
 
     def _built(self, guide: Guide, task: asyncio.Task[CompiledGuide]) -> None:
         del self._pending[guide]
@@ -214,12 +214,5 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
 
 
 def _message(guide: Guide, reason: str) -> str:
-    names = {
-        "json_schema": "JSON schema",
-        "json_object": "JSON object",
-        "regex": "regular expression",
-        "grammar": "grammar",
-        "choice": "choice",
-    }
-    text = f"the {names[guide.kind]} is not supported: {reason}"
+    text = f"the {_NAMES.get(guide.kind, guide.kind)} is not supported: {reason}"
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "…"

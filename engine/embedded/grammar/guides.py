@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xgrammar
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar.json_schema import UnsupportedSchemaError, prepare
 from engine.types import Guide
+
+if TYPE_CHECKING:
+    from engine.embedded.grammar.worker import Setup
 
 MAX_WHITESPACE = 16
 """Maximum whitespace characters between two JSON tokens.
@@ -28,31 +31,28 @@ class UnsupportedGuideError(ValueError):
     """The guide cannot be compiled; the message is shown to the user."""
 
 
-def load_tokenizer_info(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """Return what xgrammar needs to know about the tokenizer.
+def load_compiler(setup: Setup) -> tuple[xgrammar.TokenizerInfo, xgrammar.GrammarCompiler]:
+    """Return what xgrammar needs to know about the tokenizer, and a compiler of grammars for it.
 
     A grammar never allows ids without text (vocabulary padding, special tokens), except for the end-of-sequence ids
     once the grammar is complete.
     """
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(setup.tokenizer_folder) / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    encoded = [""] * vocab_size
+    encoded = [""] * setup.vocab_size
     for text, token_id in vocabulary.items():
-        if token_id < vocab_size and token_id not in special:
+        if token_id < setup.vocab_size and token_id not in special:
             encoded[token_id] = text
     metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
-    return xgrammar.TokenizerInfo(
+    info = xgrammar.TokenizerInfo(
         encoded,
         vocab_type=metadata["vocab_type"],
-        vocab_size=vocab_size,
-        stop_token_ids=list(eos_token_ids),
+        vocab_size=setup.vocab_size,
+        stop_token_ids=list(setup.eos_token_ids),
         add_prefix_space=metadata["add_prefix_space"],
     )
-
-
-def new_compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True, cache_limit_bytes=_RULE_CACHE_BYTES)
+    return info, xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_RULE_CACHE_BYTES)
 
 
 def compile_guide(compiler: xgrammar.GrammarCompiler, guide: Guide) -> xgrammar.CompiledGrammar:

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
-_ANY = frozenset(("string", "number", "boolean", "null", "array", "object"))
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+_ANY = frozenset(_TYPES.values())
 
 
 def disjoint(root: Any, branches: Sequence[Any]) -> bool:
@@ -61,16 +70,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _type_of(value: Any) -> str:
-    names = {
-        str: "string",
-        bool: "boolean",
-        int: "number",
-        float: "number",
-        type(None): "null",
-        list: "array",
-        dict: "object",
-    }
-    return names[type(value)]
+    return _TYPES[type(value)]
 
 
 def _resolved(root: Any, branch: Any) -> dict[str, Any]:

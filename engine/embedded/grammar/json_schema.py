@@ -39,14 +39,7 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }  # fmt: skip
-_ASSERTIONS = (
-    "type",
-    "const",
-    "enum",
-    "$ref",
-    *_COMBINATORS,
-    *(keyword for family in _FAMILIES.values() for keyword in family),
-)
+_ASSERTIONS = {"type", "const", "enum", "$ref", *_COMBINATORS}.union(*_FAMILIES.values())
 _MAX_COUNT = 2**31 - 1
 # xgrammar's own rule for bounded strings allows raw control characters, which JSON forbids. This pattern excludes them.
 # The noncharacter U+10FFFF makes xgrammar expand it to counted repetition, which is much faster to follow than the

@@ -20,6 +20,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -95,50 +97,47 @@ def _answer(answers: BinaryIO, reply: Reply) -> None:
 class _Worker:
     def __init__(self, setup: Setup) -> None:
         # Slow to import, and therefore done in this thread.
-        from engine.embedded.grammar.guides import load_tokenizer_info, new_compiler  # noqa: PLC0415
+        from engine.embedded.grammar.guides import load_compiler  # noqa: PLC0415
 
-        self._vocab_size = setup.vocab_size
-        self._info = load_tokenizer_info(Path(setup.tokenizer_folder), setup.vocab_size, setup.eos_token_ids)
-        self._compiler = new_compiler(self._info)
+        self._setup = setup
+        _, self._compiler = load_compiler(setup)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         _limit_memory()
 
     def compile(self, guide: Guide) -> Reply:
-        from engine.embedded.grammar.guides import UnsupportedGuideError, compile_guide  # noqa: PLC0415
+        from engine.embedded.grammar.guides import UnsupportedGuideError, compile_guide, plain  # noqa: PLC0415
 
         started = time.monotonic()
-        saved = self._divert_stderr()
         try:
-            compiled = compile_guide(self._compiler, guide)
+            with self._warnings() as warnings:
+                compiled = compile_guide(self._compiler, guide)
         except UnsupportedGuideError as error:
             return Reply(error=str(error) or "it is not valid")
         except MemoryError:
             return Reply(error="it needs too much memory")
-        finally:
-            warnings = self._restore_stderr(saved)
         if warnings:
-            return Reply(error=f"it cannot be enforced in full: {warnings}")
+            return Reply(error=f"it cannot be enforced in full: {plain(chr(10).join(warnings))}")
         seconds = time.monotonic() - started
-        if reason := _try_out(compiled, self._vocab_size, self._info.stop_token_ids):
+        if reason := _try_out(compiled, self._setup):
             return Reply(error=reason)
         return Reply(compiled=compiled.serialize_json().encode() if seconds > _REPEATABLE_SECONDS else b"")
 
-    def _divert_stderr(self) -> int:
+    @contextmanager
+    def _warnings(self) -> Iterator[list[str]]:
+        """Divert standard error; at the end, append the warnings that xgrammar wrote to the list."""
+        found: list[str] = []
         saved = os.dup(2)
         os.dup2(self._stderr.fileno(), 2)
-        return saved
-
-    def _restore_stderr(self, saved: int) -> str:
-        """Restore stderr and return the warnings that xgrammar wrote meanwhile."""
-        from engine.embedded.grammar.guides import plain  # noqa: PLC0415
-
-        os.dup2(saved, 2)
-        os.close(saved)
-        self._stderr.seek(0)
-        written = self._stderr.read().decode(errors="replace")
-        self._stderr.seek(0)
-        self._stderr.truncate()
-        return plain("\n".join(line for line in written.splitlines() if "Warning: " in line))
+        try:
+            yield found
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            self._stderr.seek(0)
+            written = self._stderr.read().decode(errors="replace")
+            self._stderr.seek(0)
+            self._stderr.truncate()
+            found += [line for line in written.splitlines() if "Warning: " in line]
 
 
 def _limit_memory() -> None:
@@ -150,25 +149,21 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _try_out(compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: list[int]) -> str:
+def _try_out(compiled: xgrammar.CompiledGrammar, setup: Setup) -> str:
     """Walk the grammar as a model would, twice at random and twice repeating one token.
 
     Return why it is rejected, or "".
     """
-    for seed, sticky in ((0, False), (1, False), (2, True), (3, True)):
-        if error := _walk(compiled, vocab_size, set(stop_token_ids), random.Random(seed), sticky):
-            return error
-    return ""
+    walks = (_walk(compiled, setup, random.Random(seed), sticky=seed > 1) for seed in range(4))
+    return next(filter(None, walks), "")
 
 
-def _walk(
-    compiled: xgrammar.CompiledGrammar, vocab_size: int, stops: set[int], choose: random.Random, sticky: bool
-) -> str:
+def _walk(compiled: xgrammar.CompiledGrammar, setup: Setup, choose: random.Random, sticky: bool) -> str:
     import numpy as np  # noqa: PLC0415
     import xgrammar  # noqa: PLC0415
 
     matcher = xgrammar.GrammarMatcher(compiled)
-    bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    bitmask = xgrammar.allocate_token_bitmask(1, setup.vocab_size)
     bits = bitmask.numpy().view(np.uint8)
     token, spent = -1, 0.0
     for _ in range(_WALK_TOKENS):
@@ -176,11 +171,9 @@ def _walk(
         matcher.fill_next_token_bitmask(bitmask)
         seconds = time.thread_time() - started
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        going_on = (
-            [token_id for token_id in choose.choices(allowed, k=8) if token_id not in stops] if len(allowed) else []
-        )
         if not len(allowed):
             return "nothing that the model can write matches it"
+        going_on = [token_id for token_id in choose.choices(allowed, k=8) if token_id not in setup.eos_token_ids]
         if not going_on:
             return ""
         if not sticky or token < 0 or not bits[0, token >> 3] >> (token & 7) & 1:

@@ -16,6 +16,7 @@ from engine.embedded.vision.messages import Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
+from engine.kit.tasks import background
 from engine.media import EncodedMedia, MediaInput
 from engine.process.supervisor import End, Supervisor
 
@@ -121,25 +122,14 @@ class EmbeddedEncoder:
                 return End(str(error))
         since = time.monotonic()
         try:
-            await self._serve(process)
+            async with background(self._send(process), "image-sender"):
+                await self._receive(process)
         except Exception:
             log.exception("lost the connection to the encoder process")
         self._serving = False
         reason = f"the encoder process died ({await process.stop()})"
         self._recover(reason)
         return End(reason, time.monotonic() - since)
-
-    async def _serve(self, process: EncoderProcess) -> None:
-        """Return when the process has gone."""
-        tasks = [asyncio.create_task(self._send(process)), asyncio.create_task(self._receive(process))]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in done:
-            task.result()
 
     async def _send(self, process: EncoderProcess) -> None:
         while True:
@@ -153,6 +143,7 @@ class EmbeddedEncoder:
             await self._wake.wait()
 
     async def _receive(self, process: EncoderProcess) -> None:
+        """Return when the process has gone."""
         while (outcomes := await process.receive()) is not None:
             batch = self._sent[0]
             for index, outcome in outcomes.items():
@@ -169,7 +160,7 @@ class EmbeddedEncoder:
             self._wake.set()
 
     def _next_batch(self) -> list[_Job]:
-        """The images that have waited longest, without those that nobody waits for any more."""
+        """Return the images that have waited longest, without those that nobody waits for any more."""
         batch: list[_Job] = []
         size = 0
         while self._waiting and len(batch) < _BATCH_IMAGES:
@@ -183,7 +174,7 @@ class EmbeddedEncoder:
         return batch
 
     def _arm(self, process: EncoderProcess) -> None:
-        """From now on the time for the next answer runs, if one is due."""
+        """Restart the timeout for the next answer, if one is due."""
         self._disarm()
         if self._sent:
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, process)
@@ -198,7 +189,7 @@ class EmbeddedEncoder:
         process.kill()
 
     def _recover(self, reason: str) -> None:
-        """Of what the lost process was given, have tried again what may not be why it was lost."""
+        """Queue the images of the lost process again, except one that made it hang or ended it twice."""
         self._disarm()
         hung, self._hung = self._hung, False
         first, *others = [[job for job in batch.values() if not job.done.done()] for batch in self._sent] or [[]]

@@ -111,11 +111,9 @@ def _load_processor(folder: str, facts: ModelFacts, image_processor: Any) -> tup
         """The processor without videos, whose processors need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return (
-                None
-                if argument_name == "video_processor"
-                else super().check_argument_for_proper_class(argument_name, argument)
-            )
+            if argument_name == "video_processor":
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     settings: dict[str, Any] = base.get_processor_dict(folder, local_files_only=True)[0]

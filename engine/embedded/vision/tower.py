@@ -38,7 +38,8 @@ class Tower:
         self.hidden_size = facts.hidden_size
         _shrink(hf_config)
         if config.load_format == "dummy":
-            model = _random(hf_config, self.dtype)
+            torch.manual_seed(0)
+            model: Any = AutoModel.from_config(hf_config, dtype=self.dtype)  # type: ignore[no-untyped-call]
         else:
             model = _load(config.model, hf_config, self.dtype, facts.vision.language)
         delattr(model, facts.vision.language)
@@ -47,7 +48,7 @@ class Tower:
         self._to_device, self._from_device = Staging(), Staging()
 
     def fingerprint(self, more: str) -> str:
-        """32 hex digits that stand for the weights, of which a sample is taken, for the type, and for `more`."""
+        """Return 32 hex digits that identify a sample of the weights, the type, and `more`."""
         digest = blake3(f"{self.dtype} {more}".encode())
         for name, weights in self.model.state_dict().items():
             flat = weights.flatten()
@@ -65,10 +66,10 @@ class Tower:
         counts = [image.rows for image in images]
         if rows.shape != (sum(counts), self.hidden_size):
             raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [_bytes_of(part) for part in torch.split(rows, counts)]
+        return [shared_or_copied(part.view(torch.uint8).numpy().data) for part in torch.split(rows, counts)]
 
     def _compute(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """All rows of all images, on the device."""
+        """Return all rows of all images, on the device."""
         pixels = self._pixels([image["pixel_values"] for image in images])
         if self.device.type != "cpu" and images[0].keys() == {"pixel_values"}:
             return self.graphs(pixels)
@@ -83,7 +84,7 @@ class Tower:
         return torch.cat([feature.flatten(0, -2) for feature in features]).to(self.dtype)
 
     def _pixels(self, images: list[torch.Tensor]) -> torch.Tensor:
-        """Of all images, in the tower's type, on the device."""
+        """Return the pixels of all images in the tower's type, on the device."""
         if self.device.type == "cpu":
             return torch.cat(images).to(self.dtype)
         count = sum(map(len, images))
@@ -91,12 +92,8 @@ class Tower:
         return torch.cat(images, out=staged).to(self.device, non_blocking=True)
 
     def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
-        """Valid until the next call. Waits for the device."""
+        """Wait for the device and copy the rows; the copy is valid until the next call."""
         return rows if self.device.type == "cpu" else self._from_device.tensor(rows.shape, rows.dtype).copy_(rows)
-
-
-def _bytes_of(values: torch.Tensor) -> Data:
-    return shared_or_copied(values.view(torch.uint8).numpy().data)
 
 
 def _shrink(config: PreTrainedConfig) -> None:
@@ -105,11 +102,6 @@ def _shrink(config: PreTrainedConfig) -> None:
     text.num_hidden_layers = 0
     text.vocab_size = 1
     text.pad_token_id = None
-
-
-def _random(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    return AutoModel.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
 
 def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, language: str) -> Any:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 
 from blake3 import blake3
 
 from engine.kit.spans import MmKeys
-from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock
+from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
 from engine.replicas.publisher.messages import (
     AllBlocksCleared,
     BlockRemoved,
@@ -41,7 +42,9 @@ class Converter:
     def convert(self, event: KvEvent) -> Iterator[WireEvent]:
         """Yield what routers have to know of `event`."""
         if self._is_first(event):
-            self._begin()
+            self._window = 0
+            self._started = False
+            self._withheld.clear()
             yield AllBlocksCleared()
         elif self._last_id is not None:
             self.lost += event.event_id - self._last_id - 1
@@ -59,11 +62,6 @@ class Converter:
                 self._withheld.clear()
                 yield AllBlocksCleared()
 
-    def _begin(self) -> None:
-        self._window = 0
-        self._started = False
-        self._withheld = set()
-
     def _is_first(self, event: KvEvent) -> bool:
         """Return whether this is the first event of an engine."""
         if self._last_id is None or event.event_id <= self._last_id:
@@ -71,22 +69,19 @@ class Converter:
         return self._started and isinstance(event.data, Created)
 
     def _stored(self, data: Stored) -> Iterator[BlockStored]:
-        full = list(data.blocks)
-        for index, block in enumerate(data.blocks):
-            if len(block.tokens) != self._block_size:
-                self._withheld.update(later.block_hash for later in data.blocks[index:])
-                full = full[:index]
-                break
+        full = list(takewhile(lambda block: len(block.tokens) == self._block_size, data.blocks))
+        self._withheld.update(block.block_hash for block in data.blocks[len(full) :])
         if not full:
             return
         self._withheld.difference_update(block.block_hash for block in full)
+        infos = [_mm_info(block.mm_keys) for block in full]
         yield BlockStored(
             block_hashes=[signed(block.block_hash) for block in full],
             parent_block_hash=None if data.parent_hash is None else signed(data.parent_hash),
             token_ids=[token.token_id for block in full for token in block.tokens],
             block_size=self._block_size,
             cache_salt=data.cache_salt or None,
-            block_mm_infos=_mm_infos(full),
+            block_mm_infos=infos if any(infos) else None,
         )
 
     def _removed(self, data: Removed) -> Iterator[BlockRemoved]:
@@ -94,12 +89,6 @@ class Converter:
         self._withheld.difference_update(data.block_hashes)
         if known:
             yield BlockRemoved(known)
-
-
-def _mm_infos(blocks: list[StoredBlock]) -> list[MmInfo | None] | None:
-    if not any(block.mm_keys for block in blocks):
-        return None
-    return [_mm_info(block.mm_keys) for block in blocks]
 
 
 def _mm_info(mm_keys: MmKeys) -> MmInfo | None:

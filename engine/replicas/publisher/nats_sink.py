@@ -73,9 +73,6 @@ class NatsSink:
         finally:
             await self._client.close()
 
-    def close(self) -> None:
-        """`run` closes the connection."""
-
     async def _publish(self, message: Message) -> None:
         if len(message.payload) > self._client.max_payload:
             self.dropped += 1

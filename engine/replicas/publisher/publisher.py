@@ -12,6 +12,7 @@ import msgspec
 
 from engine.base import Engine
 from engine.errors import EngineFailure
+from engine.kit.tasks import cancel
 from engine.kv_events import KvEvent
 from engine.replicas.publisher.convert import Converter
 from engine.replicas.publisher.messages import AllBlocksCleared, EventBatch, WireEvent, encode
@@ -52,36 +53,27 @@ class Publisher:
     """
 
     def __init__(self, engine: Engine, config: PublisherConfig, buses: Sequence[Sink] = ()) -> None:
+        """Raises EngineFailure if an address cannot be bound."""
         self.failure: str | None = None
         """Why nothing is published any more; None while it is."""
         self.config = config
         self.buses = buses
         self.ranks = [PublishedRank(Converter(engine.info.block_size)) for _ in range(engine.info.data_parallel_size)]
-        self.zmq: ZmqSink
-        """There from `start` on."""
-        self._engine = engine
-        self._sinks: list[Sink] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None]
-
-    def start(self) -> None:
-        """Raises EngineFailure if an address cannot be bound."""
-        config = self.config
         self.zmq = ZmqSink(
             config.endpoint, config.replay_endpoint, config.topic, config.buffer, len(self.ranks), self._start_over
         )
-        self._sinks = [self.zmq, *self.buses]
+        self._engine = engine
+        self._sinks: list[Sink] = [self.zmq, *buses]
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
         self._following = self._spawn(self._publish_all(), "kv-events")
         for sink in self._sinks:
             self._spawn(sink.run(), f"kv-events-{sink.name}")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        for sink in self._sinks:
-            sink.close()
+        await cancel(self._tasks)
+        self.zmq.close()
 
     def _start_over(self) -> None:
         """Have the engine tell of all its blocks again, for a consumer that is too late to learn of them otherwise."""

@@ -37,6 +37,3 @@ class Sink(Protocol):
 
     async def run(self) -> None:
         """Send until cancelled, or return if `send` does all. Raises EngineFailure if it can send no more."""
-
-    def close(self) -> None:
-        """Release what `run` does not. Called once, after `run` has ended."""

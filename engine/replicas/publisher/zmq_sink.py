@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 def of_rank(endpoint: str, rank: int) -> str:
     """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix.
 
-    Port 0, a free port, stays 0.
+    Port 0, a free port, stays 0, and the empty endpoint, which is none, stays empty.
     """
-    if rank == 0 or endpoint.endswith(":0"):
+    if rank == 0 or not endpoint or endpoint.endswith(":0"):
         return endpoint
     if endpoint.startswith("tcp://"):
         address, _, port = endpoint.rpartition(":")
@@ -63,8 +63,8 @@ class ZmqSink:
         self._on_late = on_late
         try:
             for rank in range(ranks):
-                replay_of_rank = of_rank(replay, rank) if replay else ""
-                channel = ZmqChannel(of_rank(endpoint, rank), replay_of_rank, topic, capacity, self._start_over)
+                own = (of_rank(endpoint, rank), of_rank(replay, rank))
+                channel = ZmqChannel(*own, topic, capacity, self._start_over)
                 self.channels.append(channel)
                 again = f", again on {channel.replay_endpoint}" if replay else ""
                 log.info("KV-cache events are published on %s%s", channel.endpoint, again)
@@ -108,18 +108,18 @@ class ZmqChannel:
         self._publisher: zmq.Socket[bytes] = context().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
-        self._router: zmq.Socket[bytes] | None = None
+        self._requests: LoopSocket | None = None
         self._replays: dict[bytes, asyncio.Task[None]] = {}
         try:
             self.endpoint = _bind(self._publisher, endpoint)
             self.replay_endpoint = ""
             if replay:
-                self._router = context().socket(zmq.ROUTER)
-                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._router.setsockopt(zmq.SNDHWM, capacity + 1)
-                self._router.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
-                self.replay_endpoint = _bind(self._router, replay)
-                self._requests = LoopSocket(self._router, self._replay)
+                router: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
+                router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                router.setsockopt(zmq.SNDHWM, capacity + 1)
+                router.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+                self._requests = LoopSocket(router, self._replay)
+                self.replay_endpoint = _bind(router, replay)
         except EngineFailure:
             self.close()
             raise
@@ -139,10 +139,8 @@ class ZmqChannel:
     def close(self) -> None:
         for task in self._replays.values():
             task.cancel()
-        if self._router is not None:
-            if self.replay_endpoint:
-                self._requests.close()
-            self._router.close(linger=0)
+        if self._requests is not None:
+            self._requests.close()
         self._publisher.close(linger=0)
 
     def _replay(self, frames: list[bytes]) -> None:
@@ -164,25 +162,19 @@ class ZmqChannel:
             task.result()
 
     async def _send_again(self, identity: bytes, start: int) -> None:
+        assert self._requests is not None
         skipped = max(0, start - (self.sequence - len(self._kept)))
         messages = list(islice(self._kept, skipped, None))
-        for index, (number, payload) in enumerate(messages):
-            if not self._answer([identity, b"", number, payload]):
-                return
-            self.replayed += 1
-            if index % _BURST == _BURST - 1:
-                await asyncio.sleep(0)
-        self._answer([identity, b"", END, b""])
-
-    def _answer(self, frames: list[bytes]) -> bool:
-        """Return whether the consumer takes it: it is connected, and reads."""
         try:
-            self._requests.send(frames)
+            for index, (number, payload) in enumerate(messages):
+                self._requests.send([identity, b"", number, payload])
+                self.replayed += 1
+                if index % _BURST == _BURST - 1:
+                    await asyncio.sleep(0)
+            self._requests.send([identity, b"", END, b""])
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # else the consumer has gone, or does not read
+                raise
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:

@@ -16,23 +16,22 @@ SEQUENCE = struct.Struct(">q")
 END_OF_REPLAY = -1
 _ARRAY_FIELDS = {
     "BlockStored": (
-        *(
-            "block_hashes",
-            "parent_block_hash",
-            "token_ids",
-            "block_size",
-            "lora_id",
-            "medium",
-            "lora_name",
-            "extra_keys",
-        ),
-        *("block_mm_infos", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+        *("extra_keys", "block_mm_infos", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
     ),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
 _DEVICE = ("GPU", "gpu", None)
-_decoder = msgspec.msgpack.Decoder()
+
+
+class _EventsMessage(msgspec.Struct, array_like=True):
+    timestamp: Any
+    events: list[Any]
+    rank: int | None = 0
+
+
+_messages = msgspec.msgpack.Decoder(_EventsMessage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,10 @@ CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 def decode(payload: bytes) -> list[CacheEvent]:
     """Return the events of a message that concern whole blocks of full attention on the replica. Raises ValueError."""
     try:
-        message = _decoder.decode(payload)
+        message = _messages.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"no msgpack: {error}") from error
-    if not isinstance(message, list) or len(message) < 2 or not isinstance(message[1], list):
-        raise ValueError("a message must be [timestamp, events, rank]")
-    rank = message[2] if len(message) > 2 and message[2] is not None else 0
-    if not isinstance(rank, int):
-        raise ValueError("a rank must be a number")
-    return list(_events(message[1], rank))
+        raise ValueError(f"a message must be msgpack of [timestamp, events, rank]: {error}") from error
+    return list(_events(message.events, message.rank or 0))
 
 
 def _events(items: Iterable[Any], rank: int) -> Iterable[CacheEvent]:
@@ -111,11 +105,9 @@ def _is_ours(fields: dict[str, Any]) -> bool:
 
 
 def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
-    hashes, tokens, size = (
-        _integers(fields.get("block_hashes")),
-        _integers(fields.get("token_ids")),
-        fields.get("block_size"),
-    )
+    hashes = _integers(fields.get("block_hashes"))
+    tokens = _integers(fields.get("token_ids"))
+    size = fields.get("block_size")
     parent = fields.get("parent_block_hash")
     if not isinstance(size, int) or size < 1 or not isinstance(parent, int | None):
         raise ValueError("a stored event must have a block_size, and a number for its parent if it has one")
@@ -123,7 +115,8 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
     if tokens and not (min(tokens) >= -(1 << 31) and max(tokens) < 1 << 32):
         raise ValueError("a token id is out of range")
     infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()
-    media = tuple(None if not info else _frozen(info) for info in infos) if isinstance(infos, list) else ()
+    infos = infos if isinstance(infos, list) else ()
+    media = tuple(msgspec.msgpack.encode(info) if info else None for info in infos)
     return StoredEvent(
         hashes[:whole],
         parent,
@@ -133,10 +126,6 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
         media if any(media) else (),
         tier,
     )
-
-
-def _frozen(info: Any) -> Hashable:
-    return msgspec.msgpack.encode(info)
 
 
 def _integers(value: Any) -> tuple[int, ...]:

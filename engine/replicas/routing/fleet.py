@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from engine.replicas.client import Header
@@ -76,6 +76,8 @@ class RoutingObserver(PoolObserver, Protocol):
 class Fleet(ReplicaPool[RoutedReplica]):
     """The replicas at `addresses`, chosen by `policy`. `headers` go with probes."""
 
+    observer: RoutingObserver
+
     def __init__(
         self,
         addresses: Addresses,
@@ -87,7 +89,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
         sessions: Sessions | None = None,
     ) -> None:
         super().__init__(addresses, attempts, observer)
-        self.observer = observer
         self.index = PrefixIndex()
         self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
         """By number, which a replica may inherit from one that has left."""
@@ -95,7 +96,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
         self._policy = policy
         self._headers = headers
         self._sessions = sessions or Sessions(1 << 16, 3600.0)
-        self._learning: dict[str, asyncio.Task[None]] = {}
 
     @property
     def healthy(self) -> bool:
@@ -112,8 +112,13 @@ class Fleet(ReplicaPool[RoutedReplica]):
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
             nonlocal overlap
             started = time.perf_counter()
-            overlaps = self._overlaps(prompt)
-            replica = self._of_session(session, candidates) or self._policy.choose(candidates, prompt.count, overlaps)
+            overlaps = self.index.overlaps(prompt.tokens, prompt.namespace) if self._policy.name == "kv" else {}
+            url = self._sessions.replica(session) if session else None
+            replica = next((candidate for candidate in candidates if candidate.url == url), None)
+            if replica is not None:
+                self.observer.affine()
+            else:
+                replica = self._policy.choose(candidates, prompt.count, overlaps)
             if session:
                 self._sessions.assign(session, replica.url)
             overlap = min(overlaps.get(replica.number, 0), prompt.count - 1)
@@ -123,18 +128,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
         for replica in self.in_turn(lambda one: one.available, choose):
             yield replica, Assignment(replica.load, prompt.count, overlap)
 
-    def _overlaps(self, prompt: RoutedPrompt) -> dict[int, int]:
-        if not prompt.tokens or self._policy.name != "kv":
-            return {}
-        return self.index.overlaps(prompt.tokens, prompt.namespace)
-
-    def _of_session(self, session: str, candidates: list[RoutedReplica]) -> RoutedReplica | None:
-        url = self._sessions.replica(session) if session else None
-        found = next((replica for replica in candidates if replica.url == url), None)
-        if found is not None:
-            self.observer.affine()
-        return found
-
     def _new(self, url: str) -> RoutedReplica:
         taken = {replica.number for replica in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -142,13 +135,13 @@ class Fleet(ReplicaPool[RoutedReplica]):
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
-            self._learning[url] = self._run(self._learn(replica, endpoint, replay), replica)
+            replica.learning = self._run(self._learn(replica, endpoint, replay), replica.name)
         return replica
 
     def _remove(self, url: str) -> RoutedReplica:
         replica = super()._remove(url)
-        if (learning := self._learning.pop(url, None)) is not None:
-            learning.cancel()
+        if replica.learning is not None:
+            replica.learning.cancel()
         self.index.remove(replica.number)
         return replica
 
@@ -163,9 +156,9 @@ class Fleet(ReplicaPool[RoutedReplica]):
         def apply(event: CacheEvent) -> None:
             counts.unattached += self.index.apply(replica.number, event)
 
-        def listen(rank: int) -> Coroutine[Any, Any, None]:
-            of_replay = of_rank(replay, rank) if replay else ""
-            return Subscriber(of_rank(endpoint, rank), of_replay, self._sources.topic, rank, apply, counts).run()
+        async def listen(rank: int) -> None:
+            own = (of_rank(endpoint, rank), of_rank(replay, rank))
+            await Subscriber(*own, self._sources.topic, rank, apply, counts).run()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(listen(0))

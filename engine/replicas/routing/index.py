@@ -64,10 +64,9 @@ class PrefixIndex:
 
     def remove(self, replica: int) -> None:
         """Forget a replica."""
-        blocks = self._replicas.pop(replica, None)
-        for name in list(blocks.keys) if blocks is not None else ():
-            assert blocks is not None
-            self._drop(replica, blocks, name)
+        if (blocks := self._replicas.pop(replica, None)) is not None:
+            for name in list(blocks.keys):
+                self._drop(replica, blocks, name)
 
     def overlaps(self, tokens: Sequence[int], namespace: tuple[str, str] = ("", "")) -> dict[int, int]:
         """Return how many tokens of a prompt each replica has: whole blocks, from the first one on."""
@@ -118,17 +117,11 @@ class PrefixIndex:
         key = blocks.keys.pop(name, None)
         if key is None:
             return
-        if more := blocks.shared.get(key, 0):
+        if more := blocks.shared.pop(key, 0):
             if more > 1:
                 blocks.shared[key] = more - 1
-            else:
-                del blocks.shared[key]
-            return
-        left = self._holders[key] & ~(1 << replica)
-        if left:
+        elif left := self._holders.pop(key) & ~(1 << replica):
             self._holders[key] = left
-        else:
-            del self._holders[key]
 
 
 def _name(block_hash: int, tier: Hashable) -> Hashable:
@@ -138,10 +131,7 @@ def _name(block_hash: int, tier: Hashable) -> Hashable:
 
 
 def _rank(name: Hashable) -> int:
-    if isinstance(name, tuple):
-        rank: int = name[0][0]
-        return rank
-    return 0
+    return int(name[0][0]) if isinstance(name, tuple) else 0
 
 
 def _note(found: dict[int, int], replicas: int, tokens: int) -> None:

@@ -45,12 +45,9 @@ class Policy:
         costs = [self._cost(candidate, prompt, overlaps) for candidate in candidates]
         if self._temperature:
             return self._sampled(candidates, costs)
-        least = min(zip(costs, (candidate.load.requests for candidate in candidates), strict=True))
-        equals = [
-            candidate
-            for candidate, cost in zip(candidates, costs, strict=True)
-            if (cost, candidate.load.requests) == least
-        ]
+        ranks = [(cost, candidate.load.requests) for cost, candidate in zip(costs, candidates, strict=True)]
+        least = min(ranks)
+        equals = [candidate for rank, candidate in zip(ranks, candidates, strict=True) if rank == least]
         return equals[0] if len(equals) == 1 else self._random.choice(equals)
 
     def _cost(self, candidate: Candidate, prompt: int, overlaps: Mapping[int, int]) -> float:

@@ -39,6 +39,8 @@ class RoutedReplica(Replica):
         super().__init__(url, f"replica {number} at {url}")
         self.number = number
         self.load = Load()
+        self.learning: asyncio.Task[None] | None = None
+        """Listens to its KV events."""
         self._headers = headers
         self._heard = time.monotonic()
         """When it last answered a probe."""

@@ -6,8 +6,7 @@ Frames are `[topic, number, payload]`; a replay is asked for with `[empty, first
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -74,21 +73,18 @@ class Subscriber:
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
-        context = zmq.asyncio.Context.instance()
-        with self._socket(context, zmq.SUB) as socket:
+        with _socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt(zmq.SUBSCRIBE, self._topic)
             monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             try:
                 socket.connect(self._endpoint)
-                await self._follow(context, socket, monitor)
+                await self._follow(socket, monitor)
             finally:
                 socket.disable_monitor()
                 monitor.close()
 
-    async def _follow(
-        self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
-    ) -> None:
+    async def _follow(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -99,13 +95,13 @@ class Subscriber:
                 parse_monitor_message(await monitor.recv_multipart())
                 connected = True
                 self._restart()
-                await self._recover(context)
+                await self._recover()
             if socket in ready:
-                await self._read(context, socket)
+                await self._read(socket)
             elif connected and not ready:
-                await self._recover(context)
+                await self._recover()
 
-    async def _read(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
         for _ in range(_BATCH):
             try:
                 frames = await socket.recv_multipart(zmq.DONTWAIT)
@@ -123,7 +119,7 @@ class Subscriber:
                 self._counts.gaps += 1
                 self._counts.missed += number - self.expected
                 log.info("KV events of %s: expected message %d, got %d", self._endpoint, self.expected, number)
-                await self._recover(context)
+                await self._recover()
             self._take(number, frames[2])
             await asyncio.sleep(0)  # reading what has arrived does not yield by itself
 
@@ -147,11 +143,11 @@ class Subscriber:
         for event in events:
             self._apply(event)
 
-    async def _recover(self, context: zmq.asyncio.Context) -> None:
+    async def _recover(self) -> None:
         """Ask for all messages from the expected one on. Those that the publisher no longer keeps stay missed."""
         if not self._replay or time.monotonic() < self._no_replay_until:
             return
-        with self._socket(context, zmq.DEALER) as socket:
+        with _socket(zmq.DEALER) as socket:
             socket.connect(self._replay)
             await socket.send_multipart([b"", SEQUENCE.pack(self.expected)])
             try:
@@ -168,17 +164,14 @@ class Subscriber:
                 self._no_replay_until = time.monotonic() + NO_REPLAY_SECONDS
                 log.info("no replay of KV events at %s", self._replay)
 
-    @contextmanager
-    def _socket(self, context: zmq.asyncio.Context, kind: int) -> Iterator[zmq.asyncio.Socket]:
-        socket: zmq.asyncio.Socket = context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        try:
-            yield socket
-        finally:
-            socket.close()
+
+def _socket(kind: int) -> zmq.asyncio.Socket:
+    socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    return socket
 
 
 async def _reply(socket: zmq.asyncio.Socket) -> tuple[int, bytes]:

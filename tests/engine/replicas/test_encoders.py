@@ -280,7 +280,7 @@ asyncio.run(main())
         assert process.stdout is not None
         assert await process.stdout.readline() == b"holding\n"
         service: Any = life.service
-        assert service.held == [2 * SIZE]
+        assert service.store.held == [2 * SIZE]
         process.kill()
         await process.wait()
-        await until(lambda: not life.running and not service.held, 0.5)
+        await until(lambda: not life.running and not service.store.held, 0.5)

@@ -58,10 +58,10 @@ async def test_cancelled_while_prefilling() -> None:
 
 async def test_cancelled_while_the_blocks_are_read() -> None:
     async with pair(token_delay=2.0) as (peer, engine, _):
-        stream = await busy(engine.local)
+        stream = await busy(engine.inner)
 
         async def reading() -> None:
-            while not engine.local.waiting:  # noqa: ASYNC110
+            while not engine.inner.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
         await cancel(engine, reading())
@@ -83,7 +83,7 @@ async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.Monkey
     """The answer ends first, and the blocks go a bit later; an engine that has not read them computes the prompt."""
     monkeypatch.setattr(leased, "GRACE_SECONDS", 0.4)
     async with pair({"lease_seconds": 0.3}, token_delay=1.0) as (peer, engine, seen):
-        stream = await busy(engine.local)
+        stream = await busy(engine.inner)
         task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
         await stats_with(peer, lambda stats: stats.num_held_requests == 1)
         while not seen.local:  # noqa: ASYNC110
@@ -100,7 +100,7 @@ async def test_a_lease_that_ends_early_costs_no_token(monkeypatch: pytest.Monkey
 
 async def test_an_engine_lost_with_the_blocks_costs_no_token() -> None:
     async with pair(token_delay=0.5) as (peer, engine, seen):
-        stream = await busy(engine.local)
+        stream = await busy(engine.inner)
         task = asyncio.create_task(all_of(engine, request(max_tokens=4)))
         await stats_with(peer, lambda stats: stats.num_held_requests == 1)
         await peer.close()

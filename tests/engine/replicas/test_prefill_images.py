@@ -67,7 +67,7 @@ class Asked:
 
 def asked(peer: AdmissionEngine, engine: DisaggregatedEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, Asked]:
     """At prefill, and by the local engine of decode."""
-    return Asked(peer, monkeypatch), Asked(engine.local, monkeypatch)
+    return Asked(peer, monkeypatch), Asked(engine.inner, monkeypatch)
 
 
 async def test_embeddings_go_to_prefill_and_stay_with_decode_which_may_have_to_compute_again(
@@ -109,7 +109,7 @@ async def test_more_than_prefill_takes_is_computed_here() -> None:
 async def test_without_a_peer_the_embeddings_are_used_here(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = showing("a", "b")
     async with decode_engine(["http://127.0.0.1:1"]) as (engine, seen):
-        here = Asked(engine.local, monkeypatch)
+        here = Asked(engine.inner, monkeypatch)
         assert tokens_of(await all_of(engine, wanted)) == tokens_of(await aggregated(wanted))
         assert here.requests[0].spans == wanted.spans and seen.local == {"no_peer": 1}
 
@@ -144,7 +144,7 @@ async def test_lost_blocks_are_computed_here_with_the_embeddings(
     wanted = showing("a", "b", **sampling)
     whole = tokens_of(await aggregated(wanted))
     async with bare_peer(peer_with(wanted, b"not its own", whole[0])) as url, decode_engine([url]) as (engine, seen):
-        here = Asked(engine.local, monkeypatch)
+        here = Asked(engine.inner, monkeypatch)
         assert tokens_of(await all_of(engine, wanted)) == whole
         assert [each.spans for each in here.requests] == [wanted.spans] * 2
         assert here.requests[1].handoff is not None and not here.requests[1].handoff.state

@@ -177,7 +177,7 @@ async def test_a_peer_that_is_gone_leaves_no_series(
             pool.update([])
             await asyncio.sleep(0.05)
             with pytest.raises(EngineFailure):  # as one that was with it when it went
-                await late.prefill([b"nonsense"], "late", [], 1)
+                await late.ask([b"nonsense"], "late", 1)
         finally:
             await pool.close()
     page = generate_latest(registry).decode()

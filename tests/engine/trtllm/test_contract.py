@@ -31,9 +31,7 @@ HELD_IN = {
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
-    "outputs.py": {"entry"},
-    "processors.py": {"logits"}, "llm_args.py": {"batched_logits_processor", "checkpoint_loader", "decoding_config",
-    "draft_checkpoint_loader", "tokenizer"}, "llm_configs.py": {"drafter", "load_balancer", "resource_manager"},
+    "outputs.py": {"entry"}, "processors.py": {"logits"},
 }  # fmt: skip
 """What is said to be `Any` and is not TensorRT-LLM's, or a container of what is."""
 

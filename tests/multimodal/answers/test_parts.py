@@ -1,4 +1,4 @@
-"""Answers from parts: reasoning and tool calls as the chat shape spells them, streamed and whole, by a scripted parser."""
+"""Answers from parts: reasoning and tool calls in chats, streamed and whole, from a scripted parser."""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from multimodal.answers.parsers.base import PlainText
-from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
+from multimodal.answers.parts import Part, PlainText, Reasoning, Text, ToolCall
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits

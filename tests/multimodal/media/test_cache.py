@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.media import EncodedMedia
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.encoded_prompts import media_key
+from multimodal.media.prompts import media_key
 from server.metrics.embedding_cache import watch_cache
 from server.metrics.page import ServerMetrics
 

@@ -61,8 +61,10 @@ async def test_names_are_resolved_once_for_each_hop() -> None:
 
 
 FORBIDDEN = [
-    "internal.test", "mixed.test", "metadata.test", "odd.test", "nothing.test", "unknown.test", "127.0.0.1", "10.1.2.3", "169.254.169.254",
-    "192.168.0.1", "100.100.100.200", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:a9fe:a9fe]", "[fd00:ec2::254]",
+    "internal.test", "mixed.test", "metadata.test", "odd.test", "nothing.test", "unknown.test", "127.0.0.1",
+    "10.1.2.3", "169.254.169.254",
+    "192.168.0.1", "100.100.100.200", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:a9fe:a9fe]",
+    "[fd00:ec2::254]",
     "[fe80::1]",    "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]", "[ff02::1]", "168.63.129.16",
     "224.0.0.1", "255.255.255.255",
 ]  # fmt: skip

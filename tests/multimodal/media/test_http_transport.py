@@ -11,7 +11,7 @@ from collections import Counter
 import httpx
 import uvloop
 
-from multimodal.media.http_transport import Transport
+from multimodal.media.fetch import Transport
 
 
 def resetting(listener: socket.socket) -> None:

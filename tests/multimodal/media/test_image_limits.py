@@ -1,4 +1,4 @@
-"""What one chat with images may cost others: turns, time, memory, and work for requests that are refused at any rate."""
+"""What one chat with images may cost others: turns, time, memory, and work for requests that will be refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,9 +14,9 @@ from engine.errors import QueueFull
 from engine.fake.encoder import HIDDEN_SIZE, FakeEncoder
 from engine.fake.engine import FakeEngine
 from multimodal.errors import DeadlineExceeded, RequestError
-from multimodal.media import encoded_prompts
+from multimodal.media import prompts as media_prompts
 from multimodal.media.cache import EmbeddingCache
-from multimodal.media.encoded_prompts import EncodedPrompts
+from multimodal.media.prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits
@@ -84,7 +84,7 @@ async def test_the_deadline_counts_while_images_are_encoded() -> None:
 
 
 async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded_prompts, "MAX_WAITING", len(PNG) + len(OTHER) - 1)
+    monkeypatch.setattr(media_prompts, "MAX_WAITING", len(PNG) + len(OTHER) - 1)
     encoder = FakeEncoder(seconds=0.2)
     async with processor(encoder) as (prepared, _):
         first = asyncio.create_task(prepare(prepared, chat(data_url(PNG))))

@@ -171,7 +171,7 @@ async def _lags(done: asyncio.Event, clock: Callable[[], float]) -> list[float]:
 
 
 def _clock() -> Callable[[], float]:
-    """The time on the wall; on a machine that others keep busy, the time that this process has computed, in any of its threads."""
+    """Wall-clock time; on a busy machine, the CPU time of this process, all its threads included."""
     return time.perf_counter if os.getloadavg()[0] <= len(os.sched_getaffinity(0)) else time.process_time
 
 

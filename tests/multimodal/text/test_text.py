@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from multimodal.answers.stops import StopMatcher
+from multimodal.answers.choices import StopMatcher
 from multimodal.errors import RequestError
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Detokenizer, Tokenizer, byte_tokenizer
@@ -120,7 +120,8 @@ TEMPLATES = {
     "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
     "[{{ m.content | trim }}]\n  {% endfor %}{{ eos_token }}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}"
     "{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
     "variables": "{% if enable_thinking is defined and not enable_thinking %}<no_think>{% endif %}"
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",

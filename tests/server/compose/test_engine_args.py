@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from engine.trtllm import llm_args, llm_configs
+from engine.trtllm import llm_args
 from engine.trtllm.arguments import (
     EVENT_BUFFER_SIZE,
     KV_TRANSFER_TIMEOUT_MS,
@@ -30,7 +30,7 @@ from server.settings import EngineArgsError, read_settings
 
 CONTRACT = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text())
 MODELS = CONTRACT["models"] | {"LoraConfig": CONTRACT["dataclasses"]["LoraConfig"]}
-OURS = {name: cls for module in (llm_configs, llm_args) for name, cls in vars(module).items() if name in MODELS}
+OURS = {name: cls for name, cls in llm_args.MODELS.items() if name in MODELS}
 LEFT_OUT = {"mpi_session"}
 SPELLED = {"LoadFormat.AUTO": "auto", "SamplerType.auto": "auto"}
 

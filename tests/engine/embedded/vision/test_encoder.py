@@ -38,10 +38,8 @@ async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
     Closed while it has much to do, it leaves nothing behind.
     """
     encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1, timeout_seconds=3.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLOW_BLOCK_SIZE", "64m")  # as the server sets it (`server/cli.py`)
-        await encoder.start()
-        yield encoder
+    await encoder.start()
+    yield encoder
     await until_healthy(encoder)
     task = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))] * 40))
     await asyncio.sleep(0.1)

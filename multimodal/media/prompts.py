@@ -1,7 +1,8 @@
-"""Prompts with media for engines that take embeddings: media are encoded, and the prompt is expanded here."""
+"""Prompts with media: encoded and expanded here for engines that take embeddings, or left to the backend."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from blake3 import blake3
@@ -11,14 +12,14 @@ from engine import trace
 from engine.encoder import Encoder
 from engine.errors import InvalidRequest, QueueFull
 from engine.kit.tasks import all_of
-from engine.media import Detail, EncodedMedia, MediaInput, MediaKind, MediaSpan, MediaSpans
+from engine.media import Detail, EncodedMedia, Encoding, MediaFiles, MediaInput, MediaKind, MediaSpan, MediaSpans
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
 from multimodal.media.loader import MediaLoader
 from multimodal.text.messages import MediaRef, check_count
-from multimodal.text.prompt import Prompt, Tokenise
+from multimodal.text.prompts import Prompt, Tokenise
 from multimodal.text.tokenizer import Tokenizer
 
 MAX_WAITING = 1 << 30
@@ -29,29 +30,27 @@ Keyed = tuple[str, EncodedMedia]
 """Encoded media and the key that names them in caches."""
 
 
+@dataclass(eq=False)
 class EncodedPrompts:
-    """Has media encoded and puts them into prompts.
+    """Encodes media and puts them into prompts, for engines that take embeddings.
 
     The encoder sees a file once, however many requests show it: a cache is in front.
     """
 
-    def __init__(
-        self, encoder: Encoder, loader: MediaLoader, cache: EmbeddingCache, tokenizer: Tokenizer, max_images: int
-    ) -> None:
-        self._encoder = encoder
-        self._loader = loader
-        self._cache = cache
-        self._tokenizer = tokenizer
-        self._max_images = max_images
-        self._encoding: InFlight[str, EncodedMedia] = InFlight()
-        self._waiting = 0
+    encoder: Encoder
+    loader: MediaLoader
+    cache: EmbeddingCache
+    tokenizer: Tokenizer
+    max_images: int
+    _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
+    _waiting: int = field(default=0, init=False)
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        return frozenset({self._encoder.info.placeholder, self._image_token})
+        return frozenset({self.encoder.info.placeholder, self._image_token})
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        check_count(refs, self._max_images)
+        check_count(refs, self.max_images)
         media = await all_of(self._load(ref) for ref in refs)
         ids = await tokenise(self._expanded(text, media))
         return Prompt(ids, MediaSpans(self._spans(ids, media)))
@@ -60,19 +59,18 @@ class EncodedPrompts:
         return (await self.prompt(text, refs, tokenise, 1)).ids
 
     async def aclose(self) -> None:
-        await self._loader.aclose()
+        await self.loader.aclose()
 
     @cached_property
     def _image_token(self) -> str:
-        return self._tokenizer.decode([self._encoder.info.image_token_id])
+        return self.tokenizer.decode([self.encoder.info.image_token_id])
 
     async def _load(self, ref: MediaRef) -> Keyed:
         """Fetch a file, then take its encoding from the cache or have it encoded."""
-        with trace.span("fetch"):
-            loaded = await self._loader.load(ref.url, ref.param, ref.kind)
+        loaded = await _fetched(self.loader, ref)
         file = loaded.file if isinstance(loaded, Embeddings) else loaded.data
-        key = await asyncio.to_thread(media_key, file, self._encoder.info.fingerprint, ref.kind, ref.detail)
-        if (known := self._cache.get(key)) is not None:
+        key = await asyncio.to_thread(media_key, file, self.encoder.info.fingerprint, ref.kind, ref.detail)
+        if (known := self.cache.get(key)) is not None:
             return key, known
         if isinstance(loaded, Embeddings):
             return key, self._given(loaded)
@@ -89,24 +87,24 @@ class EncodedPrompts:
             raise QueueFull("too many images wait to be encoded already")
         self._waiting += size
         try:
-            found = await self._encoder.encode([media])
+            found = await self.encoder.encode([media])
         finally:
             self._waiting -= size
         assert isinstance(found, list), "encoded without its prompt"
         (encoded,) = found
-        self._cache.put(key, encoded)
+        self.cache.put(key, encoded)
         return encoded
 
     def _given(self, embeddings: Embeddings) -> EncodedMedia:
         """Embeddings that the request brought. The prompt gets as many image tokens as they have rows."""
-        text = self._encoder.info.placeholder.replace(self._image_token, self._image_token * embeddings.rows)
+        text = self.encoder.info.placeholder.replace(self._image_token, self._image_token * embeddings.rows)
         return EncodedMedia(
             text=text, rows=embeddings.rows, dtype=embeddings.dtype, data=embeddings.data, grid=embeddings.grid
         )
 
     def _expanded(self, text: str, media: Sequence[Keyed]) -> str:
         """Replace every placeholder of the prompt by the text of its medium."""
-        first, *rest = text.split(self._encoder.info.placeholder)
+        first, *rest = text.split(self.encoder.info.placeholder)
         if len(rest) != len(media):
             raise RequestError(
                 "The chat template does not show every image of these messages.", "messages", "unsupported_content"
@@ -115,7 +113,7 @@ class EncodedPrompts:
 
     def _spans(self, ids: Sequence[int], media: Sequence[Keyed]) -> tuple[MediaSpan, ...]:
         """Find the media in the tokens of the expanded prompt: each from its first image token to its last."""
-        token = self._encoder.info.image_token_id
+        token = self.encoder.info.image_token_id
         places = [position for position, token_id in enumerate(ids) if token_id == token]
         if len(places) != sum(encoded.rows for _, encoded in media):
             raise RequestError(
@@ -138,6 +136,49 @@ class EncodedPrompts:
                 )
             )
         return tuple(spans)
+
+
+@dataclass(eq=False)
+class BackendPrompts:
+    """Loads media for backends that expand and encode by themselves (TensorRT-LLM).
+
+    Where encode replicas encode them, `encoder` asks these. The backend reports the expanded prompt's length.
+    """
+
+    loader: MediaLoader
+    max_images: int
+    encoder: Encoder | None
+    marks: frozenset[str] = frozenset()
+
+    async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
+        ids = await self.tokens(text, refs, tokenise)
+        media = await all_of(self._load(ref) for ref in refs)
+        if self.encoder is None or choices > 1:  # an encoding can be read once
+            return Prompt(ids, MediaFiles(text, tuple(media)))
+        try:
+            with trace.span("encode"):
+                encoding = await self.encoder.encode(media, text)
+        except InvalidRequest as error:
+            raise RequestError(str(error), "messages", "invalid_image") from error
+        assert isinstance(encoding, Encoding), "the backend's own"
+        return Prompt(ids, encoding)
+
+    async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
+        check_count(refs, self.max_images)
+        return await tokenise(text)
+
+    async def aclose(self) -> None:
+        await self.loader.aclose()
+
+    async def _load(self, ref: MediaRef) -> MediaInput:
+        loaded = await _fetched(self.loader, ref)
+        assert isinstance(loaded, MediaInput), "a loader without a hidden size takes no embeddings"
+        return replace(loaded, detail=ref.detail)
+
+
+async def _fetched(loader: MediaLoader, ref: MediaRef) -> MediaInput | Embeddings:
+    with trace.span("fetch"):
+        return await loader.load(ref.url, ref.param, ref.kind)
 
 
 def media_key(file: bytes, fingerprint: str, kind: MediaKind = "image", detail: Detail = "auto") -> str:

@@ -1,0 +1,74 @@
+"""The base of methods that read memory of another process of this host by mapping it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from threading import Event, Lock
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from engine.transfer.base import Offer, Read, Region, check_remote, decode_offer
+from engine.transfer.process_id import ProcessId, check_reachable, check_survived, lives, this_process
+
+
+class _HasSize(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+RangeT = TypeVar("RangeT", bound=_HasSize)
+MappingT = TypeVar("MappingT")
+
+
+class Owner(msgspec.Struct, Generic[RangeT], frozen=True, array_like=True):
+    """Content of an offer: the process that has the regions, and where each of them lies."""
+
+    process: ProcessId
+    regions: tuple[RangeT, ...]
+
+
+class MappedMethod(ABC, Generic[RangeT, MappingT]):
+    """A `TransferMethod`; the mappings of a peer live as long as their objects."""
+
+    def __init__(
+        self, name: str, owner_type: type[Owner[RangeT]], regions: Sequence[Region], ranges: Sequence[RangeT]
+    ) -> None:
+        self.offer = Offer(name, msgspec.msgpack.encode(Owner(this_process(), tuple(ranges))))
+        self._owner_type = owner_type
+        self._regions = regions
+        self._lock = Lock()
+        self._peers: dict[Owner[RangeT], list[MappingT]] = {}
+
+    def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
+        owner = decode_offer(data, self._owner_type)
+        check_remote(reads, [memory.size for memory in owner.regions])
+        self._copy(owner, self._mappings(owner), reads, cancelled)
+        check_survived(owner.process)
+
+    def close(self) -> None:
+        self._peers.clear()
+
+    @abstractmethod
+    def _map(self, owner: Owner[RangeT]) -> list[MappingT]:
+        """Map a peer's regions. Raises NotFromHere."""
+
+    @abstractmethod
+    def _copy(
+        self, owner: Owner[RangeT], mappings: Sequence[MappingT], reads: Sequence[Read], cancelled: Event
+    ) -> None:
+        """Copy from the mappings of a peer into our regions. Raises TransferError."""
+
+    def _mappings(self, owner: Owner[RangeT]) -> list[MappingT]:
+        """Return the mappings of a peer, opened on first use.
+
+        Mappings of dead peers are dropped, and unmapped once no thread uses them.
+
+        Raises NotFromHere, also for a process that died: the peer's other offers are then tried and fail the same way.
+        """
+        with self._lock:
+            for other in [other for other in self._peers if not lives(other.process)]:
+                del self._peers[other]
+            if owner not in self._peers:
+                check_reachable(owner.process)
+                self._peers[owner] = self._map(owner)
+            return self._peers[owner]
