@@ -147,15 +147,16 @@ class ReplicaConnection(asyncio.Protocol):
         if self._complete:
             self.abort("an answer came without a request")
             return
-        if not self.status:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD:
-                self.abort("the head of the answer is too long")
-                return
+        counted = not self.status
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.abort("the answer is not HTTP")
+            return
+        if counted:
+            self._head_bytes += len(data)
+            if not self.status and self._head_bytes > _MAX_HEAD:  # a head may come together with much of a body
+                self.abort("the head of the answer is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))

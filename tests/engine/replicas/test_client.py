@@ -121,3 +121,42 @@ async def test_bytes_that_belong_to_no_request_end_the_connection() -> None:
         assert await first.chunk() == b"{}"
         client.release(first)
         assert await answered(client, head) == b"{}"
+
+
+class Sink(asyncio.Transport):
+    """A transport that takes everything and ends when it is aborted."""
+
+    def write(self, data: object) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def asked() -> ReplicaConnection:
+    connection = ReplicaConnection()
+    connection.connection_made(Sink())
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", ())
+    return connection
+
+
+async def test_a_head_may_come_together_with_much_of_a_body() -> None:
+    connection, body = asked(), bytes(200_000)
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await connection.head()
+    assert connection.status == 200
+    assert await connection.body(1 << 20) == body
+
+
+async def test_a_head_without_an_end_is_given_up() -> None:
+    connection = asked()
+    connection.data_received(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(100):
+        connection.data_received(b"x-long: " + b"x" * 2000 + b"\r\n")
+    with pytest.raises(ConnectionFailed, match="head of the answer is too long"):
+        await connection.head()
