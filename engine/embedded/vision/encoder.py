@@ -16,7 +16,7 @@ from engine.embedded.vision.messages import Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
-from engine.kit.tasks import background
+from engine.kit.tasks import cancel
 from engine.media import EncodedMedia, MediaInput
 from engine.process.supervisor import End, Supervisor
 
@@ -122,14 +122,23 @@ class EmbeddedEncoder:
                 return End(str(error))
         since = time.monotonic()
         try:
-            async with background(self._send(process), "image-sender"):
-                await self._receive(process)
+            await self._serve(process)
         except Exception:
             log.exception("lost the connection to the encoder process")
         self._serving = False
         reason = f"the encoder process died ({await process.stop()})"
         self._recover(reason)
         return End(reason, time.monotonic() - since)
+
+    async def _serve(self, process: EncoderProcess) -> None:
+        """Send and receive until one of the two finds that the process has gone, or fails."""
+        tasks = [asyncio.create_task(self._send(process)), asyncio.create_task(self._receive(process))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(tasks)
+        for task in done:
+            task.result()
 
     async def _send(self, process: EncoderProcess) -> None:
         while True:
@@ -143,7 +152,6 @@ class EmbeddedEncoder:
             await self._wake.wait()
 
     async def _receive(self, process: EncoderProcess) -> None:
-        """Return when the process has gone."""
         while (outcomes := await process.receive()) is not None:
             batch = self._sent[0]
             for index, outcome in outcomes.items():
