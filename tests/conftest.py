@@ -41,6 +41,39 @@ if importlib.util.find_spec("triton") is not None:
         )
 
 
+SLOW = (
+    "benchmarks/",
+    "deploy/",
+    "e2e/",
+    "engine/test_conformance_handoff.py",
+    "engine/test_conformance_images.py",
+    "engine/embedded/grammar/test_grammar_worker.py",
+    "engine/embedded/handoff/",
+    "engine/embedded/models/cuda/",
+    "engine/embedded/test_images_requests.py",
+    "engine/embedded/test_windows.py",
+    "engine/embedded/vision/",
+    "engine/kit/test_processors.py",
+    "engine/process/test_child.py",
+    "engine/replicas/test_encode_embedded.py",
+    "engine/replicas/test_encode_upload.py",
+    "engine/transfer/",
+    "engine/trtllm/test_hosted_encoder.py",
+    "server/process/",
+    "server/test_tracing_export.py",
+    "smolvision/",
+)
+"""Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
+measures, or repeats on more engines and models what a faster file asks of one."""
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_report_header() -> str:
     from engine.embedded.models.native.levels import LEVELS, available  # noqa: PLC0415 - what it imports is measured by other tests
 
