@@ -25,8 +25,8 @@ ON_HOST = ["shared_memory", "tcp", NIXL]
 
 
 class Owner:
-    def __init__(self, method: str, *sizes: int, program: str = "transfer_owner.py", **environment: str) -> None:
-        command = [sys.executable, str(ROOT / "tests/support" / program), method, *map(str, sizes)]
+    def __init__(self, method: str, *sizes: int, program: str = "transfer_owner", **environment: str) -> None:
+        command = [sys.executable, "-m", f"tests.support.{program}", method, *map(str, sizes)]
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),

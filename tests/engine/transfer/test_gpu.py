@@ -18,7 +18,7 @@ SIZE = 64 * MIB
 LARGE = 8192 * MIB
 TWO = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
-PROGRAM = "transfer_gpu_owner.py"
+PROGRAM = "transfer_gpu_owner"
 
 if GPUS:
     os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # as engines have it, before UCX is loaded
