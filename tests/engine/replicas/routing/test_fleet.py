@@ -166,8 +166,8 @@ async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
             assert not fleet.healthy
             await until(lambda: fleet.healthy)
             pauses.append(asyncio.get_running_loop().time() - began)
-        assert pauses[0] > 0.4
-        assert pauses[1] > 0.9
+        assert pauses[0] >= 0.4  # half a second, then a second, each 0.8 to 1.2 times as long
+        assert pauses[1] >= 0.8
 
 
 async def test_a_replica_that_dies_with_many_requests_has_failed_once() -> None:
