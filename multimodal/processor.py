@@ -64,6 +64,7 @@ class Processor:
                 prompt_token_ids=tuple(prompt.ids),
                 media=prompt.media,
                 sampling=sampled,
+                group=unique if len(params) > 1 else "",
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
                 trace=trace.headers(),
