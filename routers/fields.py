@@ -103,7 +103,7 @@ def to_ask(
         guides=guides,
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
         include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         **given | own,
     )
 
