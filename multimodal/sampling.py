@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.errors import ContextOverflow
 from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 from multimodal.request import Ask
 from multimodal.text.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ class Sampling:
         context = self.info.context_length
         asked = ask.max_tokens
         if asked is not None:
-            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, 1 << 31)
+            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, (1 << 31) - 1)
         room = context - prompt
         least = 1 if asked is None else asked
         if room < least:
@@ -111,11 +111,16 @@ class Sampling:
 
     def _logit_bias(self, bias: Mapping[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
-        if not all(_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size for key in bias):
-            raise RequestError(
-                f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias"
-            )
-        return {int(key): _within("logit_bias", value, -100.0, 100.0) for key, value in bias.items()}
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            name = f"logit_bias.{shown(key)}"
+            if not (_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size):
+                raise RequestError(
+                    f"The key '{shown(key)}' of 'logit_bias' must be a token id from 0 to {self.info.vocab_size - 1}.",
+                    name,
+                )
+            found[int(key)] = _within(name, value, -100.0, 100.0)
+        return found
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word at the start of a line and after a space."""
@@ -184,7 +189,7 @@ def _depth(value: Any, limit: int) -> int:
 
 def _within(name: str, value: Number, low: Number, high: Number) -> Number:
     if not low <= value <= high:
-        raise RequestError(f"{name!r} must be from {low:g} to {high:g}.", name)
+        raise RequestError(f"{name!r} must be from {low:.15g} to {high:.15g}.", name)
     return value
 
 

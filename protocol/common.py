@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Int32 = Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
 # Bounds far above any use, checked before the values: a long list costs one error, not one for each of its values.
 MAX_MESSAGES = 1 << 14

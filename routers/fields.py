@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from engine.types import GuideKind
-from multimodal.errors import ModelNotFound, RequestError
+from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide
 from multimodal.text.messages import Conversation
 from protocol.common import GenerationFields, ResponseFormat, Wire
@@ -65,7 +65,7 @@ class FieldCheck:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound if the body names another model."""
         if name and name != self._model_name:
-            raise ModelNotFound(self._model_name)
+            raise ModelNotFound(name, self._model_name)
 
     def check(self, body: GenerationFields) -> None:
         """Raise RequestError for another model, and for the first field that this server must not ignore."""
@@ -78,7 +78,7 @@ class FieldCheck:
             raise _unsupported("structured_outputs.structural_tag")
         _check_tools(body)
         for name in _unknown_fields(body):
-            self._note_unknown("".join(c if c.isprintable() else "?" for c in name[:64]))
+            self._note_unknown(shown(name))
         if body.stream_options is not None and not body.stream:
             raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
 

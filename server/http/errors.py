@@ -26,6 +26,7 @@ from engine.errors import (
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
 from routers.errors import NotReady, ReplicasDiffer, WrongReplica
+from server.http.validation import sentences
 
 log = logging.getLogger(__name__)
 
@@ -164,31 +165,6 @@ def _describe(error: Exception) -> tuple[str, str | None]:
 
 
 def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
-    paths = [_path(entry, body) for entry in errors[:_MAX_ERRORS]]
-    lines = [
-        f"{path}: {_message(entry)}" if path else _message(entry) for path, entry in zip(paths, errors, strict=False)
-    ]
-    message = "; ".join(printable(line, _MAX_CHARACTERS) for line in lines)
-    return message, printable(paths[0], _MAX_CHARACTERS) if paths and paths[0] else None
-
-
-def _message(entry: Mapping[str, Any]) -> str:
-    """Return Pydantic's own message, unless it repeats the input."""
-    if entry["type"] == "union_tag_invalid":
-        return f"Input should be one of {entry['ctx']['expected_tags']}"
-    return str(entry["msg"]).removeprefix("Value error, ")
-
-
-def _path(entry: Mapping[str, Any], body: Any) -> str:
-    """Return the dotted path of the value at fault, without the branches of unions that Pydantic's location names."""
-    parts: list[str] = []
-    location = entry["loc"]
-    for position, part in enumerate(location):
-        if (isinstance(body, dict) and part in body) or (
-            isinstance(body, list) and isinstance(part, int) and part < len(body)
-        ):
-            body = body[part]
-        elif not (entry["type"] == "missing" and position == len(location) - 1):
-            continue
-        parts.append(str(part))
-    return ".".join(parts)
+    found = sentences(errors, body)[:_MAX_ERRORS]
+    message = " ".join(printable(sentence, _MAX_CHARACTERS) for _, sentence in found)
+    return message, printable(found[0][0], _MAX_CHARACTERS) or None

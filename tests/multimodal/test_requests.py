@@ -182,7 +182,7 @@ BAD = [
 async def test_values_out_of_range_name_their_field(setup: Setup, name: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await setup.prepare({**CHAT, "logprobs": True, name: value})
-    assert caught.value.param == name
+    assert caught.value.param is not None and caught.value.param.partition(".")[0] == name
     assert len(str(caught.value)) <= 300
 
 

@@ -173,7 +173,7 @@ async def test_whole_answers() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 2])
 async def test_choices_wait_for_their_siblings_without_a_limit(prompts: int) -> None:
-    """One request with eight times the choices that the engine takes at once, on a server that has nothing else to do."""
+    """One request with eight times the choices that the engine takes at once, on a server with nothing else to do."""
     body = {"model": "fake", "prompt": ["abc"] * prompts, "n": 16 // prompts, "max_tokens": 20}
     async with application(max_batch_size=2, queue_timeout_seconds=0.02, fake_token_delay_ms=1) as (client, _):
         answer = await client.post("/v1/completions", json=body)
