@@ -55,11 +55,15 @@ _MAX_UNKNOWN = 1000
 
 
 class FieldCheck:
-    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once."""
+    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once.
 
-    def __init__(self, model_name: str, *, strict: bool) -> None:
+    With `model_optional` a body that generates may do without the model's name.
+    """
+
+    def __init__(self, model_name: str, *, strict: bool, model_optional: bool) -> None:
         self._model_name = model_name
         self._strict = strict
+        self._model_optional = model_optional
         self._seen: set[str] = set()
 
     def check_model(self, name: str | None) -> None:
@@ -68,7 +72,9 @@ class FieldCheck:
             raise ModelNotFound(name, self._model_name)
 
     def check(self, body: GenerationFields) -> None:
-        """Raise RequestError for another model, and for the first field that this server must not ignore."""
+        """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
+        if not body.model and not self._model_optional:
+            raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
         for name, harmless in _REFUSED.items():
             value = getattr(body, name, None) if name != "echo" or "messages" in type(body).model_fields else None

@@ -53,7 +53,7 @@ class _Fault(NamedTuple):
 
 
 def sentences(errors: Sequence[Mapping[str, Any]], body: Any) -> list[tuple[str, str]]:
-    """Return what is wrong: the dotted paths of the values at fault, empty for the body itself, each with a sentence."""
+    """Return the dotted paths of the values at fault, empty for the body itself, each with a sentence."""
     types: dict[tuple[str | int, ...], list[str]] = {}
     faults = _meant([_fault(entry, body) for entry in errors])
     for fault in faults:

@@ -48,7 +48,7 @@ class Setup:
         assert tokenizer.chat_template is not None
         self.engine = engine
         self.registry = CollectorRegistry()
-        self.check = FieldCheck("fake", strict=strict)
+        self.check = FieldCheck("fake", strict=strict, model_optional=True)
         self.processor = Processor(
             engine,
             Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)),

@@ -153,6 +153,28 @@ async def test_models() -> None:
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}], ids=str)
+@pytest.mark.parametrize(("api", "body"), [("chat/completions", CHAT), ("completions", {"prompt": "a"})])
+async def test_a_request_must_name_a_model_unless_a_setting_says_otherwise(
+    api: str, body: dict[str, Any], named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MODEL_OPTIONAL")
+    async with application(served_model_name="served") as (client, _):
+        refused = await client.post(f"/v1/{api}", json=body | named)
+        assert refused.status_code == 400
+        assert refused.json()["error"] == {
+            "message": "'model' must name a model; this server serves 'served'.",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": None,
+        }
+        assert (await client.post(f"/v1/{api}", json=body | {"model": "served"})).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"} | named)).status_code == 200
+    async with application(served_model_name="served", model_optional=True) as (client, _):
+        assert (await client.post(f"/v1/{api}", json=body | named)).status_code == 200
+        assert (await client.post(f"/v1/{api}", json=body | {"model": "other"})).status_code == 404
+
+
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_tokenize_and_back(prefix: str) -> None:
     async with application() as (client, _):
