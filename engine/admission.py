@@ -13,13 +13,14 @@ import msgspec
 
 from engine.base import Engine, EngineAround
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
-from engine.kit.priority import SIBLING_SECONDS, rank
 from engine.kit.stream import DeltaStream
-from engine.process.attachments import data_of
 from engine.types import Delta, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30
 """Maximum bytes of images and image embeddings that queued requests may hold."""
+SIBLING_SECONDS = 1.0
+"""Seconds of arrival time by which each sequence of a client's request ranks after the one before, so that a request
+with many choices does not make all others wait for all of them."""
 
 
 class AdmissionEngine(EngineAround):
@@ -58,7 +59,7 @@ class AdmissionEngine(EngineAround):
             return self._admit(request, group)
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
-        size = sum(map(len, data_of(request)))
+        size = sum(map(len, request.media_data()))
         if size and self._waiting_bytes + size > MOST_WAITING_BYTES:
             return DeltaStream.failed(
                 QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
@@ -144,7 +145,7 @@ class _Waiting:
         self.size = size
         self.context = contextvars.copy_context()  # it is admitted from within another request's context
         self.arrived = time.monotonic()
-        self.rank = rank(request.priority, self.arrived) + SIBLING_SECONDS * (group.sequences - 1)
+        self.rank = request.rank(self.arrived) + SIBLING_SECONDS * (group.sequences - 1)
         self.inner: DeltaStream | None = None
         self._queue_seconds = 0.0
 

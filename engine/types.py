@@ -4,15 +4,21 @@ They are `msgspec` structs, so the same definitions travel between processes as 
 `engine/process/client`).
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
-from engine.media import MediaSpan, MediaSpans, PromptMedia
+from engine.media import MediaFiles, MediaSpan, MediaSpans, PromptMedia, attach_media
+from engine.transfer.shared_bytes import Data
 
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
+PRIORITY_SECONDS = 10.0
+"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
+ever."""
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -202,3 +208,33 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def spans(self) -> tuple[MediaSpan, ...]:
         """The media whose embeddings come with the request; none where the backend encodes."""
         return self.media.spans if isinstance(self.media, MediaSpans) else ()
+
+    def rank(self, arrival: float) -> float:
+        """Return a sort key for queues, smallest first: the arrival in seconds, shifted by the priority."""
+        return arrival + self.priority * PRIORITY_SECONDS
+
+    def media_data(self) -> list[Data]:
+        """Return the bytes of the media's embeddings, or of their files, in order."""
+        match self.media:
+            case MediaSpans(spans):
+                return [span.data for span in spans]
+            case MediaFiles(_, files):
+                return [file.data for file in files]
+        return []
+
+    def detach(self) -> "tuple[GenerateRequest, list[Data]]":
+        """Return the request without the bytes of its media, and the bytes, which travel beside it uncopied."""
+        parts = self.media_data()
+        return self.attach([b""] * len(parts)), parts
+
+    def attach(self, parts: Sequence[Data]) -> "GenerateRequest":
+        """Put back together what `detach` took apart. Raises ValueError unless there is one part for each medium."""
+        match self.media:
+            case MediaSpans(spans):
+                found = tuple(replace(span, data=data) for span, data in zip(spans, parts, strict=True))
+                return replace(self, media=MediaSpans(found))
+            case MediaFiles(text, files):
+                return replace(self, media=MediaFiles(text, tuple(attach_media(files, parts))))
+        if parts:
+            raise ValueError(f"{len(parts)} parts belong to no medium")
+        return self

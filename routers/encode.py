@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from engine import trace
 from engine.errors import EngineNotReady
-from engine.media import MediaInput
-from engine.process.attachments import attach_media
+from engine.media import MediaInput, attach_media
 from engine.replicas.encode_answers import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from server.settings import Settings
+from server.settings.engine import RoleName
+
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from server.settings import Settings
-
-RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
-"""The values of DISAGGREGATION_MODE."""
 Core = Literal["engine", "encoder", "router"]
 """What a replica's requests need: an engine, encoders alone, or a router to other replicas."""
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import EngineError
-from engine.kit.spans import overlaps_of
-from engine.media import Unexpanded
-from engine.process.attachments import detach
+from engine.media import Unexpanded, overlaps_of
 from engine.replicas.ask import PREFILL, RemoteAnswer
 from engine.replicas.block_keys import block_keys, root_key
 from engine.replicas.client import Header
@@ -73,7 +71,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         Raises as `try_in_turn` does.
         """
         keys = prompt_keys(request, mine.block_size)
-        bare, data = detach(request)
+        bare, data = request.detach()
         parts = await asyncio.to_thread(lambda: [bytes(readable(part)) for part in data]) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
