@@ -26,6 +26,7 @@ from engine.errors import (
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
 from routers.errors import NotReady, ReplicasDiffer, WrongReplica
+from server.http.routes import explained
 from server.http.validation import sentences
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(cls, _handle)
 
 
-async def _handle(_: Request, error: Exception) -> Response:
-    return render(error).response()
+async def _handle(request: Request, error: Exception) -> Response:
+    return render(explained(error, request) if isinstance(error, HTTPException) else error).response()
 
 
 def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:

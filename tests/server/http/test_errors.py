@@ -43,11 +43,43 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
         assert check(await client.get(path), 404, "unknown_url")["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/chat/completion", "There is no route /v1/chat/completion; did you mean /v1/chat/completions?"),
+        ("/chat/completions", "There is no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "There is no route /v1/v1/completions; did you mean /v1/completions?"),
+        ("/v1/chat/completions/", "There is no route /v1/chat/completions/; did you mean /v1/chat/completions?"),
+        ("/V1/Models", "There is no route /V1/Models; did you mean /v1/models?"),
+        ("/api/chat/completions", "There is no route /api/chat/completions; did you mean /v1/chat/completions?"),
+        ("/healthz", "There is no route /healthz; did you mean /health?"),
+        ("/nope", "There is no route /nope."),
+        ("/", "There is no route /."),
+        ("/%1b[31m" + "a" * 5000, "There is no route /?[31m" + "a" * 58 + "…."),
+        ("/v1/embeddings", "This server does not support OpenAI's /v1/embeddings."),
+        ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio."),
+        ("/responses", "This server does not support OpenAI's /v1/responses."),
+        ("/v1/chat/completions/chatcmpl-1", "This server does not support OpenAI's stored chat completions."),
+    ],
+    ids=lambda text: text[:32],
+)
+async def test_an_unknown_route_says_which_one_was_meant(client: httpx.AsyncClient, path: str, message: str) -> None:
+    for method in ("GET", "POST"):
+        assert check(await client.request(method, path), 404, "unknown_url")["message"] == message
+
+
+async def test_routes_between_replicas_are_never_suggested() -> None:
+    async with application(disaggregation_mode="prefill", internal_secret="secret") as (client, _):
+        assert check(await client.get("/prefil"), 404, "unknown_url")["message"] == "There is no route /prefil."
+
+
 async def test_wrong_method(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/chat/completions")
-    check(response, 405, "method_not_allowed")
+    error = check(response, 405, "method_not_allowed")
+    assert error["message"] == "/v1/chat/completions takes POST, not GET."
     assert response.headers["allow"] == "POST"
-    check(await client.delete("/v1/models"), 405, "method_not_allowed")
+    error = check(await client.delete("/v1/models"), 405, "method_not_allowed")
+    assert error["message"] == "/v1/models takes GET, not DELETE."
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
