@@ -7,9 +7,13 @@ class ErrorBody(BaseModel):
     """OpenAI's error object. `param` names the field at fault; `code` is for programs, `message` for people."""
 
     message: str
+    """What is wrong, for people."""
     type: str
+    """Kind of error: `invalid_request_error`, `not_found_error`, `rate_limit_error`, `server_error` and so on."""
     param: str | None = None
+    """Path of the field at fault, as in `messages.0.content`."""
     code: str | None = None
+    """What is wrong, for programs, as in `context_length_exceeded`."""
 
 
 class MissingPart(BaseModel):

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 from engine.types import GuideKind
@@ -35,15 +36,15 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
-_STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
+STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
     "json_": "json_schema",
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
 }
 """Fields of `structured_outputs`, and the kind of guide that each names."""
-_GUIDES: dict[str, GuideKind] = {
-    **{f"guided_{name.strip('_')}": kind for name, kind in _STRUCTURED_OUTPUTS.items()},
+GUIDES: dict[str, GuideKind] = {
+    **{f"guided_{name.strip('_')}": kind for name, kind in STRUCTURED_OUTPUTS.items()},
     **{kind: kind for kind in ("regex", "grammar", "choice")},
 }
 """The same for other fields."""
@@ -52,6 +53,13 @@ _SAME = tuple(
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
 _MAX_UNKNOWN = 1000
+
+
+@cache
+def refused(body: type[GenerationFields]) -> dict[str, tuple[object, ...]]:
+    """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
+    fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
+    return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
 
 
 class FieldCheck:
@@ -76,8 +84,8 @@ class FieldCheck:
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
-        for name, harmless in _REFUSED.items():
-            value = getattr(body, name, None) if name != "echo" or "messages" in type(body).model_fields else None
+        for name, harmless in refused(type(body)).items():
+            value = getattr(body, name)
             if value is not None and value not in harmless and not (name == "best_of" and value == (body.n or 1)):
                 raise _unsupported(name)
         if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
@@ -147,10 +155,10 @@ def _guides(body: GenerationFields) -> Iterator[AskedGuide]:
     if body.response_format is not None:
         yield from _response_format(body.response_format)
     if (nested := body.structured_outputs) is not None:
-        for name, kind in _STRUCTURED_OUTPUTS.items():
+        for name, kind in STRUCTURED_OUTPUTS.items():
             if (value := getattr(nested, name)) is not None:
                 yield AskedGuide("structured_outputs", kind, value)
-    for name, kind in _GUIDES.items():
+    for name, kind in GUIDES.items():
         if (value := getattr(body, name)) is not None:
             yield AskedGuide(name, kind, value)
     if nested is not None and nested.json_object:
