@@ -37,7 +37,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may ask for; the settings of the same names say what each bounds."""
+    """Bounds of one request; the settings of the same names say what each bounds."""
 
     max_n: int = 128
     max_messages: int = 4096

@@ -4,7 +4,7 @@ from pydantic import BaseModel
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's error object. `param` names the field at fault; `code` is for programs, `message` for people."""
+    """OpenAI's error object."""
 
     message: str
     """What is wrong, for people."""
@@ -17,28 +17,30 @@ class ErrorBody(BaseModel):
 
 
 class MissingPart(BaseModel):
-    """What a replica lacks. `name` is for programs, `reason` for people.
-
-    Names: engine, prefill_peers, replicas, kv_events, canary, event_loop, draining.
-    """
+    """A condition of readiness that is not met."""
 
     name: str
+    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
     reason: str
+    """For people."""
 
 
 class NotReadyBody(ErrorBody):
     """The error of a replica that is not ready."""
 
     missing: list[MissingPart]
+    """All that is missing."""
 
 
 class NotReadyEnvelope(BaseModel):
-    """What readiness answers with 503."""
+    """Body of the readiness route's 503."""
 
     error: NotReadyBody
+    """The error."""
 
 
 class ErrorEnvelope(BaseModel):
     """The body of every answer that is not a success."""
 
     error: ErrorBody
+    """The error."""
