@@ -24,7 +24,7 @@ class ChunkUsage(BaseModel):
     """Of the whole request alone."""
 
 
-class Chunk(BaseModel):
+class AnyChunk(BaseModel):
     """What chunks of all answers have."""
 
     id: str
@@ -39,7 +39,7 @@ class Chunk(BaseModel):
     """There only if `stream_options` ask for it."""
 
 
-class Delta(BaseModel):
+class ChatDelta(BaseModel):
     """What is new in a choice. The first has the role, the last is empty."""
 
     role: Literal["assistant"] | None = None
@@ -64,13 +64,13 @@ class ChunkChoice(BaseModel):
 class ChatChunkChoice(ChunkChoice):
     """What is new in a choice."""
 
-    delta: Delta
+    delta: ChatDelta
     """The new text."""
     logprobs: ChoiceLogprobs | None
     """Of the new tokens; null unless the request asks for them."""
 
 
-class ChatCompletionChunk(Chunk):
+class ChatCompletionChunk(AnyChunk):
     """One event of a streamed answer to a chat."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -90,7 +90,7 @@ class CompletionChunkChoice(ChunkChoice):
     """With `return_token_ids`, the prompt, in the first chunk."""
 
 
-class CompletionChunk(Chunk):
+class CompletionChunk(AnyChunk):
     """One event of a streamed completion."""
 
     object: Literal["text_completion"] = "text_completion"

@@ -1,4 +1,4 @@
-"""Fields that chat and completion requests share: OpenAI's sampling fields, our extensions, and fields ignored or refused.
+"""Fields that chat and completion requests share: OpenAI's sampling, our extensions, and fields ignored or refused.
 
 The docstring below a field is its description at /openapi.json, and the JSON after `Example:` its example there
 (`server/http/schemas.py` reads both from this source; classes are created without them, and the server starts sooner).

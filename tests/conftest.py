@@ -62,6 +62,7 @@ SLOW = (
     "engine/replicas/test_encode_upload.py",
     "engine/transfer/",
     "engine/trtllm/test_hosted_encoder.py",
+    "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",
     "smolvision/",

@@ -1,5 +1,6 @@
 """The OpenAPI document of this server, and the page that shows it."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -41,15 +42,18 @@ _EVENTS = "The JSON of one event's `data:` line. After the last chunk comes `dat
 def install(app: FastAPI, settings: Settings) -> None:
     """Serve the document at /openapi.json, and /docs. It is made when it is first asked for."""
     made: dict[EngineInfo | None, dict[str, Any]] = {}
+    lock = asyncio.Lock()
 
     async def openapi(request: Request) -> Response:
         engine = state_of(request)["replica"].engine
         info = engine.info if engine is not None and engine.healthy else None
-        if info not in made:
-            made.clear()
-            made[info] = _document(app, settings, info)
+        async with lock:
+            if info not in made:
+                made.clear()
+                made[info] = await asyncio.to_thread(_document, app, settings, info)
+            document = made[info]
         root: str = request.scope.get("root_path", "").rstrip("/")
-        return JSONResponse(made[info] | ({"servers": [{"url": root}]} if root else {}))
+        return JSONResponse(document | ({"servers": [{"url": root}]} if root else {}))
 
     async def docs(request: Request) -> HTMLResponse:
         return get_swagger_ui_html(openapi_url=f"{request.scope.get('root_path', '')}/openapi.json", title=app.title)

@@ -107,7 +107,7 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
     kinds = GUIDE_KINDS if info is None else info.guides
     ranges = _ranges(settings, info)
     written = _all_texts()
-    for cls in _classes():
+    for cls in wire_types():
         if (schema := schemas.get(cls.__name__)) is None:
             continue
         properties: dict[str, Schema] = schema.get("properties", {})
@@ -132,7 +132,7 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
     form["oneOf"] = [case for case in form["oneOf"] if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
 
 
-def _classes() -> Iterator[type[BaseModel]]:
+def wire_types() -> Iterator[type[BaseModel]]:
     """Yield the wire types."""
     for module in _MODULES:
         for value in vars(module).values():

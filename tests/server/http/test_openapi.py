@@ -1,74 +1,18 @@
-"""/openapi.json: everything is described, and what it allows is accepted."""
+"""/openapi.json: everything is described, and its examples and bounds are those of the server."""
 
-import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from engine.fake.engine import FakeEngine
-from engine.types import GUIDE_KINDS
 from protocol.chunks import ChatCompletionChunk, CompletionChunk
 from server.app import create_app
+from server.http.schemas import wire_types
 from server.settings import Settings
 from tests.support.http import application
-
-Schema = dict[str, Any]
-Document = dict[str, Any]
-MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
-    "/v1/completions": {"model": "fake", "prompt": "hello", "max_tokens": 4},
-    "/tokenize": {"prompt": "hello"},
-    "/v1/tokenize": {"messages": MESSAGES},
-    "/v1/detokenize": {"tokens": [40, 41]},
-}
-"""A body of each route, to which fields are added."""
-NARROWED = {
-    "max_tokens": {"maximum": 32},  # with the prompt, the largest exceeds the context
-    "max_completion_tokens": {"maximum": 32},
-    "min_tokens": {"maximum": 4},  # at most max_tokens
-    "n": {"maximum": 8},
-    "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,2})$"}, "maxProperties": 9},  # below 512, below
-}
-"""What a schema cannot say since it depends on other fields, or what would take long."""
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-class App:
-    """An application whose clients need no running loop."""
-
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-        self._stack = AsyncExitStack()
-        self._client: httpx.AsyncClient
-
-    def __enter__(self) -> "App":
-        self._client, _ = self._runner.run(self._stack.enter_async_context(application()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._runner.run(self._stack.aclose())
-        self._runner.close()
-
-    def get(self, path: str) -> Any:
-        return self._runner.run(self._client.get(path)).json()
-
-    def post(self, path: str, body: Any) -> httpx.Response:
-        content = json.dumps(body).encode()
-        return self._runner.run(
-            self._client.post(path, content=content, headers={"content-type": "application/json"}, timeout=30)
-        )
+from tests.support.openapi import BODIES, App, Document, body_schema, property_of, resolved, shows_images, with_field
 
 
 @pytest.fixture(scope="module")
@@ -80,109 +24,6 @@ def app() -> Iterator[App]:
 @pytest.fixture(scope="module")
 def document(app: App) -> Document:
     return app.get("/openapi.json")
-
-
-def resolved(schema: Schema, document: Document) -> Schema:
-    """A schema without a reference at its top."""
-    if "$ref" not in schema:
-        return schema
-    rest = {key: value for key, value in schema.items() if key != "$ref"}
-    return document["components"]["schemas"][schema["$ref"].rpartition("/")[2]] | rest
-
-
-def body_schema(path: str, document: Document) -> Schema:
-    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    return resolved(content["schema"], document)
-
-
-def merged(schema: Schema, more: Schema) -> Schema:
-    """A schema that satisfies both, as far as these documents need it."""
-    both = {**schema, **more, "required": [*schema.get("required", ()), *more.get("required", ())]}
-    properties = dict(schema.get("properties", {}))
-    for name, narrower in more.get("properties", {}).items():
-        known = properties.get(name, {})
-        kinds = narrower.get("type", ())
-        if "anyOf" in known and kinds:  # those branches that are of one of the types
-            branches = [branch for branch in known["anyOf"] if branch.get("type", "object") in kinds]
-            properties[name] = {**known, "anyOf": branches}
-        else:
-            properties[name] = {**known, **narrower}
-    return both | {"properties": properties}
-
-
-def instances(schema: Schema, document: Document) -> st.SearchStrategy[Any]:
-    """Values that a schema allows."""
-    schema = resolved(schema, document)
-    for combined in ("oneOf", "anyOf"):
-        if combined in schema:
-            rest = {key: value for key, value in schema.items() if key != combined}
-            branches = [merged(rest, resolved(branch, document)) for branch in schema[combined]]
-            return st.one_of([instances(branch, document) for branch in branches])
-    if "const" in schema or "enum" in schema:
-        return st.sampled_from(schema.get("enum", [schema.get("const")]))
-    kinds = schema.get("type")
-    if isinstance(kinds, list):
-        return st.one_of([instances(schema | {"type": kind}, document) for kind in kinds])
-    if kinds == "null":
-        return st.none()
-    if kinds == "boolean":
-        return st.booleans()
-    if kinds == "integer":
-        numbers = st.integers(schema.get("minimum"), schema.get("maximum"))
-        unwanted = schema.get("not", {}).get("const")
-        return numbers.filter(lambda number: number != unwanted)
-    if kinds == "number":
-        low = schema.get("exclusiveMinimum", schema.get("minimum"))
-        return st.floats(
-            low, schema.get("maximum"), exclude_min="exclusiveMinimum" in schema, allow_nan=False, allow_infinity=False
-        )
-    if kinds == "string":
-        if "pattern" in schema:
-            return st.from_regex(schema["pattern"].replace("$", r"\Z"))
-        return st.text(min_size=schema.get("minLength", 0), max_size=min(20, schema.get("maxLength", 20)))
-    if kinds == "array":
-        most = min(4, schema.get("maxItems", 4))
-        return st.lists(instances(schema.get("items", {}), document), min_size=schema.get("minItems", 0), max_size=most)
-    if kinds == "object":
-        return objects(schema, document)
-    return json_values
-
-
-def objects(schema: Schema, document: Document) -> st.SearchStrategy[dict[str, Any]]:
-    most = schema.get("maxProperties", 4)
-    if "properties" in schema:
-        required = set(schema.get("required", ()))
-        all_fields = {name: instances(part, document) for name, part in schema["properties"].items()}
-        must = {name: strategy for name, strategy in all_fields.items() if name in required}
-        may = {name: strategy for name, strategy in all_fields.items() if name not in required}
-        if not may:
-            return st.fixed_dictionaries(must)
-        some = st.lists(st.sampled_from(sorted(may)), max_size=min(most, 4), unique=True)
-        return some.flatmap(lambda names: st.fixed_dictionaries(must | {name: may[name] for name in names}))
-    keys = instances({"type": "string", **schema.get("propertyNames", {})}, document)
-    values = schema.get("additionalProperties", {})
-    return st.dictionaries(keys, instances({} if values is True else values, document), max_size=min(most, 4))
-
-
-def with_field(path: str, schema: Schema, name: str, value: Any) -> dict[str, Any]:
-    """A body with this field, and with what the schema says that the field needs."""
-    needs = schema.get("dependentSchemas", {}).get(name, {})
-    body = BODIES[path] | {field: part["const"] for field, part in needs.get("properties", {}).items()}
-    return body | {name: value}
-
-
-def property_of(schema: Schema, name: str) -> Schema:
-    return schema["properties"][name] | NARROWED.get(name, {})
-
-
-def shows_images(value: Any) -> bool:
-    """Whether a body has an image, which this model does not take."""
-    return '"image_url"' in json.dumps(value)
-
-
-def contradicts(path: str, body: dict[str, Any]) -> bool:
-    """Whether the fields of a body exclude each other in a way that no schema says."""
-    return bool(body.get("continue_final_message") and body.get("add_generation_prompt"))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -200,11 +41,12 @@ def test_each_field_is_described_with_an_example_or_marked_as_unsupported(path: 
 
 
 def test_each_schema_describes_its_fields(document: Document) -> None:
-    from server.http import schemas  # noqa: PLC0415
-
-    ours = {cls.__name__ for cls in schemas._classes()}
-    for name in ours & document["components"]["schemas"].keys() - {"Runtime", "Model", "ModelList", "ServerInfo"}:
-        for field, part in document["components"]["schemas"][name].get("properties", {}).items():
+    schemas = document["components"]["schemas"]
+    ours = {cls.__name__ for cls in wire_types()} & schemas.keys()
+    assert {"ErrorBody", "ChatCompletionChunk", "Runtime", "Usage"} < ours
+    for name in ours:
+        assert schemas[name]["description"], name
+        for field, part in schemas[name].get("properties", {}).items():
             assert part.get("description"), (name, field)
 
 
@@ -238,70 +80,6 @@ def test_beyond_the_bounds_is_refused(path: str, app: App, document: Document) -
             assert answer.status_code == 400, (name, key)
             refused += 1
     assert refused > 20 or "tokenize" in path
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_no_valid_body_is_refused_for_its_shape(path: str, app: App, document: Document) -> None:
-    schema = body_schema(path, document)
-    names = sorted(name for name, part in schema["properties"].items() if name != "model")
-    strategies = {name: instances(property_of(schema, name), document) for name in names}
-    alone = ("prompt", "messages") if path.endswith("/tokenize") else ()
-
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def accepts(data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(names))
-        value = data.draw(strategies[name])
-        body = {name: value} if name in alone and value is not None else with_field(path, schema, name, value)
-        if shows_images(body) or contradicts(path, body):
-            return
-        answer = app.post(path, body)
-        assert answer.status_code == 200, answer.text
-
-    accepts()
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_no_valid_combination_of_fields_fails(path: str, app: App, document: Document) -> None:
-    """Fields may exclude each other, which is a 400; nothing is a 5xx."""
-    schema = body_schema(path, document)
-    schema = schema | {"properties": {name: property_of(schema, name) for name in schema["properties"]}}
-
-    @settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(instances(schema, document))
-    def answers(body: dict[str, Any]) -> None:
-        assert app.post(path, {**body, "model": "fake", "max_tokens": 4}).status_code in (200, 400)
-
-    answers()
-
-
-def test_guides_are_as_the_engine_has_them(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_guides = msgspec.structs.replace
-    real = FakeEngine.info.fget
-    assert real is not None
-    before = app.get("/openapi.json")["components"]["schemas"]
-    assert before["CompletionRequest"]["properties"]["guided_regex"]["x-unsupported"]
-    assert [case["properties"]["type"]["enum"] for case in before["ResponseFormat"]["oneOf"]] == [["text"]]
-    monkeypatch.setattr(FakeEngine, "info", property(lambda self: with_guides(real(self), guides=GUIDE_KINDS)))
-    document = app.get("/openapi.json")
-    schemas = document["components"]["schemas"]
-    assert schemas["CompletionRequest"]["properties"]["guided_regex"]["type"] == ["string", "null"]
-    assert len(schemas["ResponseFormat"]["oneOf"]) == 6
-    schema = body_schema("/v1/completions", document)
-    for name in ("guided_json", "guided_choice", "guided_regex", "structured_outputs", "response_format", "grammar"):
-        for example in schema["properties"][name]["examples"]:
-            assert app.post("/v1/completions", with_field("/v1/completions", schema, name, example)).status_code == 200
-    cases = [part["properties"]["type"]["enum"][0] for part in schemas["ResponseFormat"]["oneOf"]]
-    strategy = instances({"$ref": "#/components/schemas/ResponseFormat"}, document)
-
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(strategy)
-    def accepts(form: dict[str, Any]) -> None:
-        assert form["type"] in [*cases, "ebnf"]
-        answer = app.post("/v1/completions", BODIES["/v1/completions"] | {"response_format": form})
-        assert answer.status_code == 200, answer.text
-
-    accepts()
 
 
 @pytest.mark.parametrize(
