@@ -37,7 +37,8 @@ class AdmissionEngine(EngineAround):
         super().__init__(engine)
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
-        self._inside = 0
+        self._inside: dict[DeltaStream, _Group] = {}
+        """Sequences in the engine, each with its group."""
         self._queue: list[_Waiting] = []
         """In order of rank, of equals in order of arrival."""
         self._waiting_bytes = 0
@@ -55,7 +56,7 @@ class AdmissionEngine(EngineAround):
         except EngineNotReady as error:
             return DeltaStream.failed(error)
         group = self._group(request)
-        if self._inside < capacity:
+        if len(self._inside) < capacity:
             return self._admit(request, group)
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
@@ -79,9 +80,9 @@ class AdmissionEngine(EngineAround):
 
     def _admit(self, request: GenerateRequest, group: "_Group") -> DeltaStream:
         stream = self.inner.generate(request)
-        self._inside += 1
+        self._inside[stream] = group
         group.begun = True
-        stream.when_done(lambda _group=group: self._release())  # keeps the group
+        stream.when_done(lambda: self._release(stream))
         return stream
 
     def _enqueue(self, request: GenerateRequest, group: "_Group", size: int) -> DeltaStream:
@@ -92,9 +93,9 @@ class AdmissionEngine(EngineAround):
         insort(self._queue, waiting, key=lambda one: one.rank)
         return waiting.stream
 
-    def _release(self) -> None:
+    def _release(self, stream: DeltaStream) -> None:
         """Admit the first in the queue in the place of a sequence that has left the engine."""
-        self._inside -= 1
+        del self._inside[stream]
         if self._queue:
             waiting = self._queue[0]
             self._leave(waiting)

@@ -3,8 +3,9 @@
 from difflib import get_close_matches
 from http import HTTPStatus
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.routing import iter_route_contexts
+from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from multimodal.errors import shown

@@ -167,11 +167,11 @@ def _documented(schema: Schema, text: str) -> Schema:
 
 def _bounded(schema: Schema, keywords: Schema) -> Schema:
     """Return the schema of a field with the keywords that its types have; a type or null becomes one schema."""
-    branches = schema.get("anyOf", [schema])
+    branches: list[Schema] = schema.get("anyOf", [schema])
     branches = [_with(branch, keywords) for branch in branches]
     if "anyOf" not in schema:
         return branches[0]
-    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    rest: Schema = {key: value for key, value in schema.items() if key != "anyOf"}
     typed = [branch for branch in branches if branch != _NULL]
     if len(typed) == 1 and "type" in typed[0] and len(branches) == 2:
         return rest | typed[0] | {"type": [typed[0]["type"], "null"]}
@@ -234,7 +234,9 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
     """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
     if issubclass(cls, GenerationFields):
-        tools = {"tools": ([],), "tool_choice": ("none", "auto")} if "tools" in cls.model_fields else {}
+        tools: dict[str, tuple[object, ...]] = (
+            {"tools": ([],), "tool_choice": ("none", "auto")} if "tools" in cls.model_fields else {}
+        )
         return refused(cls) | tools
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 

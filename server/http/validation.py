@@ -94,15 +94,15 @@ def _fault(entry: Mapping[str, Any], body: Any) -> _Fault:
 
 def _meant(faults: Sequence[_Fault], depth: int = 0) -> list[_Fault]:
     """Keep the faults of the branch that was meant, of each union that is the `depth`-th on its path."""
-    unions: dict[object, list[_Fault]] = {}
+    unions: dict[tuple[Any, ...], list[_Fault]] = {}
     for number, fault in enumerate(faults):
-        place = (
-            (fault.path[: fault.branches[depth][0]], fault.branches[:depth]) if depth < len(fault.branches) else number
-        )
+        place: tuple[Any, ...] = (number,)
+        if depth < len(fault.branches):
+            place = fault.path[: fault.branches[depth][0]], fault.branches[:depth]
         unions.setdefault(place, []).append(fault)
     kept: list[_Fault] = []
     for place, group in unions.items():
-        if isinstance(place, int):
+        if len(place) == 1:  # no union
             kept += group
             continue
         best = max(fault.progress for fault in group)
