@@ -58,7 +58,11 @@ def _check_headers(request: Request) -> None:
     if content_type != "application/json" and not (
         content_type.startswith("application/") and content_type.endswith("+json")
     ):
-        raise HTTPException(415, "The body must be application/json.", {"accept": "application/json"})
+        raise HTTPException(
+            415,
+            "The body must be application/json, and the header content-type say so.",
+            {"accept": "application/json"},
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 

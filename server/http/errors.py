@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -72,8 +72,8 @@ _RULES: dict[type[Exception], Rule] = {
 _HTTP_RULES: dict[int, Rule] = {
     401: Rule(401, "authentication_error", "invalid_api_key"),
     403: Rule(403, "permission_error", "forbidden"),
-    404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
-    405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
+    404: Rule(404, "not_found_error", "unknown_url"),
+    405: Rule(405, "invalid_request_error", "method_not_allowed"),
     408: Rule(408, "invalid_request_error", "request_timeout"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
@@ -140,8 +140,7 @@ def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
 
 def _http_rule(error: HTTPException) -> Rule:
     default = Rule(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
-    rule = _HTTP_RULES.get(error.status_code, default)
-    return rule if error.detail == HTTPStatus(error.status_code).phrase else replace(rule, message=None)
+    return _HTTP_RULES.get(error.status_code, default)
 
 
 def _headers(rule: Rule, error: Exception) -> dict[str, str]:
