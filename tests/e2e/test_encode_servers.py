@@ -74,12 +74,16 @@ def test_killed_encode_replicas_under_load_cost_no_chat() -> None:
     """One of two is killed, then the other: from then on the front encodes itself."""
     slow = (*ENCODE, "--fake-token-delay-ms", "20")
     with servers(slow, slow) as (one, two), servers(to(one, two)) as (front,), ThreadPoolExecutor(16) as threads:
-        asked = [threads.submit(ask, front, chat(10 * index, 10 * index + 1)) for index in range(40)]
-        time.sleep(0.2)
-        one.process.kill()
-        asked += [threads.submit(ask, front, chat(10 * index, 10 * index + 1)) for index in range(40, 60)]
-        time.sleep(0.2)
-        two.process.kill()
+        asked = []
+        for replica, some, more in ((one, 5, 40), (two, 20, 20)):
+            first = len(asked)
+            asked += [threads.submit(ask, front, chat(10 * i, 10 * i + 1)) for i in range(first, first + more)]
+            deadline = time.monotonic() + 30
+            while encoded([replica]) < some:  # of 20 images or more for each
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            replica.process.kill()
+        asked += [threads.submit(ask, front, chat(10 * i, 10 * i + 1)) for i in range(60, 80)]
         assert {each.result().status_code for each in asked} == {200}
         assert front.metric("trtllm_encode_local_total") > 0
         wait_empty(front)
