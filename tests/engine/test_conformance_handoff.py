@@ -103,7 +103,7 @@ async def test_blocks_are_held_until_the_stream_is_closed(engine: Engine) -> Non
         assert await used(engine) >= 4
     await stream.aclose()
     await asyncio.wait([waiting])
-    await idle(engine, before if engine.info.backend != "trtllm" else None, 2.0)
+    await idle(engine, before if engine.info.backend != "trtllm" else None)
 
 
 async def test_a_prefill_that_is_cancelled_holds_nothing(engine: Engine) -> None:
@@ -113,7 +113,7 @@ async def test_a_prefill_that_is_cancelled_holds_nothing(engine: Engine) -> None
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    await idle(engine, timeout=2.0)
+    await idle(engine)
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 0, "prompt_logprobs": 0}])
@@ -143,7 +143,7 @@ async def test_decoding_that_is_cancelled_frees_both_sides(engine: Engine) -> No
     await anext(stream_of_decode)
     await stream_of_decode.aclose()
     await stream.aclose()
-    await idle(engine, timeout=2.0)
+    await idle(engine)
 
 
 async def test_what_another_engine_left_is_refused(engine: Engine) -> None:

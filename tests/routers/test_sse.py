@@ -98,7 +98,7 @@ async def test_client_gone_closes_the_payloads(events_before: int) -> None:
     left = time.perf_counter()
     client.gone.set()
     await task
-    assert 0 < payloads.closed_at - left < 0.1
+    assert 0 < payloads.closed_at - left < 5
     assert bool(client.messages) == bool(events_before)
     assert b"[DONE]" not in client.body
 

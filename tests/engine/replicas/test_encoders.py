@@ -20,7 +20,7 @@ from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
 from tests.support.encode import SIZE, encoder_of, expected, image, pages
 from tests.support.http import ROOT, application
-from tests.support.waiting import until
+from tests.support.waiting import slowness, until
 
 
 def encoder_in(life: ReplicaState) -> FakeEncoder:
@@ -48,7 +48,7 @@ async def test_images_go_to_several_replicas_and_come_back_in_order(inline_kb: i
             assert await encoder.encode([]) == []
             assert seen.outcomes == {"ok": 20} and len(seen.by_peer) == 2 and not seen.local
         assert encoder_in(first).encoded + encoder_in(second).encoded == 20
-        await until(lambda: not first.running and not second.running, 0.5)
+        await until(lambda: not first.running and not second.running)
 
 
 async def test_the_least_busy_replica_is_asked() -> None:
@@ -170,7 +170,7 @@ async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None
 
 
 async def test_cancelling_reaches_the_replica_at_once() -> None:
-    async with replica("encode", fake_token_delay_ms=5000) as (url, life), encoder_of([url]) as (encoder, _, seen):
+    async with replica("encode", fake_token_delay_ms=60_000) as (url, life), encoder_of([url]) as (encoder, _, seen):
         work = asyncio.create_task(encoder.encode(pages(20)))
         await until(lambda: life.running == 20)
         began = time.monotonic()
@@ -182,7 +182,7 @@ async def test_cancelling_reaches_the_replica_at_once() -> None:
 
 
 async def test_closing_ends_what_runs_with_an_error() -> None:
-    async with replica("encode", fake_token_delay_ms=5000) as (url, life), encoder_of([url]) as (encoder, _, _):
+    async with replica("encode", fake_token_delay_ms=60_000) as (url, life), encoder_of([url]) as (encoder, _, _):
         work = asyncio.create_task(encoder.encode(pages(1)))
         await until(lambda: life.running == 1)
         await encoder.close()
@@ -200,7 +200,7 @@ async def test_memory_that_cannot_be_read_is_sent_instead_from_then_on() -> None
                 assert await encoder.encode(pages(2)) == await expected(pages(2))
                 assert encoder_in(life).encoded == seen.outcomes["ok"]
             assert 4 < seen.outcomes["ok"] <= 6, "each failed once at most"
-        await until(lambda: not life.running, 0.5)
+        await until(lambda: not life.running)
 
 
 class Liar(FakeEncoder):
@@ -248,7 +248,7 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
                 await asyncio.sleep(0.01)
                 if index in (20, 40):
                     three[index // 20].process.kill()
-            assert max(await asyncio.gather(*asked)) < 10
+            assert max(await asyncio.gather(*asked)) < 10 * slowness()
             assert seen.retries > 0 and not seen.local
             await asyncio.to_thread(three[0].wait_metric, "trtllm_embeddings_held_bytes", 0)
             last = [asyncio.create_task(ask(index)) for index in range(8)]
@@ -256,7 +256,7 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
             three[0].process.kill()
             began = time.monotonic()
             errors = await asyncio.gather(*last, return_exceptions=True)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 10 * slowness()
             assert {type(error) for error in errors if not isinstance(error, float)} <= {EngineUnavailable} | set(
                 EngineUnavailable.__subclasses__()
             )
@@ -283,4 +283,4 @@ asyncio.run(main())
         assert service.store.held == [2 * SIZE]
         process.kill()
         await process.wait()
-        await until(lambda: not life.running and not service.store.held, 0.5)
+        await until(lambda: not life.running and not service.store.held)
