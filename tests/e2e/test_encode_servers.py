@@ -95,14 +95,15 @@ def test_killed_encode_replicas_under_load_cost_no_chat() -> None:
 
 
 def test_a_draining_encode_replica_finishes_what_it_has() -> None:
-    slow = (*ENCODE, "--fake-token-delay-ms", "2500")
+    pause = min(4.0, 1.5 * slowness())
+    slow = (*ENCODE, "--fake-token-delay-ms", str(int(1700 * pause)))
     with (
         servers(slow) as (only,),
         servers((*to(only), "--encode-fallback", "refuse")) as (front,),
         ThreadPoolExecutor(4) as threads,
     ):
         asked = [threads.submit(ask, front, chat(index)) for index in range(4)]
-        time.sleep(1.5)
+        time.sleep(pause)
         only.process.terminate()
         assert only.wait() == 0
         assert {each.result().status_code for each in asked} == {200}
