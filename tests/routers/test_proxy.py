@@ -235,7 +235,7 @@ async def test_without_replicas_it_is_not_ready() -> None:
 
 
 async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)
     async with (
         Bare(b"", hang_up=False, hangs=True) as bare,
         replica("aggregated") as (url, _),
@@ -249,7 +249,7 @@ async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest
 
 async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends its connections, and there are no others."""
-    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)
     async with (
         Bare(b"", hang_up=False, hangs=True) as bare,
         replica("aggregated") as (url, _),

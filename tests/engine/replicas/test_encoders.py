@@ -15,6 +15,7 @@ from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.encoder import FakeEncoder
 from engine.media import EncodedMedia, MediaInput
 from engine.replicas import ask as client
+from engine.replicas import breaker
 from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
@@ -87,7 +88,8 @@ async def dying_peer(probe: bytes, after: float = 0.0) -> AsyncIterator[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> None:
+async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
     async with (
         replica("encode") as (good, _),
         dying_peer(await probed(good)) as bad,
@@ -100,7 +102,8 @@ async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> Non
 
 
 async def test_a_replica_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     async with (
         replica("encode") as (good, _),
         dying_peer(await probed(good), after=60.0) as hung,
