@@ -45,7 +45,7 @@ async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         collecting = asyncio.create_task(subject.collect_events())
         yield subject
         await engine.close()
-        await asyncio.wait_for(collecting, 5)
+        await asyncio.wait_for(collecting, 20)
 
 
 @pytest.fixture

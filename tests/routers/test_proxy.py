@@ -56,7 +56,7 @@ async def cluster(
 
 async def available(life: ReplicaState, count: int) -> None:
     assert isinstance(life.service, RouterService)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while sum(one.available for one in life.service.fleet.replicas) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -65,7 +65,7 @@ async def learnt(life: ReplicaState, blocks: int) -> None:
     """The router knows as many blocks in all."""
     assert isinstance(life.service, RouterService)
     fleet = life.service.fleet
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while sum(fleet.index.blocks(one.number) for one in fleet.replicas) < blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -257,7 +257,7 @@ async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch
     ):
         await available(life, 2)
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(6)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not bare.requests:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         bare.close()

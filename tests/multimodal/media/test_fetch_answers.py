@@ -95,7 +95,7 @@ async def test_an_endless_body_is_broken_off_at_the_limit() -> None:
         w.server.answers["/"] = _endless
         with pytest.raises(InvalidMedia, match="more than 1048576 bytes"):
             await w.loader.load("http://images.test/")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await w.server.broken_off.wait()
 
 
