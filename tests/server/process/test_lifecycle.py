@@ -190,7 +190,7 @@ def test_port_answers_before_the_model_is_there(tmp_path: Path) -> None:
 
 
 def _wait_for_status(url: str, status: int) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while True:
         try:
             if httpx.get(url).status_code == status:
@@ -203,7 +203,7 @@ def _wait_for_status(url: str, status: int) -> None:
 
 def test_api_processes_that_cannot_serve_end_the_launcher(tmp_path: Path) -> None:
     server = ServerProcess("--api-processes", "2", "--chat-template", str(tmp_path / "missing.jinja"))
-    assert server.wait(30) == 1
+    assert server.wait(60) == 1
     assert "missing.jinja" in server.log
     assert "the server ends: an API process cannot serve" in server.log
 
@@ -214,7 +214,7 @@ def test_failed_start_is_one_line_and_not_zero(tmp_path: Path, flags: tuple[str,
     server = ServerProcess(
         "--engine", "embedded", "--model", str(tmp_path / "model"), "--cache-dir", str(tmp_path), *flags
     )
-    assert server.wait(30) == 1
+    assert server.wait(60) == 1
     assert len([line for line in server.lines if "the server ends: " in line]) == 1
     assert "Traceback" not in server.log
 
