@@ -96,7 +96,7 @@ class Load:
 
     async def more(self, count: int, replica: str = "") -> None:
         """Return once so many have ended rightly from now on, at that replica."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             wanted = self._right(replica) + count
             while self._right(replica) < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
