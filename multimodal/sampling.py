@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -34,6 +34,7 @@ class Limits:
     max_schema_kb: int = 64
     max_schema_depth: int = 32
     chat_template_kwargs: tuple[str, ...] = ()
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"
     request_timeout_seconds: float = 600.0
 
 

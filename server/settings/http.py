@@ -1,5 +1,7 @@
 """Settings of the HTTP server, and limits of requests."""
 
+from typing import Literal
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from multimodal.sampling import Limits
@@ -69,6 +71,10 @@ class HttpSettings(Section):
         "custom_instructions",
     )
     """Comma-separated template variables that requests may set."""
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = Limits.special_tokens_in_content
+    """What special tokens in the messages of a chat are, such as <|im_start|>: text, tokens (allow), or a reason to
+    refuse the request. Those that stand for images are never tokens.
+    """
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
 
