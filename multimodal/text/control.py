@@ -44,13 +44,13 @@ class ControlTokens:
         composed = {text: match for text in self._texts if (match := _COMPOSED.fullmatch(text))}
         self._heads = tuple({match[1] for match in composed.values()})
         self._tails = tuple({match[2] for match in composed.values()})
-        self._composed = _longest_of(composed)
-        self.trust(())
+        self._whole = re.compile(f"{MARK}(?:({self._any.pattern}){MARK})?")
+        self._composed = re.compile(f"{_EDGE}(?:({_longest_of(composed)}){_EDGE})?")
+        self._trusted: re.Pattern[str] | None = None
 
     def trust(self, texts: Iterable[str]) -> None:
         """Take some control tokens for the template's wherever they occur."""
-        own = f"{MARK}({self._any.pattern}){MARK}|{_EDGE}({self._composed}){_EDGE}|({_longest_of(texts)})"
-        self._own = re.compile(f"{own}|{MARK}|{_EDGE}")
+        self._trusted = re.compile(f"({MARK}{self._any.pattern}{MARK})|{_longest_of(texts)}")
 
     def mark(self, text: str) -> str:
         """Return a text of the template or the server with marks around its control tokens."""
@@ -68,12 +68,12 @@ class ControlTokens:
 
     def resolve(self, rendered: str) -> str:
         """Return what a template with marked literals has rendered, with marks around control tokens only."""
-
-        def whole(match: re.Match[str]) -> str:
-            text = match[match.lastindex] if match.lastindex else ""
-            return f"{MARK}{text}{MARK}" if text else ""
-
-        return self._own.sub(whole, rendered)
+        text = self._whole.sub(lambda match: match[0] if match[1] else "", rendered)
+        if _EDGE in text:
+            text = self._composed.sub(lambda match: f"{MARK}{match[1]}{MARK}" if match[1] else "", text)
+        if self._trusted is not None:
+            text = self._trusted.sub(lambda match: match[1] or f"{MARK}{match[0]}{MARK}", text)
+        return text
 
     def forged(self, marked: str) -> list[str]:
         """Return the control tokens of a rendered prompt that the template did not write."""

@@ -8,7 +8,7 @@ lines; each has its family's pre-tokenizer, normalizer and way of keeping specia
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -101,11 +101,16 @@ class Chats:
     image: str
     """The token that the template writes for an image."""
 
-    @property
+    @cached_property
     def control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer, self.tokenizer.special_texts | {self.image})
 
-    @property
+    @cached_property
+    def plain(self) -> ChatTemplate:
+        """The template without marks."""
+        return ChatTemplate(self.source, self.tokenizer.special_tokens)
+
+    @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.source, self.tokenizer.special_tokens, self.control)
 
