@@ -72,9 +72,7 @@ class HttpSettings(Section):
     )
     """Comma-separated template variables that requests may set."""
     special_tokens_in_content: Literal["text", "allow", "refuse"] = Limits.special_tokens_in_content
-    """What special tokens in the messages of a chat are, such as <|im_start|>: text, tokens (allow), or a reason to
-    refuse the request. Those that stand for images are never tokens.
-    """
+    """What special tokens in messages become, such as <|im_start|>: plain text, tokens (allow), or an error (refuse)."""
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
 

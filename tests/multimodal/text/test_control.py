@@ -212,7 +212,7 @@ def test_options_of_special_tokens_count_where_the_template_wrote_them(options: 
 
 
 def test_ids_that_a_vocabulary_leaves_out_stay_unused() -> None:
-    alphabet = {letter: 3 * index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {letter: 3 * index + 2 for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(alphabet | {"<s>": 900}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
