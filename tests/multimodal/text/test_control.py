@@ -1,17 +1,21 @@
 """Control tokens: the template writes them, and nothing in a message becomes one."""
 
 import copy
+import json
 import logging
 from collections import Counter
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
+from engine.checkpoints.facts import ModelFacts
 from engine.fake.encoder import FakeEncoder
 from engine.media import MediaFiles
 from multimodal.errors import RequestError
@@ -21,6 +25,8 @@ from multimodal.text.messages import MediaRef
 from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, IMAGE, Tokenizer, byte_tokenizer
+from server.compose.model import load_text
+from server.settings import Settings
 from tests.support.chat_families import FAMILIES, family
 from tests.support.http import application
 from tests.support.media import data_url, image_file, world
@@ -314,6 +320,24 @@ async def test_an_image_is_where_its_part_is_whatever_texts_say() -> None:
     place = ids.index(259)
     assert ids[place : place + rows] == [259] * rows and ids.count(259) == rows
     assert byte_tokenizer().decode(ids[:place]).endswith("<image>a")
+
+
+@pytest.mark.parametrize("mode", ["text", "allow"])
+def test_tokens_that_the_model_takes_for_images_need_not_be_special(
+    tmp_path: Path, mode: Literal["text", "allow"]
+) -> None:
+    backend = byte_tokenizer().backend
+    backend.add_tokens(["<picture>"])
+    source = "{{ messages[0].content }}<picture>"
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other", "image_token_index": 260}))
+    tokenizer, template = load_text(Settings(engine="trtllm", special_tokens_in_content=mode), tmp_path)
+    assert template is not None and template.control is not None
+    ids = template.control.encode(template.render([{"role": "user", "content": "<picture><|im_start|>"}]))
+    assert ids[-1] == 260 and ids.count(260) == 1
+    assert ids.count(1) == (mode == "allow")
+    assert tokenizer.decode(ids) == "<picture><|im_start|><picture>"
+    assert ModelFacts({"model_type": "llava"}).media_token_ids == {32000}, "the family's default"
 
 
 async def encoded() -> Any:
