@@ -1,4 +1,4 @@
-"""What `python -m server config` shows."""
+"""The listing of `python -m server config`: settings, and what the engine makes of them."""
 
 import json
 from collections.abc import Iterator

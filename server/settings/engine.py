@@ -98,7 +98,7 @@ class EngineSettings(Section):
 
 
 class TrtllmSettings(Section):
-    """What TensorRT-LLM is told, and the logits processor for tests."""
+    """Settings of TensorRT-LLM, and the logits processor for tests."""
 
     # TensorRT-LLM
     backend: Literal["pytorch", "_autodeploy"] = TrtllmConfig(model="").backend
