@@ -64,7 +64,7 @@ class Processor:
                 prompt_token_ids=tuple(prompt.ids),
                 media=prompt.media,
                 sampling=sampled,
-                priority=ask.priority,
+                priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
                 trace=trace.headers(),
             )

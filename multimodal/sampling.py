@@ -27,6 +27,7 @@ class Limits:
     """Bounds of one request; the settings of the same names say what each bounds."""
 
     max_n: int = 128
+    min_priority: int = 0
     max_messages: int = 4096
     max_stop: int = 16
     max_logit_bias: int = 1024
