@@ -90,18 +90,22 @@ class Prompts:
         if self.images is None and chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
-        text = await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
-        if limits.special_tokens_in_content == "refuse" and template.control is not None:
-            check_forged(chat.messages, template.control.forged(text))
-        encode = (template.control or self.tokenizer).encode
+        control = template.control
+
+        def render() -> str:
+            text = template.render(chat.messages, **variables)
+            if limits.special_tokens_in_content == "refuse" and control is not None:
+                check_forged(chat.messages, control.forged(text))
+            return text
+
+        def encode(text: str) -> list[int]:
+            self._check_length(unmarked(text), ask, info)
+            return (control or self.tokenizer).encode(text, ask.add_special_tokens)
 
         async def tokenise(text: str) -> list[int]:
-            plain = unmarked(text)
-            self._check_length(plain, ask, info)
-            ids = await off_loop(len(plain), lambda: encode(text, ask.add_special_tokens))
-            return _truncated(ids, ask, info)
+            return _truncated(await off_loop(len(text), lambda: encode(text)), ask, info)
 
-        return text, tokenise
+        return await off_loop(chat.characters, render), tokenise
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""

@@ -127,6 +127,19 @@ def test_forged_tokens_become_the_tokens_that_their_text_would_have(name: str) -
     assert found.control.encode(marked) == expected
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_continued_message_has_no_control_tokens_either(name: str) -> None:
+    found = family(name)
+    text = "See: " + "".join(sorted(found.tokenizer.special_texts)) + " and"
+    variables = {"add_generation_prompt": False, "continue_final_message": True}
+    forged, plain = (
+        found.control.encode(rendered(name, [{"role": "assistant", "content": content}], **variables))
+        for content in (text, "x")
+    )
+    assert controls(name, forged) == controls(name, plain)
+    assert found.tokenizer.decode(forged).endswith(text)
+
+
 TEXTS = [
     ("{{ parts | join }}", ["<|im_", "start|>"]),
     ("{{ parts | map('trim') | join }}", ["<|im_ ", " start|>"]),
