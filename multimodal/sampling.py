@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -40,6 +40,7 @@ class Limits:
     """Bounds of one request; the settings of the same names say what each bounds."""
 
     max_n: int = 128
+    min_priority: int = 0
     max_messages: int = 4096
     max_stop: int = 16
     max_logit_bias: int = 1024
@@ -47,6 +48,7 @@ class Limits:
     max_schema_kb: int = 64
     max_schema_depth: int = 32
     chat_template_kwargs: tuple[str, ...] = ()
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"
     request_timeout_seconds: float = 600.0
 
 
