@@ -23,7 +23,7 @@ _SOME = 5
 """Number of tensors that a message lists."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     path: Path
@@ -32,20 +32,20 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-Headers = Mapping[str, Stored]
+Headers = Mapping[str, StoredTensor]
 """Tensors by their names in the files."""
 
 
 def read_headers(folder: Path) -> Headers:
     """Read the headers of the files that transformers would read. Raises EngineFailure for a file that is missing or
     damaged."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in _files(folder):
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     part = file.get_slice(name)
-                    found[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
+                    found[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
             raise EngineFailure(f"{path} is damaged or no safetensors file: {error}") from error
     return found

@@ -5,7 +5,6 @@ Vision-language models whose language part is of this kind are taken as well: th
 of its own, and the vision tower is left where it is.
 """
 
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers, some
+from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
@@ -23,9 +22,7 @@ _BIASED = "qwen2"
 """The kind whose query, key and value projections have biases."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
-"""End of the names of tensors that old files have and that follow from the configuration."""
-
-log = logging.getLogger(__name__)
+"""In the names of tensors that old files have and that follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +137,8 @@ class Checkpoint:
         self._stored = {plain: stored[name] for plain, name in names.items()}
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
         check_shapes(self._stored, shapes)
-        unused = {name for plain, name in names.items() if plain not in shapes and not plain.endswith(_FREQUENCIES)}
-        if unused:
-            log.warning("the model does not use all that %s has: %s", folder, some(unused))
+        self.unused = [name for plain, name in names.items() if plain not in shapes and _FREQUENCIES not in plain]
+        """Tensors in the files that the model does not have."""
         self._names = names
         self._opened = ExitStack()
         self._files = {
