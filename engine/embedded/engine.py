@@ -166,8 +166,8 @@ class EmbeddedEngine:
             return
         except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
             log.exception("cannot load %s", self._config.model)
-            failure = EngineFailure(f"cannot load {self._config.model}: {type(error).__name__}: {error}")
-            self._call(_settle, loaded, failure)
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            self._call(_settle, loaded, EngineFailure(f"cannot load {self._config.model}: {said}"))
             return
         try:
             with contextlib.closing(core), torch.inference_mode():

@@ -110,8 +110,8 @@ class BatchEncoder:
         values = torch.frombuffer(bytearray(data), dtype=self.tower.dtype)
         if not values.isfinite().all():
             raise EngineFailure(
-                f"the vision tower in {folder} computes embeddings that are not finite in {self.tower.dtype}: its weights "
-                "or its config.json are wrong, or another DTYPE is needed"
+                f"the vision tower in {folder} computes embeddings that are not finite in {self.tower.dtype}: its "
+                "weights or its config.json are wrong, or another DTYPE is needed"
             )
 
 
