@@ -129,8 +129,8 @@ class Checkpoint:
         model of this configuration can have."""
         stored, vision = read_headers(folder), config.facts.family.vision
         check_headers(config.facts, stored)
-        names = {vision.text_tensor(name) if vision else name: name for name in stored}
-        names.pop(None, None)
+        plain_names = {name: vision.text_tensor(name) if vision else name for name in stored}
+        names = {plain: name for name, plain in plain_names.items() if plain is not None}
         shapes = config.shapes
         if missing := sorted(shapes.keys() - names.keys()):
             raise UnsupportedModelError(f"the compiled path does not know models without the tensor {missing[0]}")
