@@ -1,7 +1,7 @@
-"""What a folder's safetensors hold, by their headers, and whether a model can be made of it. It needs no torch.
+"""Headers of a folder's safetensors, and checks that a model can be made of them. They need no torch.
 
-Whoever loads weights asks here first: the compiled path, transformers' classes on any device, and vision towers. What
-they find missing, of another shape or not finite, they name by `place`.
+Whoever loads weights asks here first: the compiled path, transformers' classes on any device, and vision towers. A
+tensor that they find missing, of another shape or not finite has its name and file from `place`.
 """
 
 import json
