@@ -146,7 +146,7 @@ def _chat_service(
     return ChatService(
         engine=engine,
         processor=processor,
-        fields=FieldCheck(name, strict=settings.strict_fields),
+        fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
     )

@@ -71,6 +71,8 @@ class HttpSettings(Section):
     """Comma-separated template variables that requests may set."""
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
+    model_optional: bool = False
+    """Answer requests that name no model, instead of refusing them with 400."""
 
     @field_validator("api_processes", mode="after")
     @classmethod

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
+from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import Created, Removed, Stored
@@ -45,7 +47,7 @@ async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         collecting = asyncio.create_task(subject.collect_events())
         yield subject
         await engine.close()
-        await asyncio.wait_for(collecting, 5)
+        await asyncio.wait_for(collecting, 20)
 
 
 @pytest.fixture
@@ -71,6 +73,17 @@ async def test_deltas_begin_with_the_prompt_report_and_end_with_the_finish(engin
 async def test_max_tokens(engine: Engine, max_tokens: int) -> None:
     deltas = await generate(engine, request_for(prompt_of(BLOCK), max_tokens=max_tokens))
     assert len(tokens_of(deltas)) == max_tokens
+
+
+async def test_choices_of_one_request_wait_for_each_other_without_a_limit(engine: Engine) -> None:
+    """Three times as many as the engine has places, with a limit that the second wave exceeds."""
+    admission = AdmissionEngine(engine, max_queue_size=100, queue_timeout=0.001)
+    prompt = prompt_of(BLOCK)
+    requests = [replace(request_for(prompt, max_tokens=4), group="one") for _ in range(3 * engine.info.max_num_seqs)]
+    answers = await asyncio.gather(*(generate(admission, request) for request in requests))
+    assert [len(tokens_of(deltas)) for deltas in answers] == [4] * len(requests)
+    first = answers[-1][0].prompt
+    assert first is not None and first.queue_seconds > 0.001
 
 
 async def test_max_tokens_of_zero_gives_the_prompt_alone(engine: Engine) -> None:
@@ -122,7 +135,7 @@ async def test_closing_frees_what_fifty_requests_hold(engine: Engine) -> None:
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.gather(*(stream.aclose() for stream in streams))
     await asyncio.wait(running)
-    after = await idle(engine, before, 1.0)
+    after = await idle(engine, before)
     assert after.num_completed_requests < before.num_completed_requests + 5, "they ran to their end"
     for task, stream in zip(running, streams, strict=True):
         assert task.exception() is None or isinstance(task.exception(), StopAsyncIteration)
@@ -139,7 +152,7 @@ async def test_cancelling_frees_what_fifty_requests_hold(engine: Engine) -> None
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-    assert (await idle(engine, before, 1.0)).num_completed_requests < before.num_completed_requests + 5, (
+    assert (await idle(engine, before)).num_completed_requests < before.num_completed_requests + 5, (
         "they ran to their end"
     )
     assert len(tokens_of(await generate(engine, request_for(prompt_of(40))))) == 8
@@ -293,7 +306,7 @@ async def test_before_start_and_after_close(fresh: AbstractAsyncContextManager[E
         for stream in streams:
             with pytest.raises(EngineUnavailable):
                 _ = [delta async for delta in stream]
-        await asyncio.wait_for(watching, 1)
+        await asyncio.wait_for(watching, 20)
         assert not engine.healthy
         with pytest.raises(EngineNotReady):
             await generate(engine, request_for(prompt_of(5)))
