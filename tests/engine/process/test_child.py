@@ -1,8 +1,8 @@
 """The engine's child process: started, killed, restarted, given up and never left behind."""
 
 import asyncio
-import logging
 import itertools
+import logging
 import os
 import signal
 import sys

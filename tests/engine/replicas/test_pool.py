@@ -129,7 +129,11 @@ async def test_a_failure_and_a_recovery_are_logged_once(caplog: pytest.LogCaptur
             replica.problem = problem
             probes = replica.probes
             await until(lambda probes=probes: replica.probes >= probes + 4)
-        lines = [f"test replica {ONE} is ready", f"test replica {ONE}: it hung up", f"test replica {ONE} is ready again"]
+        lines = [
+            f"test replica {ONE} is ready",
+            f"test replica {ONE}: it hung up",
+            f"test replica {ONE} is ready again",
+        ]
         assert caplog.messages == lines
 
 
