@@ -13,7 +13,7 @@ from tests.support.storm import SEEDS, TEXT, connected, memory, request, right
 from tests.support.waiting import slowness
 
 TOKENS = 100_000
-READERS = 6
+READERS = 4
 BODY = {
     "messages": [{"role": "user", "content": TEXT}],
     "max_tokens": TOKENS,
