@@ -55,7 +55,7 @@ class ReplicaPool(Generic[R]):
         return len(self._replicas), sum(replica.available for replica in self._replicas.values())
 
     @property
-    def obstacle(self) -> str:
+    def missing(self) -> str:
         """Why no replica is available, for clients; empty if one is."""
         known, available = self.counts
         if available:

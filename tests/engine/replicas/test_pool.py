@@ -110,15 +110,15 @@ async def test_a_pool_without_a_ready_replica_says_whom_it_asked_and_why_in_vain
     async with pool_of(ONE, TWO) as (pool, _):
         said = f"cannot connect: nobody listens at 10.0.0.1; test replica {TWO}: cannot connect"
         assert f"no replica is ready yet: test replica {ONE}: {said}" in caplog.text
-        assert pool.obstacle == "No replica is ready, of 2: one cannot be reached."
+        assert pool.missing == "No replica is ready, of 2: one cannot be reached."
         pool.at(TWO).problem = EngineNotReady("one is full")
-        await until(lambda: "full" in pool.obstacle)
-        assert pool.obstacle == "No replica is ready, of 2: one cannot be reached; one is full."
+        await until(lambda: "full" in pool.missing)
+        assert pool.missing == "No replica is ready, of 2: one cannot be reached; one is full."
         pool.at(ONE).problem = None
-        await until(lambda: not pool.obstacle)
+        await until(lambda: not pool.missing)
     async with pool_of() as (pool, _):
         assert "no replica is ready yet: none is known" in caplog.text
-        assert pool.obstacle == "No replica is known."
+        assert pool.missing == "No replica is known."
 
 
 async def test_a_failure_and_a_recovery_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
