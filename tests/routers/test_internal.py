@@ -9,7 +9,6 @@ import pytest
 
 from engine import handoff
 from engine.handoff import decode_handoff
-from engine.process.attachments import detach
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers import leased
@@ -44,7 +43,7 @@ async def post(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.
 
 
 def body_of(version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    bare, parts = detach(request(**fields))
+    bare, parts = request(**fields).detach()
     raw = msgspec.Raw(msgspec.msgpack.encode(bare))
     return b"".join(pieces(PrefillRequest(version, model, raw, [*map(len, parts)]), parts))
 
