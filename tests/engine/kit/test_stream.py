@@ -152,14 +152,15 @@ async def test_a_long_backlog_comes_in_parts_between_which_others_run_and_the_co
     for token in range(10 * MOST_MERGED):
         stream.put(Delta((token,)))
     read: list[Delta] = []
+    begun = asyncio.Event()
 
     async def consume() -> None:
         async for delta in stream:
             read.append(delta)
+            begun.set()
 
     consumer = asyncio.create_task(consume())
-    while not read:
-        await asyncio.sleep(0)
+    await begun.wait()
     consumer.cancel()
     await asyncio.wait([consumer])
     tokens = [token for delta in read for token in delta.token_ids]
