@@ -121,7 +121,7 @@ async def storm(url: str, clock: Clock, rng: random.Random) -> list[int]:
 
     async def ask(client: httpx.AsyncClient) -> None:
         while time.monotonic() < end:
-            body = {"prompt": TEXT, "max_tokens": rng.randint(1, 60), "ignore_eos": True}
+            body = {"model": "fake", "prompt": TEXT, "max_tokens": rng.randint(1, 60), "ignore_eos": True}
             answer = await client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             found = answer.json()

@@ -71,10 +71,10 @@ async def storm(port: int, rng: random.Random, fill: Path | None) -> None:
         while time.monotonic() < end:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 assert await right(client)
-                assert (await client.post("/tokenize", json={"prompt": TEXT})).status_code == 200
+                assert (await client.post("/tokenize", json={"model": "fake", "prompt": TEXT})).status_code == 200
                 assert (await client.get(f"/v1/models/none-{rng.random()}")).status_code == 404
                 assert (await client.post("/v1/chat/completions", json={"messages": 1})).status_code == 400
-                body = {"prompt": TEXT, "max_tokens": 40, "stream": True, "ignore_eos": True}
+                body = {"model": "fake", "prompt": TEXT, "max_tokens": 40, "stream": True, "ignore_eos": True}
                 assert (await client.post("/v1/completions", json=body)).text.endswith("data: [DONE]\n\n")
                 assert (await client.get("/metrics")).status_code == 200
 

@@ -20,7 +20,7 @@ MOST = 64 << 20
 FLOOD = 200
 MOST_MEMORY = 1 << 29
 """Bytes for two bodies at once: each comes in parts, is joined, and parsed."""
-SMALL = {"prompt": TEXT, "max_tokens": 16}
+SMALL = {"model": "fake", "prompt": TEXT, "max_tokens": 16}
 
 
 def body(kind: str) -> bytes:

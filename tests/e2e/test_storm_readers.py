@@ -15,6 +15,7 @@ from tests.support.waiting import slowness
 TOKENS = 100_000
 READERS = 4
 BODY = {
+    "model": "fake",
     "messages": [{"role": "user", "content": TEXT}],
     "max_tokens": TOKENS,
     "ignore_eos": True,

@@ -49,5 +49,5 @@ async def connected(url: str, window: int = 0) -> AsyncIterator[tuple[asyncio.St
 
 async def right(client: httpx.AsyncClient) -> bool:
     """Whether a plain request gets the right answer."""
-    answer = await client.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 16})
+    answer = await client.post("/v1/completions", json={"model": "fake", "prompt": TEXT, "max_tokens": 16})
     return answer.status_code == 200 and TEXT.startswith(answer.json()["choices"][0]["text"])
