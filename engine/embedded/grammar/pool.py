@@ -33,6 +33,7 @@ class WorkerPool:
         self._workers = tuple(GrammarWorker(setup) for _ in range(size))
         self._idle = list(self._workers)
         self._waiting: OrderedDict[Lane, deque[_Turn]] = OrderedDict()
+        """The lane first that had its last turn the longest ago."""
         self._running: Counter[Lane] = Counter()
         self._restarts: set[asyncio.Task[None]] = set()
 
@@ -72,14 +73,17 @@ class WorkerPool:
             raise EngineUnavailable("too many schemas, regular expressions and grammars wait to be compiled")
         given: asyncio.Future[GrammarWorker] = asyncio.get_running_loop().create_future()
         turn = (guide, given)
-        self._waiting.setdefault(lane, deque()).append(turn)
+        if lane not in self._waiting:
+            self._waiting[lane] = deque()
+            self._waiting.move_to_end(lane, last=False)
+        self._waiting[lane].append(turn)
         self._assign()
         try:
             return await given
         except asyncio.CancelledError:
-            if given.cancelled():
+            if turn in self._waiting[lane]:
                 self._waiting[lane].remove(turn)
-            else:
+            elif not given.cancelled():
                 self._give(lane, given.result())
             raise
 
@@ -102,15 +106,14 @@ class WorkerPool:
         self._assign()
 
     def _assign(self) -> None:
-        """Hand idle workers to the lanes that wait, the one first that had its last turn the longest ago."""
+        """Hand idle workers to the lanes that wait."""
         most = max(1, len(self._workers) - 1)
         while self._idle:
             lane = next((lane for lane, turns in self._waiting.items() if turns and self._running[lane] < most), None)
             if lane is None:
                 break
             _, given = self._waiting[lane].popleft()
-            self._waiting.move_to_end(lane)
-            self._running[lane] += 1
-            given.set_result(self._idle.pop())
-        for lane in [lane for lane, turns in self._waiting.items() if not turns and not self._running[lane]]:
-            del self._waiting[lane]
+            if not given.done():  # else its caller is just leaving
+                self._waiting.move_to_end(lane)
+                self._running[lane] += 1
+                given.set_result(self._idle.pop())
