@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,7 @@ from engine.types import Guide
 
 log = logging.getLogger(__name__)
 
-_WARM_WORKERS: Mapping[LibraryName, int] = {"llguidance": 2, "xgrammar": 1}
-"""Workers that are started before they are needed: 70 MB each with llguidance, 260 MB with xgrammar."""
+_LIBRARIES: tuple[LibraryName, ...] = ("llguidance", "xgrammar")
 _CACHE_BYTES = 256 << 20
 _MAX_REFUSALS = 256
 _REFUSAL_SECONDS = 60.0
@@ -120,9 +119,7 @@ class GrammarCompiler:
     ) -> None:
         self._tokenizer = tokenizer_folder.resolve() / "tokenizer.json"
         self._stops = tuple(eos_token_ids)
-        self._setups = {
-            name: Setup(name, str(self._tokenizer.parent), vocab_size, self._stops) for name in _WARM_WORKERS
-        }
+        self._setups = {name: Setup(name, str(self._tokenizer.parent), vocab_size, self._stops) for name in _LIBRARIES}
         self._pools = {name: WorkerPool(setup, workers) for name, setup in self._setups.items()}
         self._loading: dict[LibraryName, asyncio.Task[Library]] = {}
         self._timeout = timeout
@@ -134,15 +131,14 @@ class GrammarCompiler:
         self._closed = False
 
     async def warm_up(self) -> None:
-        """Start workers and load the libraries, in the order in which requests are likely to need them.
+        """Start the workers of llguidance, of 70 MB each, and load it here. xgrammar, which few requests need and
+        which takes 260 MB and seconds, starts with the first of them.
 
         Failures are left to the first request that needs what failed.
         """
-        if not self._tokenizer.is_file():
-            return
-        for name, count in _WARM_WORKERS.items():
+        if self._tokenizer.is_file():
             with contextlib.suppress(Exception):
-                await asyncio.gather(self._pools[name].start(count), asyncio.shield(self._load(name)))
+                await asyncio.gather(self._pools["llguidance"].start(), asyncio.shield(self._load("llguidance")))
 
     def matcher(self, guide: Guide) -> Matcher:
         """Return a matcher, ready if the guide has been compiled before."""

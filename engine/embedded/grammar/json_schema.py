@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.embedded.grammar.json_exclusion import Exclusion, Schema
+from engine.embedded.grammar.json_exclusion import Exclusion, Schema, resolve
 from engine.embedded.grammar.library import UnsupportedGuideError
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
@@ -71,6 +71,7 @@ def _parsed(text: str) -> Any:
 
 class _Preparation:
     def __init__(self, root: Any, *, close: bool) -> None:
+        self._root = root
         self._exclusion = Exclusion(root)
         self._closes = close and not any(_composes(schema) for schema in _walk(root))
 
@@ -111,6 +112,13 @@ class _Preparation:
             if len(kinds) == 1:
                 schema = {**schema, "type": kinds[0]}
         families = {"number" if kind == "integer" else kind for kind in kinds} or set(_FAMILIES)
+        if isinstance(target := resolve(self._root, schema.get("$ref")), dict):
+            # llguidance refuses keywords beside a reference that leads back to itself.
+            schema = {
+                keyword: value
+                for keyword, value in schema.items()
+                if keyword == "$ref" or target.get(keyword, schema) != value
+            }
         useless = {keyword for family in _FAMILIES.keys() - families for keyword in _FAMILIES[family]}
         if "format" in schema and schema["format"] not in FORMATS:
             useless.add("format")

@@ -37,11 +37,10 @@ class WorkerPool:
         self._running: Counter[Lane] = Counter()
         self._restarts: set[asyncio.Task[None]] = set()
 
-    async def start(self, count: int) -> None:
-        """Start some of the workers, so that the first guides do not wait for them."""
-        workers, self._idle = self._idle[:count], self._idle[count:]
-        for worker in workers:
-            await self._restart(worker)
+    async def start(self) -> None:
+        """Start the workers, so that the first guides do not wait for them."""
+        workers, self._idle = self._idle, []
+        await asyncio.gather(*map(self._restart, workers))
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:
         """Return a worker's reply, after waiting for a turn; cancelling kills a compilation under way.

@@ -87,7 +87,7 @@ class Own:
         self._before = {process.pid for process in workers()}
 
     async def __aenter__(self) -> "Own":
-        await self.compiler._pools["llguidance"].start(2)
+        await self.compiler._pools["llguidance"].start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
