@@ -83,7 +83,7 @@ class Exclusion:
         if isinstance(value, float) and not value.is_integer() and schema.get("type") == "integer":
             return True
         if isinstance(value, str):
-            return len(value) < schema.get("minLength", 0) or len(value) > schema.get("maxLength", len(value))
+            return bool(len(value) < schema.get("minLength", 0) or len(value) > schema.get("maxLength", len(value)))
         if not isinstance(value, dict) or depth >= _DEPTH:
             return False
         return (
