@@ -102,6 +102,7 @@ class EmbeddedEngine:
             self._fail_all(EngineNotReady("the engine is closing"))
         for task in self._compiling:
             task.cancel()
+        await asyncio.gather(*self._compiling, return_exceptions=True)
         if self._info is not None:
             await self._compiler.close()
         self._info = None
