@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,8 +22,6 @@ from engine.embedded.grammar.library import Compiled, Library, LibraryName, Posi
 from engine.embedded.grammar.pool import WorkerPool
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.types import Guide
-
-log = logging.getLogger(__name__)
 
 _LIBRARIES: tuple[LibraryName, ...] = ("llguidance", "xgrammar")
 _CACHE_BYTES = 256 << 20
@@ -125,7 +123,8 @@ class GrammarCompiler:
         self._timeout = timeout
         self._cache: OrderedDict[Guide, Compiled] = OrderedDict()
         self._cached_bytes = 0
-        self._refusals: OrderedDict[Guide, tuple[float, str]] = OrderedDict()
+        self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """Until when each is remembered, and the message, by a digest of the guide: that may be large."""
         self._pending: dict[Guide, asyncio.Task[Compiled]] = {}
         self._waiters: dict[Guide, int] = {}
         self._closed = False
@@ -155,7 +154,7 @@ class GrammarCompiler:
             return self._cache[guide]
         if self._closed:
             raise EngineNotReady("the engine is closing")
-        until, reason = self._refusals.get(guide, (0.0, ""))
+        until, reason = self._refusals.get(_digest(guide), (0.0, ""))
         if time.monotonic() < until:
             raise InvalidRequest(reason, _PARAM)
         task = self._pending.get(guide)
@@ -211,8 +210,8 @@ class GrammarCompiler:
     def _refused(self, guide: Guide, reason: str) -> InvalidRequest:
         """Remember why a guide is refused."""
         message = _message(guide, reason)
-        self._refusals[guide] = (time.monotonic() + _REFUSAL_SECONDS, message)
-        self._refusals.move_to_end(guide)
+        self._refusals[_digest(guide)] = (time.monotonic() + _REFUSAL_SECONDS, message)
+        self._refusals.move_to_end(_digest(guide))
         while len(self._refusals) > _MAX_REFUSALS:
             self._refusals.popitem(last=False)
         return InvalidRequest(message, _PARAM)
@@ -256,6 +255,10 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     else:
         index = torch.tensor(rows, device=logits.device)
         logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(banned, -torch.inf))
+
+
+def _digest(guide: Guide) -> bytes:
+    return hashlib.blake2b(f"{guide.kind} {guide.spec}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _message(guide: Guide, reason: str) -> str:

@@ -36,6 +36,7 @@ class WorkerPool:
         """The lane first that had its last turn the longest ago."""
         self._running: Counter[Lane] = Counter()
         self._restarts: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def start(self) -> None:
         """Start the workers, so that the first guides do not wait for them."""
@@ -60,7 +61,8 @@ class WorkerPool:
         raise EngineUnavailable("the process that compiles grammars was killed, perhaps for want of memory")
 
     async def close(self) -> None:
-        """Kill the workers. No compilation may be under way."""
+        """Kill the workers. Every compilation must have been cancelled."""
+        self._closed = True
         for task in self._restarts:
             task.cancel()
         await asyncio.gather(*self._restarts, return_exceptions=True)
@@ -88,7 +90,7 @@ class WorkerPool:
 
     def _give(self, lane: Lane, worker: GrammarWorker) -> None:
         self._running[lane] -= 1
-        if worker.alive:
+        if worker.alive or self._closed:
             self._idle.append(worker)
         else:
             task = asyncio.create_task(self._restart(worker))
@@ -107,7 +109,7 @@ class WorkerPool:
     def _assign(self) -> None:
         """Hand idle workers to the lanes that wait."""
         most = max(1, len(self._workers) - 1)
-        while self._idle:
+        while self._idle and not self._closed:
             lane = next((lane for lane, turns in self._waiting.items() if turns and self._running[lane] < most), None)
             if lane is None:
                 break

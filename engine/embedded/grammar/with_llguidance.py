@@ -10,7 +10,8 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
-from engine.embedded.grammar.json_schema import Schema, prepare
+from engine.embedded.grammar.json_exclusion import Schema
+from engine.embedded.grammar.json_schema import prepare
 from engine.embedded.grammar.library import Bitmask, Setup, UnsupportedGuideError, choices_of
 from engine.types import Guide
 

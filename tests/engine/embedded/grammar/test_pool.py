@@ -131,3 +131,17 @@ async def test_a_killed_worker_costs_one_retry(pool: WorkerPool, kills: int) -> 
             await pool.compile(SMALL, 1.0)
     assert HeldWorker.started == [SMALL] * 2
     assert await pool.compile(SMALL, 1.0) == Reply()
+
+
+async def test_no_worker_is_started_after_the_end(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation that was given up may come to its end later."""
+    tasks = submit(pool, [SMALL])
+    await settle()
+    started = []
+    monkeypatch.setattr(HeldWorker, "start", lambda self: started.append(self))
+    for worker in pool._workers:
+        worker.alive = False  # type: ignore[misc]
+    tasks[0].cancel()
+    await pool.close()
+    await end(tasks)
+    assert started == []
