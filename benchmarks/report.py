@@ -20,6 +20,7 @@ PACKAGES = (
     "uvicorn",
     "uvloop",
     "sse-starlette",
+    "llguidance",
     "xgrammar",
     "triton",
     "flashinfer-python",

@@ -64,6 +64,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
     """Instruction set of the compiled path on a CPU."""
     guide_timeout_seconds: float = 15.0
+    guide_workers: int = 2
+    """Processes that compile grammars, for each library."""
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
     """How KV blocks move between replicas; empty if they do not."""
     kv_transfer_port: int = 0

@@ -45,7 +45,7 @@ class Limits:
     max_stop: int = 16
     max_logit_bias: int = 1024
     max_top_logprobs: int = 20
-    max_schema_kb: int = 64
+    max_schema_kb: int = 1024
     max_schema_depth: int = 32
     chat_template_kwargs: tuple[str, ...] = ()
     special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"

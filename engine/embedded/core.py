@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.fetches import Fetches
+from engine.embedded.grammar.library import Compiled
 from engine.embedded.handoff.remote_source import RemoteSource
 from engine.embedded.handoff.state import held_of, layout_of
 from engine.embedded.handoff.words import LeaseWords
@@ -117,6 +118,14 @@ class EngineCore:
             sequence.images = PromptImages(sequence.request, self.runner.takes_images)
         self.scheduler.add(sequence)
         self._stalled = False
+
+    def begin(self, request_id: str, compiled: Compiled) -> None:
+        """Give a sequence its grammar; it may sample from now on. Does nothing if it has ended."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.sampler.matcher is not None:
+            sequence.sampler.matcher.begin(compiled)
+            sequence.lacks_grammar = False
+            self._stalled = False
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it

@@ -66,8 +66,13 @@ class EmbeddedEngine:
         self._thread.start()
         info = await loaded
         self._compiler = GrammarCompiler(
-            Path(info.model), info.vocab_size, info.eos_token_ids, self._config.guide_timeout_seconds
+            Path(info.model),
+            info.vocab_size,
+            info.eos_token_ids,
+            self._config.guide_timeout_seconds,
+            self._config.guide_workers,
         )
+        self._compiling.add(asyncio.create_task(self._compiler.warm_up()))
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -81,10 +86,7 @@ class EmbeddedEngine:
         self._streams[request.request_id] = stream
         stream.when_done(lambda: self._streams.pop(request.request_id))
         if request.sampling.guide is not None:
-            task = asyncio.create_task(self._compile(request, request.sampling.guide, stream))
-            self._compiling.add(task)
-            task.add_done_callback(self._compiling.discard)
-            stream.when_done(task.cancel)
+            self._submit_guided(request, request.sampling.guide, stream)
         return stream
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
@@ -98,6 +100,9 @@ class EmbeddedEngine:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
             self._fail_all(EngineNotReady("the engine is closing"))
+        for task in self._compiling:
+            task.cancel()
+        await asyncio.gather(*self._compiling, return_exceptions=True)
         if self._info is not None:
             await self._compiler.close()
         self._info = None
@@ -118,11 +123,36 @@ class EmbeddedEngine:
         if request.request_id in self._streams:
             raise InvalidRequest("a running request has the same request_id", "request_id")
 
-    async def _compile(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
+    def _submit_guided(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
+        """Submit a request and compile its guide meanwhile. Only one that continues a handoff waits for the guide: its
+        first token is there already."""
+        matcher, ahead = self._compiler.matcher(guide), request.handoff is None
+        if ahead or matcher.ready:
+            try:
+                self._submit(request, matcher)
+            except EngineError as error:
+                stream.fail(error)
+                return
+        if matcher.ready:
+            return
+        task = asyncio.create_task(self._compile(request, guide, matcher, stream, ahead=ahead))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+        stream.when_done(task.cancel)
+
+    async def _compile(
+        self, request: GenerateRequest, guide: Guide, matcher: Matcher, stream: DeltaStream, *, ahead: bool
+    ) -> None:
         try:
             compiled = await self._compiler.compile(guide)
-            self._submit(request, compiled.matcher())
+            if ahead:
+                self._commands.put(lambda core: core.begin(request.request_id, compiled))
+            else:
+                matcher.begin(compiled)
+                self._submit(request, matcher)
         except EngineError as error:
+            if ahead:
+                self._abort(request.request_id)
             stream.fail(error)
 
     def _submit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
@@ -147,6 +177,7 @@ class EmbeddedEngine:
             arrival=arrival,
             tokens=list(request.prompt_token_ids),
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else [None],
+            lacks_grammar=matcher is not None and not matcher.ready,
         )
         if request.handoff is not None:
             resume(sequence, request.handoff, self._layout)

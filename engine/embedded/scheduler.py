@@ -140,6 +140,7 @@ class Scheduler:
             elif (
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.spent
+                and not sequence.lacks_grammar
                 and len(chunks) < self._max_num_tokens
                 and (start < len(sequence.tables[-1]) * size or self._grow(sequence, 1))
             ):
@@ -214,7 +215,7 @@ class Scheduler:
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Return the largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt
         may run alone."""
-        remaining = min(sequence.remaining, self.blocks.max_chunk)
+        remaining = min(sequence.remaining - sequence.lacks_grammar, self.blocks.max_chunk)
         if self._chunked:
             return min(remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
         return remaining if remaining <= budget or not chunks else 0
@@ -253,6 +254,9 @@ class Scheduler:
                 return
             matched = self._match(sequence)
             sequence.computed = len(matched[0]) * self.blocks.block_size
+            if sequence.lacks_grammar and (sequence.remaining == 1 or not self._may_run_ahead()):
+                sequence.computed = 0
+                continue
             length = self._length(sequence, budget, chunks)
             if not length or not self._fits(matched, sequence.length, sequence.computed + length):
                 sequence.computed = 0
@@ -260,6 +264,10 @@ class Scheduler:
             self._start(sequence, matched, length)
             chunks.append(Chunk.next_of(sequence, length))
             budget -= length
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether another prompt may be computed before its grammar is there: those take half of the slots."""
+        return 2 * sum(sequence.lacks_grammar for sequence in self.running) < len(self.running) + len(self._slots) - 1
 
     def _fits(self, tables: list[Table], length: int, end: int) -> bool:
         # One spare block for each running sequence, or admitting would soon preempt what it admits.
@@ -334,9 +342,13 @@ class Scheduler:
         fetching one is reading: they wait to share it."""
         size = self.blocks.block_size
         prompts = (
-            [s for s in (*self.running, *self.fetching) if s.stored < s.num_prompt // size] if self.blocks.reuse else []
+            [s for s in (*self.running, *self.fetching) if s.stored < (s.num_prompt - s.lacks_grammar) // size]
+            if self.blocks.reuse
+            else []
         )
-        coming = {key for s in prompts for key in s.extend_keys(size)[s.stored :]}
+        coming = {
+            key for s in prompts for key in s.extend_keys(size)[s.stored : (len(s.tokens) - s.lacks_grammar) // size]
+        }
         for sequence in list(self.waiting):
             keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
             if not sequence.wants_prompt_logprobs and any(key in coming for key in keys):

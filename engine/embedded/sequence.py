@@ -74,6 +74,8 @@ class Sequence:
     stored: int = 0
     """Leading blocks that are in the pool's prefix index, or were when they were computed."""
     cached_tokens: int = 0
+    lacks_grammar: bool = False
+    """Whether its guide is still being compiled: all but the last token of its prompt may be computed."""
     first_scheduled: float | None = None
     remote: HeldState | None = None
     """Blocks of its prompt on another replica, until they have been read or could not be."""

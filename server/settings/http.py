@@ -69,6 +69,8 @@ class HttpSettings(Section):
     """Maximum depth of nested objects in a JSON schema."""
     guide_timeout_seconds: float = Field(EMBEDDED.guide_timeout_seconds, gt=0)
     """Seconds that compiling a schema, regular expression or grammar may take."""
+    guide_workers: int = Field(EMBEDDED.guide_workers, ge=1)
+    """Number of processes that compile schemas and regular expressions, and again as many at most for EBNF grammars."""
     chat_template_kwargs: Names = (
         "enable_thinking",
         "thinking",

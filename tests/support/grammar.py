@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.embedded.grammar.compiler import CompiledGuide, GrammarCompiler, Matcher, new_bitmask
+from engine.embedded.grammar.compiler import GrammarCompiler, Matcher, new_bitmask
+from engine.embedded.grammar.library import Compiled
 from engine.types import Guide, GuideKind
 
 EOS = 2
@@ -55,6 +56,11 @@ async def compiler(tokenizer_folder: Path) -> AsyncIterator[GrammarCompiler]:
     await compiler.close()
 
 
+def started(guide: Compiled) -> Matcher:
+    """Return a matcher at the start of a grammar."""
+    return Matcher((EOS,), guide)
+
+
 def allowed(matcher: Matcher) -> set[int]:
     bitmask = new_bitmask(3, VOCAB)
     matcher.fill(bitmask, 1)
@@ -62,9 +68,9 @@ def allowed(matcher: Matcher) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(bitmask[1].numpy().view(np.uint8), bitorder="little")).tolist())
 
 
-def accepts(guide: CompiledGuide, tokenizer: Tokenizer, text: str) -> bool:
+def accepts(guide: Compiled, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the tokens of `text` and then the end pass the masks."""
-    matcher = guide.matcher()
+    matcher = started(guide)
     for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
         if token not in allowed(matcher):
             return False
@@ -73,12 +79,18 @@ def accepts(guide: CompiledGuide, tokenizer: Tokenizer, text: str) -> bool:
     return True
 
 
-def generate(guide: CompiledGuide, tokenizer: Tokenizer, seed: int, limit: int = 400) -> str | None:
-    """Text that the masks let a random model write; None if it does not come to an end."""
-    matcher, choose, output = guide.matcher(), random.Random(seed), list[int]()
+def generate(guide: Compiled, tokenizer: Tokenizer, seed: int, limit: int = 400) -> str | None:
+    """Text that the masks let a random model write; None if it does not come to an end.
+
+    The model prefers what closes strings and brackets, the more the longer it writes.
+    """
+    matcher, choose, output = started(guide), random.Random(seed), list[int]()
+    closing = {token for text, token in tokenizer.get_vocab().items() if set(text) <= set('"}],:{[0123456789')}
     while len(output) < limit:
         options = sorted(allowed(matcher))
-        token = EOS if EOS in options and choose.random() < 0.5 else choose.choice(options)
+        if not set(options) <= {EOS} and choose.random() < (0.5 if len(output) < 40 else 0.95):
+            options = sorted(closing & set(options)) or options
+        token = EOS if EOS in allowed(matcher) and choose.random() < 0.5 else choose.choice(options)
         matcher.accept(token)
         if matcher.finished:
             return str(tokenizer.decode(output, skip_special_tokens=False))

@@ -1,61 +1,52 @@
-"""The parent's side of the grammar worker: starts it on first use, asks it, and kills it when it takes too long.
-
-A lost worker is replaced when the next grammar needs one; nothing depends on it in between, so there is no supervisor
-and no pause.
-"""
+"""The parent's side of one grammar worker: starts it, asks it, and kills it when it takes too long."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
 import msgspec
 
 import engine
-from engine.embedded.grammar.worker import Reply, Setup
+from engine.embedded.grammar.library import Setup
+from engine.embedded.grammar.worker import Reply
 from engine.errors import EngineFailure
 from engine.types import Guide
 from protocol.frames import packed, receive_payload
 
 _START_SECONDS = 120.0
 _ROOT = Path(engine.__file__).resolve().parents[1]
+_CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, 1)
+"""How a worker ends that a grammar has driven out of memory or stack."""
 
 
 class WorkerTimeoutError(Exception):
     """The worker did not answer in time and was killed."""
 
 
+class WorkerKilledError(Exception):
+    """Something else than the guide, such as the kernel short of memory, killed the worker."""
+
+
 class GrammarWorker:
-    """One worker process, replaced when it is lost. Call `compile` one at a time."""
+    """One worker process, started on first use and anew after it was lost. Ask it one thing at a time."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
 
-    async def compile(self, guide: Guide, timeout: float) -> Reply:
-        """Return the worker's reply. Raises WorkerTimeoutError, and EngineFailure if the worker cannot be started."""
-        process = self._process or await self._start()
-        try:
-            async with asyncio.timeout(timeout):
-                return await _ask(process, guide)
-        except TimeoutError:
-            await self.close()
-            raise WorkerTimeoutError from None
-        except (EOFError, ConnectionError):
-            await self.close()
-            return Reply(error="compiling it needs too much memory or nests too deeply")
-        except BaseException:
-            await self.close()
-            raise
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
 
-    async def close(self) -> None:
-        """Kill the worker if it runs; it has no state."""
-        process, self._process = self._process, None
-        if process is not None:
-            await _end(process)
-
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def start(self) -> None:
+        """Start the process unless it runs. Raises EngineFailure if it cannot be started."""
+        if self.alive:
+            return
+        await self.close()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine.embedded.grammar.worker",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=_ROOT, start_new_session=True,
@@ -72,7 +63,34 @@ class GrammarWorker:
             await _end(process)
             raise EngineFailure(f"the grammar worker failed: {reply.error}")
         self._process = process
-        return process
+
+    async def compile(self, guide: Guide, timeout: float) -> Reply:
+        """Return the worker's reply.
+
+        Raises WorkerTimeoutError, WorkerKilledError, and EngineFailure if the worker cannot be started.
+        """
+        await self.start()
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(timeout):
+                return await _ask(process, guide)
+        except TimeoutError:
+            await self.close()
+            raise WorkerTimeoutError from None
+        except (EOFError, ConnectionError):
+            if await process.wait() in _CRASHES:
+                return Reply(error="compiling it needs too much memory or nests too deeply")
+            raise WorkerKilledError from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill the worker if it runs; it has no state."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
 
 
 async def _ask(process: asyncio.subprocess.Process, message: Guide | Setup) -> Reply:

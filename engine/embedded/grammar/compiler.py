@@ -1,29 +1,33 @@
 """Guided decoding: a cache of compiled grammars, and the matcher that follows one sequence through its grammar.
 
-Every grammar is first compiled in the grammar worker, under a time and a memory limit. A grammar that fails there is
-rejected; one that passes is safe to compile here. xgrammar is imported in a thread when the first guide arrives.
+Every grammar is first compiled in a grammar worker, under a time and a memory limit. A grammar that fails there is
+refused; one that passes is safe to build here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from engine.embedded.grammar.client import GrammarWorker, WorkerTimeoutError
-from engine.embedded.grammar.worker import Setup
+from engine.embedded.grammar.client import WorkerTimeoutError
+from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of, load
+from engine.embedded.grammar.pool import WorkerPool
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.types import Guide
 
-if TYPE_CHECKING:
-    import xgrammar
-
+_LIBRARIES: tuple[LibraryName, ...] = ("llguidance", "xgrammar")
 _CACHE_BYTES = 256 << 20
+_MAX_REFUSALS = 256
+_REFUSAL_SECONDS = 60.0
+"""Seconds for which the reason of a failed compilation is remembered."""
 _MAX_MESSAGE = 400
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression"}
 """Names of the kinds of guides, where they differ from the kind."""
@@ -35,12 +39,14 @@ _TOKEN_SECONDS = 0.02
 
 
 class Matcher:
-    """The position of one sequence in its grammar."""
+    """The position of one sequence in its grammar.
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
-        import xgrammar  # noqa: PLC0415
+    It may be made before the grammar has been compiled: `begin` hands that in later. Until then the sequence must not
+    sample.
+    """
 
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    def __init__(self, stop_token_ids: Sequence[int], compiled: Compiled | None = None) -> None:
+        self._position: Position | None = None
         self._stops = frozenset(stop_token_ids)
         self._spent = 0.0
         self.allowance = _PATIENCE_SECONDS
@@ -48,12 +54,25 @@ class Matcher:
         """Whether the grammar is complete and an end-of-sequence token was accepted."""
         self.error = ""
         """Reason why the output cannot follow the grammar any further, or not in time; the request must then fail."""
+        if compiled is not None:
+            self.begin(compiled)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the grammar is there."""
+        return self._position is not None
+
+    def begin(self, compiled: Compiled) -> None:
+        """Start at the beginning of a compiled grammar."""
+        self._position = compiled.start()
 
     def fill(self, bitmask: torch.Tensor, row: int) -> None:
         """Set the bits of the ids that may come next in `row` of int32 [rows, ceil(vocab / 32)], on the CPU."""
+        assert self._position is not None
         started = time.thread_time()
-        if not self.finished:
-            self._matcher.fill_next_token_bitmask(bitmask, row)
+        if not self.finished and not self.error:
+            self._position.fill(bitmask.numpy(), row)
+            self.error = self._position.error
             if not self.error and not bool(bitmask[row].any()):
                 self.error = "no token of the model continues the grammar"
         if self.finished or self.error:
@@ -67,11 +86,15 @@ class Matcher:
 
         After the end of the grammar every token is accepted.
         """
+        assert self._position is not None
         if self.finished or self.error:
             return True
+        if token_id in self._stops:
+            self.finished = self._position.may_end()
+            return self.finished
         started = time.thread_time()
-        accepted = self._matcher.accept_token(token_id)
-        self.finished = self._matcher.is_terminated()
+        accepted = self._position.accept(token_id)
+        self.error = self._position.error
         self.allowance += _TOKEN_SECONDS
         self._spend(started)
         return accepted
@@ -79,116 +102,130 @@ class Matcher:
     def _spend(self, started: float) -> None:
         self._spent += time.thread_time() - started
         if self._spent > self.allowance:
-            self.error = "the grammar is too ambiguous to be followed token by token"
-
-
-class CompiledGuide:
-    """A compiled grammar that any number of sequences can share."""
-
-    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
-        self._compiled = compiled
-        self._stop_token_ids = tuple(stop_token_ids)
-        self.num_bytes: int = compiled.memory_size_bytes
-
-    def matcher(self) -> Matcher:
-        """Return a matcher at the start of the grammar."""
-        return Matcher(self._compiled, self._stop_token_ids)
+            self.error = self.error or "the grammar is too ambiguous to be followed token by token"
 
 
 class GrammarCompiler:
     """Compiles guides off the event loop and caches the results, up to `_CACHE_BYTES`. For use on one event loop.
 
-    `vocab_size` is the model's, padding included. `timeout` is in seconds, counted from when the worker starts on a
-    guide.
+    `vocab_size` is the model's, padding included. `timeout` is in seconds, counted from when a worker starts on a
+    guide; `workers` is the number of processes for each library.
     """
 
-    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout: float) -> None:
-        self._setup = Setup(str(tokenizer_folder.resolve()), vocab_size, tuple(eos_token_ids))
+    def __init__(
+        self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout: float, workers: int = 2
+    ) -> None:
+        self._tokenizer = tokenizer_folder.resolve() / "tokenizer.json"
+        self._stops = tuple(eos_token_ids)
+        self._setups = {name: Setup(name, str(self._tokenizer.parent), vocab_size, self._stops) for name in _LIBRARIES}
+        self._pools = {name: WorkerPool(setup, workers) for name, setup in self._setups.items()}
+        self._loading: dict[LibraryName, asyncio.Task[Library]] = {}
         self._timeout = timeout
-        self._worker = GrammarWorker(self._setup)
-        self._local: tuple[xgrammar.TokenizerInfo, xgrammar.GrammarCompiler] | None = None
-        self._turn = asyncio.Lock()
-        self._cache: OrderedDict[Guide, CompiledGuide] = OrderedDict()
+        self._cache: OrderedDict[Guide, Compiled] = OrderedDict()
         self._cached_bytes = 0
-        self._pending: dict[Guide, asyncio.Task[CompiledGuide]] = {}
+        self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """Until when each is remembered, and the message, by a digest of the guide: that may be large."""
+        self._pending: dict[Guide, asyncio.Task[Compiled]] = {}
+        self._waiters: dict[Guide, int] = {}
         self._closed = False
 
-    async def compile(self, guide: Guide) -> CompiledGuide:
-        """Return the compiled guide, from the cache if possible.
+    async def warm_up(self) -> None:
+        """Start the workers of llguidance, of 70 MB each, and load it here. xgrammar, which few requests need and
+        which takes 260 MB and seconds, starts with the first of them.
 
-        Raises InvalidRequest if the guide cannot be compiled completely and in time, EngineNotReady after `close`.
+        Failures are left to the first request that needs what failed.
+        """
+        if self._tokenizer.is_file():
+            with contextlib.suppress(Exception):
+                await asyncio.gather(self._pools["llguidance"].start(), asyncio.shield(self._load("llguidance")))
+
+    def matcher(self, guide: Guide) -> Matcher:
+        """Return a matcher, ready if the guide has been compiled before."""
+        return Matcher(self._stops, self._cache.get(guide))
+
+    async def compile(self, guide: Guide) -> Compiled:
+        """Return the compiled guide, from the cache if possible. It is given up when every caller has been cancelled.
+
+        Raises InvalidRequest if the guide cannot be compiled completely and in time, EngineUnavailable if that is not
+        the guide's fault, EngineNotReady after `close`.
         """
         if guide in self._cache:
             self._cache.move_to_end(guide)
             return self._cache[guide]
         if self._closed:
             raise EngineNotReady("the engine is closing")
+        until, reason = self._refusals.get(_digest(guide), (0.0, ""))
+        if time.monotonic() < until:
+            raise InvalidRequest(reason, _PARAM)
         task = self._pending.get(guide)
         if task is None:
             task = self._pending[guide] = asyncio.create_task(self._build(guide))
             task.add_done_callback(lambda done: self._built(guide, done))
+        self._waiters[guide] = self._waiters.get(guide, 0) + 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():
+            if task.cancelled() and self._closed:
                 raise EngineNotReady("the engine is closing") from None
             raise
+        finally:
+            self._left(guide, task)
 
     async def close(self) -> None:
-        """Cancel pending compilations and stop the worker."""
+        """Cancel pending compilations and stop the workers."""
         self._closed = True
-        tasks = list(self._pending.values())
+        tasks = [*self._pending.values(), *self._loading.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._worker.close()
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
-    async def _build(self, guide: Guide) -> CompiledGuide:
-        async with self._turn:
-            # Concurrently, because both take seconds the first time. The worker's error takes precedence.
-            reply, loaded = await asyncio.gather(
-                self._ask(guide), asyncio.to_thread(self._load), return_exceptions=True
-            )
-            if isinstance(reply, BaseException):
-                raise reply
-            if isinstance(loaded, BaseException):
-                raise loaded
-            return await asyncio.to_thread(self._compile_here, guide, reply)
+    def _left(self, guide: Guide, task: asyncio.Task[Compiled]) -> None:
+        """Note that a caller waits no longer; without any, nobody needs the result."""
+        self._waiters[guide] -= 1
+        if not self._waiters[guide]:
+            del self._waiters[guide]
+            if not task.done():
+                del self._pending[guide]
+                task.cancel()
 
-    async def _ask(self, guide: Guide) -> bytes:
-        """Have the worker compile the guide. Return the serialised result, or b"" to have it compiled here again."""
+    async def _build(self, guide: Guide) -> Compiled:
+        name = library_of(guide)
+        # Concurrently, because both take long the first time. The worker's error takes precedence.
+        loading = self._load(name)
+        prepared = await self._ask(name, guide)
+        library = await asyncio.shield(loading)
+        return await asyncio.to_thread(library.build, guide, prepared)
+
+    async def _ask(self, name: LibraryName, guide: Guide) -> bytes:
+        """Have a worker compile the guide. Return what it is built from here."""
         try:
-            reply = await self._worker.compile(guide, self._timeout)
+            reply = await self._pools[name].compile(guide, self._timeout)
         except WorkerTimeoutError:
-            raise InvalidRequest(
-                _message(guide, f"compiling it takes longer than {self._timeout:g} seconds"), _PARAM
-            ) from None
+            raise self._refused(guide, f"compiling it takes longer than {self._timeout:g} seconds") from None
         if reply.error:
-            raise InvalidRequest(_message(guide, reply.error), _PARAM)
-        return reply.compiled
+            raise self._refused(guide, reply.error)
+        return reply.prepared
 
-    def _load(self) -> None:
-        """Import xgrammar and read the tokenizer once. Runs in a thread."""
-        from engine.embedded.grammar.guides import load_compiler  # noqa: PLC0415
+    def _refused(self, guide: Guide, reason: str) -> InvalidRequest:
+        """Remember why a guide is refused."""
+        message = _message(guide, reason)
+        self._refusals[_digest(guide)] = (time.monotonic() + _REFUSAL_SECONDS, message)
+        self._refusals.move_to_end(_digest(guide))
+        while len(self._refusals) > _MAX_REFUSALS:
+            self._refusals.popitem(last=False)
+        return InvalidRequest(message, _PARAM)
 
-        if self._local is None:
-            self._local = load_compiler(self._setup)
+    def _load(self, name: LibraryName) -> asyncio.Task[Library]:
+        """Import a library and read the tokenizer once, in a thread; again if it failed."""
+        task = self._loading.get(name)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._loading[name] = asyncio.create_task(asyncio.to_thread(load, self._setups[name]))
+        return task
 
-    def _compile_here(self, guide: Guide, serialised: bytes) -> CompiledGuide:
-        import xgrammar  # noqa: PLC0415
-
-        from engine.embedded.grammar.guides import compile_guide  # noqa: PLC0415
-
-        assert self._local is not None
-        info, compiler = self._local
-        if serialised:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), info)
-        else:
-            compiled = compile_guide(compiler, guide)
-        return CompiledGuide(compiled, self._setup.eos_token_ids)
-
-    def _built(self, guide: Guide, task: asyncio.Task[CompiledGuide]) -> None:
-        del self._pending[guide]
+    def _built(self, guide: Guide, task: asyncio.Task[Compiled]) -> None:
+        if self._pending.get(guide) is task:
+            del self._pending[guide]
         if task.cancelled() or task.exception() is not None:
             return
         compiled = task.result()
@@ -206,11 +243,22 @@ def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
     """Mask the logits of ids whose bit is not set with -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
-    import xgrammar  # noqa: PLC0415
+    packed = bitmask[list(rows)].bitwise_not_().view(torch.uint8)
+    if logits.device.type == "cpu":
+        bits = torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, bitorder="little"))
+    else:
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = packed.to(logits.device).unsqueeze(2).bitwise_right_shift(places).bitwise_and_(1).flatten(1)
+    banned = bits[:, : logits.shape[1]].view(torch.bool)
+    if len(rows) == len(logits):
+        logits.masked_fill_(banned, -torch.inf)
+    else:
+        index = torch.tensor(rows, device=logits.device)
+        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(banned, -torch.inf))
 
-    xgrammar.apply_token_bitmask_inplace(
-        logits, bitmask.to(logits.device), vocab_size=logits.shape[1], indices=list(rows)
-    )
+
+def _digest(guide: Guide) -> bytes:
+    return hashlib.blake2b(f"{guide.kind} {guide.spec}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _message(guide: Guide, reason: str) -> str:

@@ -12,7 +12,7 @@ from engine.embedded.grammar.compiler import GrammarCompiler
 from engine.embedded.sampling.sampler import Sampler, SamplerState
 from engine.errors import InvalidRequest
 from engine.types import Guide, GuideKind, SamplingParams
-from tests.support.grammar import EOS, SPECIAL, VOCAB, allowed, check, compiler, tokenizer, tokenizer_folder
+from tests.support.grammar import EOS, SPECIAL, VOCAB, allowed, check, compiler, started, tokenizer, tokenizer_folder
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
 
@@ -45,9 +45,9 @@ async def test_kinds(
 
 
 REFUSED: list[tuple[GuideKind, Any, str]] = [
-    ("regex", "(a", "parenthesis is not closed"),
-    ("regex", "(?!a)b", "Lookahead"),
-    ("regex", "a$b", "is ignored"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", "(?!a)b", "look-around"),
+    ("regex", "a$b", "only around a whole"),
     ("grammar", "root ::= foo", '"foo" is not defined'),
     ("grammar", "", "."),
     ("choice", [], "non-empty array"),
@@ -69,15 +69,15 @@ async def test_what_cannot_be_enforced_is_refused(
 
 
 async def test_special_and_padding_ids_are_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    options = allowed((await compiler.compile(Guide("regex", r"[\s\S]+"))).matcher())
+    options = allowed(started(await compiler.compile(Guide("regex", r"[\s\S]+"))))
     assert len(options) > 200
     assert not options & {0, 1, EOS, SPECIAL, *range(tokenizer.get_vocab_size(), VOCAB)}
     choice = await compiler.compile(Guide("choice", '["<|special|>"]'))
-    assert SPECIAL not in allowed(choice.matcher())
+    assert SPECIAL not in allowed(started(choice))
 
 
 async def test_after_the_end_only_the_end_is_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    matcher = (await compiler.compile(Guide("choice", '["a"]'))).matcher()
+    matcher = started(await compiler.compile(Guide("choice", '["a"]')))
     matcher.accept(tokenizer.token_to_id("a"))
     for _ in range(3):
         assert allowed(matcher) == {EOS}
@@ -99,7 +99,7 @@ async def test_the_sampler_follows_the_grammar_beside_free_rows(
         sampling = SamplingParams(
             max_tokens=50, temperature=temperature, top_p=0.9, logit_bias={SPECIAL: 100.0, EOS: -100.0}, min_tokens=2
         )
-        guided = SamplerState(sampling, [1], (EOS,), seed, guide.matcher(), VOCAB, cpu)
+        guided = SamplerState(sampling, [1], (EOS,), seed, started(guide), VOCAB, cpu)
         free = SamplerState(SamplingParams(max_tokens=50, temperature=0), [1], (EOS,), seed, None, VOCAB, cpu)
         output = list[int]()
         while not output or output[-1] != EOS:
@@ -116,13 +116,13 @@ async def test_the_sampler_follows_the_grammar_beside_free_rows(
 async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     guide = await compiler.compile(Guide("choice", '["a"]'))
     sampling = SamplingParams(max_tokens=9, temperature=0, min_tokens=5)
-    state = SamplerState(sampling, [1], (EOS,), 0, guide.matcher(), VOCAB, torch.device("cpu"))
+    state = SamplerState(sampling, [1], (EOS,), 0, started(guide), VOCAB, torch.device("cpu"))
     state.accept(tokenizer.token_to_id("a"))
     assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_ids == (EOS,)
 
 
 async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    matcher = (await compiler.compile(Guide("regex", "a+"))).matcher()
+    matcher = started(await compiler.compile(Guide("regex", "a+")))
     matcher.allowance = 0.0
     allowed(matcher)
     assert "too ambiguous" in matcher.error

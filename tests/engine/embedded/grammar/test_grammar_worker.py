@@ -11,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar.compiler import GrammarCompiler
-from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.types import Guide, GuideKind
 from tests.support.grammar import EOS, VOCAB, accepts, compiler, tokenizer, tokenizer_folder
+from tests.support.waiting import until
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
 
@@ -63,13 +64,14 @@ async def test_catastrophes_end_in_time_and_the_next_guide_compiles(
         await compiler.close()
 
 
-async def test_a_timeout_kills_the_worker_and_refuses_the_guide(tokenizer_folder: Path) -> None:
-    before = workers()
+async def test_a_timeout_refuses_the_guide_and_is_remembered(tokenizer_folder: Path) -> None:
     compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=0.0001)
+    guide = Guide("regex", "ab")
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.0001 seconds"):
-        await compiler.compile(Guide("regex", "ab"))
-    assert workers() == before
+        await compiler.compile(guide)
     await compiler.close()
+    with pytest.raises(EngineNotReady):
+        await compiler.compile(guide)
 
 
 def workers() -> list[psutil.Process]:
@@ -77,21 +79,106 @@ def workers() -> list[psutil.Process]:
     return [child for child in running if "engine.embedded.grammar.worker" in child.cmdline()]
 
 
-async def test_a_lost_worker_is_replaced_and_close_leaves_none(tokenizer_folder: Path) -> None:
-    before = {process.pid for process in workers()}
-    compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=20.0)
-    await compiler.compile(Guide("regex", "a"))
-    mine = [process for process in workers() if process.pid not in before]
-    assert len(mine) == 1
-    mine[0].kill()
-    mine[0].wait(10)
-    with pytest.raises(InvalidRequest, match="too much memory or nests too deeply"):
-        await compiler.compile(Guide("regex", "b"))
-    await compiler.compile(Guide("regex", "b"))
-    await compiler.close()
-    assert {process.pid for process in workers()} <= before
-    with pytest.raises(EngineNotReady):
-        await compiler.compile(Guide("regex", "c"))
+class Own:
+    """A compiler with two workers of its own, and their processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.compiler = GrammarCompiler(folder, VOCAB, (EOS,), timeout=60.0)
+        self._before = {process.pid for process in workers()}
+
+    async def __aenter__(self) -> "Own":
+        await self.compiler._pools["llguidance"].start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.compiler.close()
+        assert self.processes() == []
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in workers() if process.pid not in self._before]
+
+    async def busy(self, stopped: list[psutil.Process]) -> psutil.Process:
+        """Wait until one of the stopped processes has been asked something, and return it."""
+        pool = self.compiler._pools["llguidance"]
+
+        def asked() -> list[psutil.Process]:
+            running = {worker._process.pid for worker in pool._workers if worker not in pool._idle and worker._process}
+            return [process for process in stopped if process.pid in running]
+
+        await until(asked)
+        return asked()[0]
+
+
+async def test_a_worker_that_is_killed_while_idle_is_replaced_silently(
+    tokenizer_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with Own(tokenizer_folder) as own:
+        for process in own.processes():
+            process.kill()
+        await asyncio.gather(*(own.compiler.compile(Guide("regex", letter)) for letter in "abc"))
+        assert accepts(await own.compiler.compile(Guide("regex", "ab")), tokenizer, "ab")
+
+
+async def test_a_worker_that_is_killed_at_work_costs_one_retry_and_then_503(tokenizer_folder: Path) -> None:
+    async with Own(tokenizer_folder) as own:
+        stopped = own.processes()
+        assert len(stopped) == 2
+        for process in stopped:
+            process.suspend()
+        task = asyncio.create_task(own.compiler.compile(Guide("regex", "a")))
+        first = await own.busy(stopped)
+        first.kill()
+        stopped.remove(first)
+        (await own.busy(stopped)).kill()
+        with pytest.raises(EngineUnavailable, match="was killed"):
+            await task
+        await own.compiler.compile(Guide("regex", "a"))  # and that is not remembered
+
+
+async def test_the_last_caller_that_leaves_ends_the_compilation(tokenizer_folder: Path) -> None:
+    async with Own(tokenizer_folder) as own:
+        stopped = own.processes()
+        for process in stopped:
+            process.suspend()
+        tasks = [asyncio.create_task(own.compiler.compile(Guide("regex", "a"))) for _ in range(2)]
+        process = await own.busy(stopped)
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+        assert process.status() == psutil.STATUS_STOPPED, "somebody still waits"
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        await until(lambda: process not in own.processes())
+        for other in stopped:
+            if other != process:
+                other.resume()
+        await own.compiler.compile(Guide("regex", "a"))
+
+
+async def test_a_failed_compilation_is_remembered(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Own(tokenizer_folder) as own:
+        errors = []
+        for _ in range(2):
+            with pytest.raises(InvalidRequest) as caught:
+                await own.compiler.compile(Guide("regex", "("))
+            errors.append(str(caught.value))
+            monkeypatch.setattr(own.compiler, "_pools", {})  # the second time nobody is asked
+        monkeypatch.undo()
+        assert errors[0] == errors[1]
+
+
+async def test_bad_expressions_delay_no_small_schema(tokenizer_folder: Path) -> None:
+    """Each of the expressions takes a worker a second or more."""
+    async with Own(tokenizer_folder) as own:
+        hostile = [
+            asyncio.create_task(own.compiler.compile(Guide("regex", ".*" * (2000 + index)))) for index in range(8)
+        ]
+        await own.busy(own.processes())
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        await own.compiler.compile(Guide("json_schema", json.dumps(schema)))
+        assert sum(not task.done() for task in hostile) >= 6
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
 
 
 async def test_the_worker_ends_with_its_stdin(tokenizer_folder: Path) -> None:

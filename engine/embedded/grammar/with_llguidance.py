@@ -1,0 +1,156 @@
+"""JSON schemas, regular expressions and choices by llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from tokenizers import Tokenizer
+
+from engine.embedded.grammar.json_exclusion import Schema
+from engine.embedded.grammar.json_schema import prepare
+from engine.embedded.grammar.library import Bitmask, Setup, UnsupportedGuideError, choices_of
+from engine.types import Guide
+
+MAX_WHITESPACE = 16
+"""Maximum whitespace characters between two JSON tokens.
+
+This is enough for indented output, and stops a model that generates whitespace forever."""
+
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""A state takes 1 or 2 kB."""
+_BYTES = 64 << 10
+"""What a compiled grammar takes beside its text, on average over public schemas."""
+_NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
+"""llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""
+_JSON = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+_SPECIAL = re.compile(r"[^\w]", re.ASCII)
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_REASONS = (
+    (r'^Unimplemented keys: \["(.+?)"', "{} is not supported"),
+    (r"^oneOf constraints", "the branches of oneOf overlap, which is not supported; use anyOf, or a required constant"),
+    (r"^Unsatisfiable schema: (?!Regex)(.+)", "nothing can match it: {}"),
+    (r"^Unsatisfiable schema|NoExtension", "nothing that the model can write matches it"),
+    (r"^min/maxProperties", "minProperties and maxProperties are supported only where all properties are required"),
+    (r"^circular references with sibling", "a $ref that leads back to itself cannot have other keywords beside it"),
+    (r"^patternProperty regexes (.+?) and (.+?) are not disjoint",
+     "one property name may match two of patternProperties, {} and {}"),
+    (r"^Resource '(.+?)'", "$ref must point into the schema, as in #/$defs/name, and {} does not"),
+    (r"^Pointer '(.+?)' does not exist", "$ref points to #{}, which does not exist"),
+    (r"^recursion limit", "it is nested too deeply"),
+    (r"^schema too large|stack level exceeded", "it is too large once its parts are combined"),
+    (r"lookarounds not supported yet; (?:End|Start)", "^ and $ are supported only around a whole regular expression"),
+    (r"lookarounds not supported yet; Word", "word boundaries are not supported in a regular expression"),
+    (r"look-?around", "look-around is not supported in a regular expression"),
+    (r"backreferences", "backreferences are not supported in a regular expression"),
+    (r"\nerror: (.+)", "the regular expression is not valid: {}"),
+    (r"^invalid regex|^regex parse error", "the regular expression is not valid"),
+    (r"^lexer|too many|fuel|TooComplex|InternalError|limits", "it is too complex to be followed token by token"),
+)  # fmt: skip
+"""Patterns of llguidance's messages, and what to tell the user instead."""
+
+
+class Llguidance:
+    """The `Library` for one tokenizer."""
+
+    def __init__(self, setup: Setup) -> None:
+        tokenizer = Tokenizer.from_file(str(Path(setup.tokenizer_folder) / "tokenizer.json"))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = LLTokenizer(
+            tokenizer.to_str(), n_vocab=setup.vocab_size, eos_token=list(setup.eos_token_ids) or None
+        )
+
+    def prepare(self, guide: Guide) -> tuple[LlguidanceGrammar, bytes]:
+        """See `Library`."""
+        reason = ""
+        for grammar in _grammars(guide):
+            matcher = self._matcher(grammar)
+            if not matcher.is_error() and not matcher.get_grammar_warnings():
+                return LlguidanceGrammar(matcher, len(grammar)), grammar.encode()
+            reason = reason or explained(matcher.get_error() or matcher.get_grammar_warnings()[0])
+        raise UnsupportedGuideError(reason)
+
+    def build(self, guide: Guide, prepared: bytes) -> LlguidanceGrammar:
+        """See `Library`."""
+        return LlguidanceGrammar(self._matcher(prepared.decode()), len(prepared))
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+class LlguidanceGrammar:
+    """See `Compiled`."""
+
+    def __init__(self, matcher: LLMatcher, size: int) -> None:
+        self._matcher = matcher
+        self.num_bytes = size + _BYTES
+
+    def start(self) -> LlguidancePosition:
+        """See `Compiled`."""
+        return LlguidancePosition(self._matcher.deep_copy())
+
+
+class LlguidancePosition:
+    """See `Position`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        return explained(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """See `Position`."""
+        self._matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
+
+    def accept(self, token_id: int) -> bool:
+        """See `Position`. After an error, which `error` tells, every token is accepted."""
+        return self._matcher.try_consume_tokens([token_id]) == 1 or self._matcher.is_error()
+
+    def may_end(self) -> bool:
+        """See `Position`."""
+        return self._matcher.is_accepting()
+
+
+def explained(message: str) -> str:
+    """Return what a message of llguidance means to a user, with the place in the schema if it names one."""
+    message = _PLACE.sub("", message)
+    where = re.search(r"while processing \S*?(#\S*)", message)
+    for pattern, text in _REASONS:
+        if match := re.search(pattern, message):
+            reason = text.format(*match.groups())
+            return f"{where[1]}: {reason}" if where else reason
+    return message.partition("\n")[0][:200] or "it is not valid"
+
+
+def _grammars(guide: Guide) -> Iterator[str]:
+    """Yield the guide as grammars for llguidance, the best first: a schema's objects are closed if they can be."""
+    match guide.kind:
+        case "json_schema":
+            yield _json_grammar(prepare(guide.spec))
+            yield _json_grammar(prepare(guide.spec, close=False))
+        case "json_object":
+            yield _json_grammar({"type": "object"})
+        case "regex":
+            yield _regex_grammar(guide.spec)
+        case "choice":
+            yield _regex_grammar("|".join(_SPECIAL.sub(_escaped, choice) for choice in choices_of(guide.spec)))
+        case "grammar":
+            raise AssertionError("xgrammar compiles EBNF")
+
+
+def _json_grammar(schema: Schema) -> str:
+    return f"{_NO_FORCING}%json {json.dumps({**schema, 'x-guidance': _JSON})}"
+
+
+def _regex_grammar(pattern: str) -> str:
+    return f"{_NO_FORCING}/{regex_to_lark(pattern)}/"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return rf"\x{{{ord(match[0]):x}}}"
