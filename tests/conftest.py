@@ -36,8 +36,11 @@ os.environ.setdefault("MODEL_OPTIONAL", "true")
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for argument in sys.argv[1:]):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-# How long an example takes says more of what else runs here.
-hypothesis.settings.register_profile("trellis", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# How long an example takes says more of what else runs here, and a new example must not stop an unrelated change:
+# `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile(
+    "trellis", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("trellis")
 
 if importlib.util.find_spec("triton") is not None:
