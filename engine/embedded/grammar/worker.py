@@ -22,7 +22,8 @@ from typing import BinaryIO, NoReturn
 import msgspec
 import numpy as np
 
-from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError, load
+from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError
+from engine.embedded.grammar.load import load
 from engine.types import Guide
 from protocol.frames import packed, read_payload
 

@@ -7,19 +7,14 @@ penalties, and are put back over what a logits processor wrote.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.embedded.grammar.compiler import apply_bitmask, new_bitmask
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sampling.truncation import put, take
 
-if TYPE_CHECKING:
-    from engine.embedded.sampling.sampler import SamplerState
-
-_log = logging.getLogger(__name__)
 _MASKED = float("-inf")
 
 
@@ -32,7 +27,7 @@ def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     _penalise(logits, states)
     processed = [row for row, state in enumerate(states) if state.processors]
     for row in processed:
-        process(logits[row], states[row])
+        states[row].process(logits[row])
     _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
     _repair(logits, states, masked, bitmask)
 
@@ -94,24 +89,6 @@ def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tens
         if state.matcher is not None:
             state.matcher.fill(bitmask, row)
     return bitmask
-
-
-def process(logits: torch.Tensor, state: SamplerState) -> None:
-    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and
-    that is all."""
-    token_ids = tuple(state.tokens)
-    for processor in state.processors:
-        copy = logits.clone()
-        try:
-            processor(token_ids, copy)
-            if bool(copy.isnan().any()):
-                raise ValueError("the processor wrote NaN")
-        except Exception:
-            if not state.processor_failed:
-                _log.exception("logits processor %s failed; its request goes on without it", type(processor).__name__)
-            state.processor_failed = True
-        else:
-            logits.copy_(copy)
 
 
 def _repair(

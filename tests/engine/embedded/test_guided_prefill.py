@@ -10,7 +10,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Bitmask
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, Guide, SamplingParams
 
