@@ -98,7 +98,9 @@ def _repair(
     the sequence ends."""
     if not rows:
         return
-    empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]
+    part = take(logits, rows)
+    best = part.numpy().max(axis=1) if part.device.type == "cpu" else part.amax(dim=1)
+    empty = [row for row, value in zip(rows, best.tolist(), strict=True) if value == _MASKED]
     for row in empty:
         if states[row].matcher is not None:
             logits[row] = 0

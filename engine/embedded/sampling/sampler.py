@@ -64,7 +64,7 @@ class Sampler:
             part = take(logits, edited)
             edit(part, [states[row] for row in edited])
             put(logits, edited, part)
-        tokens = logits.argmax(dim=1) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
+        tokens = _largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
         if random:
             tokens[random] = _draw(take(logits, random), [states[row] for row in random])
         if raw is None:
@@ -72,6 +72,14 @@ class Sampler:
         return Drawn(
             tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported])
         )
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the id of the largest logit of each row, int64 [rows]. On a CPU by NumPy, for the reason that
+    `apply_bitmask` has."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.argmax(dim=1)
 
 
 class Drawn:
