@@ -16,7 +16,7 @@ import torch
 
 from engine.embedded.sampling.penalties import edit
 from engine.embedded.sampling.state import SamplerState
-from engine.embedded.sampling.truncation import Truncation, put, quantile, race, take, weigh
+from engine.embedded.sampling.truncation import Truncation, largest, put, quantile, race, take, weigh
 from engine.types import Logprob, TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI reports for a probability of zero; JSON has no infinity
@@ -31,15 +31,11 @@ class Sampled(NamedTuple):
     """One entry for each token if asked for, else empty."""
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(dim=1)
-
-
 class Sampler:
     """Draws one token for each row of a batch."""
 
     def __init__(
-        self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax
+        self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = largest
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -64,7 +60,7 @@ class Sampler:
             part = take(logits, edited)
             edit(part, [states[row] for row in edited])
             put(logits, edited, part)
-        tokens = _largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
+        tokens = largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
         if random:
             tokens[random] = _draw(take(logits, random), [states[row] for row in random])
         if raw is None:
@@ -72,14 +68,6 @@ class Sampler:
         return Drawn(
             tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported])
         )
-
-
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of the largest logit of each row, int64 [rows]. On a CPU by NumPy, for the reason that
-    `apply_bitmask` has."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=1))
-    return logits.argmax(dim=1)
 
 
 class Drawn:
