@@ -248,10 +248,10 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     On a CPU by NumPy: torch would share each operation out among threads, and wait for those that have no core.
     """
     if logits.device.type == "cpu":
-        values, packed = logits.numpy(), bitmask.numpy().view(np.uint8)
+        values, forbidden = logits.numpy(), ~bitmask.numpy().view(np.uint8)
         for row in rows:
-            allowed = np.unpackbits(packed[row], count=values.shape[1], bitorder="little")
-            np.copyto(values[row], -np.inf, where=allowed == 0)
+            bits = np.unpackbits(forbidden[row], count=values.shape[1], bitorder="little")
+            np.copyto(values[row], -np.inf, where=bits.view(bool))
         return
     banned = _unpacked(bitmask[list(rows)].bitwise_not_().view(torch.uint8).to(logits.device))[:, : logits.shape[1]]
     if len(rows) == len(logits):
