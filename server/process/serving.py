@@ -51,7 +51,15 @@ def serve(
     """
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    config = uvicorn.Config(
+    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings.shutdown_grace_seconds, started)
+    if parent is not None:
+        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uvicorn.Config:
+    return uvicorn.Config(
         create_app(settings, metrics_folder),
         http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
         loop="uvloop",
@@ -64,11 +72,6 @@ def serve(
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    server = DrainingServer(config, settings.shutdown_grace_seconds, started)
-    if parent is not None:
-        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
-    server.run(sockets=[listener])
-    return server.exit_code
 
 
 def listen(host: str, port: int, share: bool = False) -> socket.socket:

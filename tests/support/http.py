@@ -15,8 +15,11 @@ from typing import Any
 
 import httpx
 import psutil
+import uvicorn
 
+from routers.state import ReplicaState
 from server.app import create_app
+from server.process.serving import listen, url_of, uvicorn_config
 from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,34 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
                 assert state["replica"].failure is None, state["replica"].failure
                 await asyncio.sleep(0.005)
             yield client, dict(state)
+
+
+class ServerThread:
+    """A ready server on the fake engine, in a thread of this process, for tests that need its connections alone."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._server = uvicorn.Server(uvicorn_config(Settings(engine="fake", engine_process=False, **settings)))
+        self._listener = listen("127.0.0.1", 0)
+        self.url = url_of(self._listener)
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+
+    @property
+    def replica(self) -> ReplicaState:
+        replica: ReplicaState = self._server.lifespan.state["replica"]
+        return replica
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        while not (self._server.started and self.replica.ready):
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
 
 
 class ServerProcess:
