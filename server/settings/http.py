@@ -24,7 +24,9 @@ class HttpSettings(Section):
     internal_secret: Secret = None
     """Secret of the internal routes between replicas."""
     cors_origins: Names = ()
-    """Comma-separated origins that browsers may call from; empty allows none."""
+    """Comma-separated origins of web pages that may call the server (CORS), such as https://chat.example.com; * allows
+    all, empty none.
+    """
     docs: bool = True
     """Serve /docs and /openapi.json."""
     keep_alive_seconds: int = Field(75, ge=1)

@@ -60,9 +60,9 @@ class Answers:
     def __init__(self, connection: socket.socket) -> None:
         self._file = connection.makefile("rb")
 
-    def next(self) -> HTTPResponse:
+    def next(self, method: str = "GET") -> HTTPResponse:
         """The head of the next answer; interim responses are skipped, as every client has to."""
-        answer = HTTPResponse(self)  # type: ignore[arg-type]
+        answer = HTTPResponse(self, method=method)  # type: ignore[arg-type]
         answer.begin()
         return answer
 
@@ -349,6 +349,30 @@ def test_malformed_heads(server: ServerThread, line: bytes) -> None:
         answers = Answers(connection)
         assert refused(answers.next(), 400)
         assert answers.rest() == b""
+
+
+def test_head_is_get_without_the_body(server: ServerThread) -> None:
+    """Also in the length that it gives, on a connection that serves further requests."""
+    paths = "/health/live /health/ready /health /metrics /prometheus/metrics /server_info /version /docs /openapi.json"
+    with connect(server) as connection:
+        answers = Answers(connection)
+        for path in (*paths.split(), "/v1/models", "/v1/models/fake", "/v1/models/other", "/nowhere"):
+            found = {}
+            for method in ("HEAD", "GET"):
+                connection.sendall(f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+                found[method] = answers.next(method)
+                found[method].read()
+            head, get = found["HEAD"], found["GET"]
+            assert head.status == get.status == (404 if path in ("/v1/models/other", "/nowhere") else 200), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+            assert int(head.headers["content-length"])
+            if "metrics" not in path:
+                assert head.headers["content-length"] == get.headers["content-length"], path
+
+
+def test_head_of_a_post_route(server: ServerThread) -> None:
+    answer = httpx.head(f"{server.url}/v1/completions")
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
 
 
 def test_a_client_that_resets_is_no_error(replica: ServerThread) -> None:
