@@ -28,13 +28,13 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     data: bytes
     detail: Detail = "auto"
-    """Of images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
+    """For images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
     leave it as it is."""
     kind: MediaKind = "image"
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prompt needs of one medium: the text that replaces its placeholder, and embeddings for the media tokens in
+    """One medium as a prompt needs it: the text that replaces its placeholder, and embeddings for the media tokens in
     that text.
     """
 

@@ -84,10 +84,10 @@ appears again among the alternatives when it is one of them."""
 
 
 class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the engine says of the prompt, once, on the first delta."""
+    """The engine's report on the prompt, sent once, with the first delta."""
 
     prompt_tokens: int = 0
-    """Of the prompt as the backend expanded it; 0 if it is the request's own."""
+    """Length of the prompt as the backend expanded it; 0 if it is the request's own."""
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     """From the engine's receipt of the request until its first token was scheduled."""
@@ -118,7 +118,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | None = None
     prompt: PromptReport | None = None
     held: Held | None = None
-    """Of a request that is `prefill_only`: its first token did not end it, and its KV blocks wait to be read."""
+    """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Folder of the model."""
     dtype: str
-    """In which the model computes, as far as the backend can say."""
+    """Type in which the model computes, as far as the backend can say."""
     device: str
     context_length: int
     """Most tokens, prompt and output together, that one sequence may hold."""
@@ -148,7 +148,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank."""
     load_seconds: float = 0.0
     compute_path: str = ""
-    """Of the embedded engine, what computes a step: `native`, `cuda` or `transformers`."""
+    """Code that computes a step of the embedded engine: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
@@ -162,7 +162,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec).
+    """A computed prompt, as a prefill replica leaves it for decode (`engine/handoff.py` has the codec).
 
     It is valid while the prefill's stream is open.
     """

@@ -29,7 +29,7 @@ _media = msgspec.msgpack.Decoder(list[MediaInput])
 
 @router.get("/encode")
 async def describe(replica: ReplicaDep, encoding: EncodingDep) -> Response:
-    """What this replica encodes with; 503 while it would take no images."""
+    """Describe the encoder of this replica; 503 while it would take no images."""
     service = _service(encoding)
     if not (replica.ready and service.healthy):
         raise EngineNotReady("The encoder is not ready, or closing.")

@@ -31,7 +31,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 @router.get("/prefill")
 async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
-    """What this replica prefills with; 503 while it would take no request."""
+    """Describe the model and cache that this replica prefills with; 503 while it would take no request."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
     info = handoff.prefill_info(replica.model_name, service.engine.info)

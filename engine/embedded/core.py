@@ -28,7 +28,7 @@ from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held, PromptReport
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
-"""What a step has for each request id that it touched."""
+"""Output of a step for each request id that it touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _LaunchedStep:
 
     chunks: list[Chunk]
     sampling: list[Chunk]
-    """Those of the chunks for which tokens are sampled."""
+    """The chunks for which tokens are sampled."""
     drawn: Drawn
     """The tokens of `sampling`, in order. Without any, it still tells when the device is done."""
     started: float

@@ -15,7 +15,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
-from engine.embedded.handoff.state import resume
+from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threads import compute_threads

@@ -55,7 +55,7 @@ class PrefillReplica(RemoteReplica[PrefillInfo, Handoff]):
         self.prefixes = Prefixes()
 
     def set_unready(self, error: EngineError) -> None:
-        """What comes back may be another process, with an empty cache."""
+        """Forget its cache: the replica that comes back may be another process."""
         super().set_unready(error)
         self.prefixes.clear()
 

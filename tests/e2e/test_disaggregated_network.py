@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.transfer.test_network import hosts, ip, pytestmark  # noqa: F401 - the cable, and the reason to skip
 from tests.support.chaos import FLAGS, PROMPTS, write_model
 from tests.support.disaggregated import SECRET
@@ -83,7 +81,6 @@ def wait_counted(host: str, name: str, value: float) -> None:
         assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
 
 
-@pytest.mark.slow
 def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
     """Answers stay equal where the cable is slow, and where it is pulled out while blocks are read.
 

@@ -13,7 +13,6 @@ import pytest
 from engine.embedded.models.native.levels import available
 from tests.support.http import ServerProcess, serving
 
-pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -90,6 +90,7 @@ async def test_prefill_and_decode_give_what_one_engine_gives(
     assert (rest[-1].finish_reason, rest[-1].stop_reason) == (whole[-1].finish_reason, whole[-1].stop_reason)
     entries = [[entry[0] for delta in deltas for entry in delta.logprobs] for deltas in ([first, *rest], whole)]
     assert [entry.token_id for entry in entries[0]] == [entry.token_id for entry in entries[1]]
+    assert len(entries[1]) == (len(tokens_of(whole)) if "logprobs" in sampling else 0)
 
 
 async def test_blocks_are_held_until_the_stream_is_closed(engine: Engine) -> None:

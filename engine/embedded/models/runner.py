@@ -84,7 +84,7 @@ class ModelRunner(Protocol):
     dtype: torch.dtype
     """Type of activations, and of embeddings that are passed in."""
     compute_path: str
-    """What computes, for reports: native, cuda or transformers."""
+    """The code that computes, for reports: native, cuda or transformers."""
     instruction_set: str
     """Level of the processor's instructions that is used; empty on a GPU."""
     vocab_size: int

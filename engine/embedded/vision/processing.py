@@ -72,7 +72,7 @@ class ImageProcessing:
         self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)
         self.placeholder: str = self.processor.image_token
-        """What the chat template writes for an image, and the text of an image token."""
+        """Text that the chat template writes for an image, and of an image token."""
         self.description = json.dumps(
             [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
         )

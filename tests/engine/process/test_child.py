@@ -218,7 +218,6 @@ async def test_a_host_that_cannot_start_fails_the_start_with_its_last_words(tmp_
     await process.close()
 
 
-@pytest.mark.slow
 async def test_a_model_that_is_not_there_fails_the_start_by_name(tmp_path: Path) -> None:
     process = EngineProcess(EmbeddedConfig(model=str(tmp_path / "no-such-model")))
     await process.start()
