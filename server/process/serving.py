@@ -8,6 +8,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -103,6 +105,8 @@ class DrainingServer(uvicorn.Server):
 
     The first signal lets running requests finish within the grace period. At its end, or at a second signal, the engine
     is closed and they end with an error. A third signal kills the process; the engine process notices and ends too.
+    SIGHUP, of a terminal that closes, begins to drain and does not count as another signal: shell and kernel both send
+    it. It stays ignored if it is (nohup).
     """
 
     def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
@@ -118,6 +122,13 @@ class DrainingServer(uvicorn.Server):
     def _replica(self) -> ReplicaState:
         replica: ReplicaState = self.lifespan.state["replica"]
         return replica
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, lambda *_: self._drain())
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -34,7 +34,7 @@ class HttpSettings(Section):
     sse_ping_seconds: float = Field(15.0, ge=0)
     """Seconds of silence in a stream before a keep-alive comment; 0 sends none."""
     shutdown_grace_seconds: float = Field(30.0, ge=0)
-    """Seconds that running requests may continue after SIGTERM."""
+    """Seconds that running requests may continue after SIGTERM, SIGINT or SIGHUP."""
 
     # Limits
     max_body_mb: float = Field(64.0, gt=0)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,14 @@ class ServerThread:
 class ServerProcess:
     """`python -m server` with its log; `url` once it is ready."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, preexec_fn: Callable[[], None] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *flags]
         variables = {**os.environ, **(environment or {})}
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=preexec_fn
+        )
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
@@ -122,15 +126,23 @@ class ServerProcess:
         return next(child for child in self.children() if module in child.cmdline())
 
     def metric(self, name: str) -> float:
-        """Sum of the samples of a metric."""
-        page = httpx.get(f"{self.url}/metrics").text
-        return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
+        return metric(self.url, name)
 
     def wait_metric(self, name: str, value: float, timeout: float = 5) -> None:
-        deadline = time.monotonic() + timeout
-        while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.05)
+        wait_metric(self.url, name, value, timeout)
+
+
+def metric(url: str, name: str) -> float:
+    """Sum of the samples of a metric."""
+    page = httpx.get(f"{url}/metrics").text
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
+
+
+def wait_metric(url: str, name: str, value: float, timeout: float = 5) -> None:
+    deadline = time.monotonic() + timeout
+    while (now := metric(url, name)) != value:
+        assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 """How a server starts, drains and ends."""
 
 import asyncio
+import fcntl
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
+import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.http import CHAT, ServerProcess, serving
+from tests.support.http import CHAT, READY, ROOT, ServerProcess, serving, wait_metric
 
 # About two seconds of tokens.
 LONG = {**CHAT, "max_tokens": 40, "ignore_eos": True, "stream": True}
@@ -43,7 +48,7 @@ class StreamThread(threading.Thread):
 
 
 @pytest.mark.parametrize("process", ["true", "false"])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals) -> None:
     with serving(*SLOW, "--engine-process", process) as server:
         children = server.children()
@@ -68,15 +73,67 @@ def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals
 
 
 def test_signal_to_every_process_lets_running_streams_finish() -> None:
-    """As systemd and supervisors do by default."""
+    """As systemd and supervisors do by default; SIGHUP too, where SendSIGHUP is set."""
     with serving(*SLOW) as server:
         threads = stream_all(server, 5)
         for process in (server.process, *server.children()):
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)
         for thread in threads:
             thread.join()
             assert isinstance(thread, StreamThread)
             assert thread.last[1] == "[DONE]"
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_closed_terminal_lets_running_streams_finish(processes: str) -> None:
+    """The terminal is gone for the log, too, and the signal comes twice: from the kernel and from the shell."""
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes]
+    server = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    try:
+        shown = ""
+        while shown.count("ready: ") < int(processes):
+            shown += os.read(ours, 65536).decode()
+        match = READY.search(shown)
+        assert match is not None
+        children = psutil.Process(server.pid).children(recursive=True)
+        threads = [StreamThread(match[1]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_metric(match[1], "trtllm_num_requests_running", 4)
+        os.close(ours)
+        server.send_signal(signal.SIGHUP)
+        for thread in threads:
+            thread.join()
+            assert thread.last[1] == "[DONE]"
+        assert server.wait(20) == 0
+        assert not psutil.wait_procs(children, timeout=5)[1]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_nohup_is_respected() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    server = ServerProcess(preexec_fn=ignore)
+    try:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
+    finally:
+        server.process.terminate()
         assert server.wait() == 0
 
 
@@ -165,6 +222,11 @@ def test_killed_server_leaves_no_engine(tmp_path: Path) -> None:
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
+    left = set(tmp_path.iterdir())
+    assert left
+    with serving(environment={"TMPDIR": str(tmp_path)}):
+        assert not left & set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_port_answers_before_the_model_is_there(tmp_path: Path) -> None:
