@@ -44,8 +44,11 @@ class ServiceProcess:
         on_death: Literal["restart", "exit"] = "restart",
         log_level: str = "info",
     ) -> None:
-        self._folder = None if address else PrivateFolder()
-        self.address = address or f"ipc://{self._folder.path}/service.sock"
+        self._folder: PrivateFolder | None = None
+        if not address:
+            self._folder = PrivateFolder()
+            address = f"ipc://{self._folder.path}/service.sock"
+        self.address = address
         options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, log_level)
         self._interface = interface
         self._options = msgspec.json.encode(options) + b"\n"

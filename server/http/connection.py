@@ -99,7 +99,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._idle and self._head_timer is None and self._refusal is None:
             self._close_when_idle()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio documents it
         """Keep a half-closed connection for the answers that are due.
 
         A client that has left looks the same at first. But it resets the connection as soon as something is sent to it:
