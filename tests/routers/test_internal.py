@@ -147,7 +147,7 @@ async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytes
         await asyncio.sleep(0.2)
         assert not asking.done()
         monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
-        answer = await asyncio.wait_for(asking, 2)
+        answer = await asyncio.wait_for(asking, 20)
         *alive, last = FrameReader(1 << 20).feed(answer.content)
         assert last.failed and b"not_ready" in last.payload and not any(frame.payload for frame in alive)
         await stream.aclose()
