@@ -64,7 +64,8 @@ class Processor:
                 prompt_token_ids=tuple(prompt.ids),
                 media=prompt.media,
                 sampling=sampled,
-                priority=ask.priority,
+                group=unique if len(params) > 1 else "",
+                priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
                 trace=trace.headers(),
             )
@@ -87,8 +88,9 @@ class Processor:
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included. Raises RequestError."""
-        if any(token >= self.prompts.tokenizer.vocab_size for token in ids):
-            raise RequestError(f"'tokens' must be ids from 0 to {self.prompts.tokenizer.vocab_size - 1}.", "tokens")
+        size = max(self.prompts.tokenizer.vocab_size, self.engine.info.vocab_size)  # ids that pad a model have no text
+        if any(token >= size for token in ids):
+            raise RequestError(f"'tokens' must be ids from 0 to {size - 1}.", "tokens")
         return await off_loop(len(ids), lambda: self.prompts.tokenizer.decode(ids))
 
     @asynccontextmanager

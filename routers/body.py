@@ -187,7 +187,7 @@ def _refuse_non_finite(raw: bytes) -> None:
         try:
             from_json(raw, allow_inf_nan=False)
         except ValueError as error:
-            raise _one_error("json_invalid", f"Invalid JSON: {error}") from None
+            raise _one_error("json_invalid", str(error), {"error": str(error)}) from None
 
 
 def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
@@ -198,8 +198,8 @@ def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
     return RequestValidationError(errors, body=None if invalid_json else from_json(raw))
 
 
-def _one_error(kind: str, message: str) -> RequestValidationError:
-    return RequestValidationError([{"type": kind, "loc": (), "msg": message}])
+def _one_error(kind: str, message: str, context: dict[str, str] | None = None) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": (), "msg": message, "ctx": context or {}}])
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -17,7 +17,7 @@ BODIES = (TokenizeRequest, DetokenizeRequest)
 
 
 @router.post("/tokenize", summary="Text or chat to token ids", openapi_extra=request_body(TokenizeRequest))
-@router.post("/v1/tokenize", include_in_schema=False)
+@router.post("/v1/tokenize", summary="Text or chat to token ids", openapi_extra=request_body(TokenizeRequest))
 async def tokenize(
     request: Request, service: ChatServiceDep, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> TokenizeResponse:
@@ -30,7 +30,7 @@ async def tokenize(
 
 
 @router.post("/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))
-@router.post("/v1/detokenize", include_in_schema=False)
+@router.post("/v1/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(
     service: ChatServiceDep, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> DetokenizeResponse:

@@ -1,6 +1,7 @@
 """The one reader of config.json and generation_config.json. It needs neither torch nor transformers."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from math import isfinite
@@ -12,6 +13,7 @@ from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
 _LANGUAGE_PARTS = ("text_config", "llm_config")
+_MEDIA_TOKEN = re.compile("(image|video|audio)_token_(id|index)")
 
 
 class ModelFacts:
@@ -155,6 +157,12 @@ class ModelFacts:
         if vision.merge and (type(merge) is not int or merge < 1):
             raise self._wrong("vision_config.spatial_merge_size", "a positive integer", merge)
         return ImageTokens(token_id, self.hidden_size, merge)
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Tokens of a prompt that stand for media: those that config.json names, and the family's default."""
+        named = {value for key, value in self.config.items() if _MEDIA_TOKEN.fullmatch(key) and type(value) is int}
+        return frozenset(named | ({self.family.vision.image_token_id} if not named and self.family.vision else set()))
 
     def integer(self, key: str) -> int:
         """Return a positive integer of the language part."""

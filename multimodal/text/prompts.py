@@ -11,7 +11,8 @@ from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.sampling import Limits
-from multimodal.text.messages import Conversation, MediaRef, check_marks, template_variables
+from multimodal.text.control import unmarked
+from multimodal.text.messages import Conversation, MediaRef, check_forged, template_variables
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
@@ -36,13 +37,10 @@ class Prompt:
 class MediaPrompts(Protocol):
     """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """Texts that stand for images, which messages must not have in texts of their own."""
-        ...
-
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
+        """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
+        so many choices will read it.
+        """
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
@@ -89,18 +87,25 @@ class Prompts:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
         if len(chat.messages) > limits.max_messages:
             raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
-        if self.images is not None:
-            check_marks(chat.messages, self.images.marks)
-        elif chat.media:
+        if self.images is None and chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
-        text = await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
+        control = template.control
+
+        def render() -> str:
+            text = template.render(chat.messages, **variables)
+            if limits.special_tokens_in_content == "refuse" and control is not None:
+                check_forged(chat.messages, control.forged(text))
+            return text
+
+        def encode(text: str) -> list[int]:
+            self._check_length(unmarked(text), ask, info)
+            return (control or self.tokenizer).encode(text, ask.add_special_tokens)
 
         async def tokenise(text: str) -> list[int]:
-            self._check_length(text, ask, info)
-            return _truncated(await self._encoded(text, ask), ask, info)
+            return _truncated(await off_loop(len(text), lambda: encode(text)), ask, info)
 
-        return text, tokenise
+        return await off_loop(chat.characters, render), tokenise
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""

@@ -34,9 +34,12 @@ class Tokenizer:
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
         """The model's own template, if it has one."""
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        added = backend.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.special_texts = frozenset(
+            token.content for _, token in added if token.special or token.content in special_tokens.values()
         )
+        """Texts of the special tokens, as templates write them."""
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """Bytes that each id adds to the text; a character may take several ids."""
         self.longest_token = max(map(len, self.token_bytes), default=0)

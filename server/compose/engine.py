@@ -115,7 +115,8 @@ def _chat_service(
     template: ChatTemplate | None,
 ) -> ChatService:
     settings, name = to.settings, to.replica.model_name
-    images = image_prompts(to, folder, encoders, tokenizer)
+    control = template.control if template is not None else None
+    images = image_prompts(to, folder, encoders, tokenizer, control) if control is not None else None
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
@@ -130,7 +131,7 @@ def _chat_service(
     return ChatService(
         engine=engine,
         processor=processor,
-        fields=FieldCheck(name, strict=settings.strict_fields),
+        fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
     )
