@@ -53,6 +53,7 @@ SLOW = (
     "benchmarks/",
     "deploy/",
     "e2e/",
+    "engine/checkpoints/test_fuzz.py",
     "engine/test_conformance_handoff.py",
     "engine/test_conformance_images.py",
     "engine/embedded/grammar/test_grammar_worker.py",

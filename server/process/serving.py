@@ -69,7 +69,9 @@ def serve(
 def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(settings, metrics_folder),
-        http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            HttpConnection, head_seconds=settings.body_timeout_seconds, send_seconds=settings.send_timeout_seconds
+        ),
         loop="uvloop",
         ws="none",
         lifespan="on",

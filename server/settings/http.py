@@ -43,6 +43,8 @@ class HttpSettings(Section):
     """Maximum size of a request body in MiB."""
     body_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a client may take to send its headers, and again to send its body."""
+    send_timeout_seconds: float = Field(60.0, gt=0)
+    """Seconds that a client may leave an answer unread; then its connection is closed and its request cancelled."""
     request_timeout_seconds: float = Field(Limits.request_timeout_seconds, gt=0)
     """Seconds that a whole request may take."""
     max_queue_size: int = Field(1024, ge=0)
