@@ -58,11 +58,8 @@ def _check_headers(request: Request) -> None:
     if content_type != "application/json" and not (
         content_type.startswith("application/") and content_type.endswith("+json")
     ):
-        raise HTTPException(
-            415,
-            "The body must be application/json, and the header content-type say so.",
-            {"accept": "application/json"},
-        )
+        message = "The body must be JSON: add the header 'Content-Type: application/json' (curl: -H)."
+        raise HTTPException(415, message, {"accept": "application/json"})
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 

@@ -1,4 +1,4 @@
-"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
+"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; the gate; HEAD.
 
 Pure ASGI: no request is buffered.
 """
@@ -138,6 +138,17 @@ class GateMiddleware:
             await self._app(scope, receive, send)
         finally:
             replica.leave()
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET; the connection leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 class Turnstile:

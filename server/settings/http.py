@@ -26,7 +26,9 @@ class HttpSettings(Section):
     internal_secret: Secret = None
     """Secret of the internal routes between replicas."""
     cors_origins: Names = ()
-    """Comma-separated origins that browsers may call from; empty allows none."""
+    """Comma-separated origins of web pages that may call the server (CORS), such as https://chat.example.com; * allows
+    all, empty none.
+    """
     docs: bool = True
     """Serve /docs and /openapi.json."""
     keep_alive_seconds: int = Field(75, ge=1)
@@ -34,7 +36,7 @@ class HttpSettings(Section):
     sse_ping_seconds: float = Field(15.0, ge=0)
     """Seconds of silence in a stream before a keep-alive comment; 0 sends none."""
     shutdown_grace_seconds: float = Field(30.0, ge=0)
-    """Seconds that running requests may continue after SIGTERM."""
+    """Seconds that running requests may continue after SIGTERM, SIGINT or SIGHUP."""
 
     # Limits
     max_body_mb: float = Field(64.0, gt=0)

@@ -2,8 +2,8 @@
 processor and vision tower.
 
 Standard input is a socket to the parent, in both directions (`messages.py`). The process ends when the parent closes
-it, even in the middle of a batch. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which
-still drains.
+it, even in the middle of a batch. SIGTERM, SIGINT and SIGHUP are ignored: a service manager sends them to the parent
+too, which still drains.
 """
 
 import logging
@@ -41,7 +41,7 @@ def main() -> NoReturn:
     """Read in this thread and compute in another, so that the end of the socket ends the process at once, and the next
     batch is prepared while one is computed.
     """
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     os.dup2(2, 1)
     channel = socket.socket(fileno=0)
