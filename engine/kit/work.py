@@ -34,7 +34,7 @@ def current_request() -> Hashable:
     return _request.get() or asyncio.current_task()
 
 
-class Place(NamedTuple):
+class Turn(NamedTuple):
     """A place that a request has."""
 
     request: Hashable
@@ -61,9 +61,9 @@ class Turns:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    async def take(self, size: int = 0) -> Place:
-        """Wait for a place, which the caller has to `give` back."""
-        place = Place(current_request(), size)
+    async def take(self, size: int = 0, request: Hashable = None) -> Turn:
+        """Wait for a place, which the caller has to `give` back; for this task's own request if none is given."""
+        place = Turn(request or current_request(), size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place.request, deque()).append((turn, size))
         self._next()
@@ -77,7 +77,7 @@ class Turns:
             raise
         return place
 
-    def give(self, place: Place) -> None:
+    def give(self, place: Turn) -> None:
         """Take a place back."""
         self._free += 1
         self._bytes -= place.size
@@ -87,9 +87,9 @@ class Turns:
         self._next()
 
     @asynccontextmanager
-    async def place(self, size: int = 0) -> AsyncIterator[None]:
+    async def place(self, size: int = 0, request: Hashable = None) -> AsyncIterator[None]:
         """Have a place during the block."""
-        place = await self.take(size)
+        place = await self.take(size, request)
         try:
             yield
         finally:
@@ -159,6 +159,15 @@ NATIVE = Lane("native", max(1, _CORES // 2))
 """Jobs that release the GIL and take up to about 50 ms, such as a slice of a longer one."""
 WHOLE = Lane("whole", max(1, _CORES // 4))
 """Jobs that release the GIL and take longer, but cannot be cut."""
-BLOCKING = Lane("blocking", 32, per_request=4)
-"""Jobs that wait for the network or a disk."""
-LANES = (PYTHON, NATIVE, WHOLE, BLOCKING)
+NAMES = Lane("names", 32, per_request=4)
+"""Look-ups of names, which wait for the network."""
+FILES = Lane("files", 8, per_request=4)
+"""Reading of files, which waits for a disk."""
+LANES = (PYTHON, NATIVE, WHOLE, NAMES, FILES)
+INLINE_LENGTH = 2000
+"""Characters, ids or the like up to which a Python job is done on the event loop: a turn would take longer."""
+
+
+async def off_loop(length: int, job: Callable[[], T]) -> T:
+    """Return the result of a Python job on something of this length: a short one is done here, others in turns."""
+    return job() if length <= INLINE_LENGTH else await PYTHON.run(job)

@@ -1,6 +1,5 @@
 """Prefill replicas, chosen by what they would have to compute before the first token."""
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -8,6 +7,7 @@ import msgspec
 
 from engine.errors import EngineError
 from engine.kit.spans import overlaps_of
+from engine.kit.work import PYTHON
 from engine.media import Unexpanded
 from engine.process.attachments import detach
 from engine.replicas.ask import PREFILL, RemoteAnswer
@@ -74,7 +74,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         """
         keys = prompt_keys(request, mine.block_size)
         bare, data = detach(request)
-        parts = await asyncio.to_thread(lambda: [bytes(readable(part)) for part in data]) if data else []
+        parts = await PYTHON.run(lambda: [bytes(readable(part)) for part in data]) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 

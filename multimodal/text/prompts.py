@@ -1,26 +1,24 @@
 """Prompts: chats rendered by the model's template, texts tokenised."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from engine.errors import ContextOverflow
+from engine.kit.work import off_loop
 from engine.media import PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.sampling import Limits
 from multimodal.text.messages import Conversation, MediaRef, check_marks, template_variables
+from multimodal.text.slices import encoded
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 Tokenise = Callable[[str], Awaitable[list[int]]]
 """Return the token ids of a prompt's text, within the limits of its request."""
 
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
 _OWN_TOKENS = 64
 """Tokens that a tokenizer may add to a text."""
 
@@ -67,23 +65,37 @@ class Prompts:
         """
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
-        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+        text = await self._rendered(ask.prompt, limits)
+
+        async def tokenise(text: str) -> list[int]:
+            return await self._encoded(text, ask, info)
+
         if self.images is not None and ask.prompt.media:
             return [await self.images.prompt(text, ask.prompt.media, tokenise, ask.n)]
         return [Prompt(await tokenise(text))]
 
     async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
-        """Return the token ids of a request's one prompt. Raises as `of` does."""
+        """Return the token ids of a request's one prompt, up to the limit for them. Raises as `of` does."""
+        most = limits.tokens(info)
+
+        async def tokenise(text: str) -> list[int]:
+            if len(text) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
+                raise _too_long(f"{len(text)} characters, which are more tokens than that at any rate", most, ask)
+            ids = await encoded(self.tokenizer, text, ask.add_special_tokens, most=most)
+            if len(ids) > most:
+                raise _too_long("more", most, ask)
+            return ids
+
         if not isinstance(ask.prompt, Conversation):
             (prompt,) = ask.prompt
-            return await self._encoded(prompt, ask) if isinstance(prompt, str) else prompt
-        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+            return await tokenise(prompt) if isinstance(prompt, str) else prompt
+        text = await self._rendered(ask.prompt, limits)
         if self.images is not None and ask.prompt.media:
             return await self.images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
-    async def _rendered(self, ask: Ask, chat: Conversation, info: EngineInfo, limits: Limits) -> tuple[str, Tokenise]:
-        """Return the text of a chat, and what tokenises it, with its images expanded or without."""
+    async def _rendered(self, chat: Conversation, limits: Limits) -> str:
+        """Return the text of a chat. Raises RequestError."""
         template = self.template
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -94,31 +106,28 @@ class Prompts:
         elif chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
-        text = await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
-
-        async def tokenise(text: str) -> list[int]:
-            self._check_length(text, ask, info)
-            return _truncated(await self._encoded(text, ask), ask, info)
-
-        return text, tokenise
+        return await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""
         if isinstance(prompt, str):
-            self._check_length(prompt, ask, info)
-            return Prompt(_truncated(await self._encoded(prompt, ask), ask, info))
-        ids = _truncated(prompt, ask, info)
+            return Prompt(await self._encoded(prompt, ask, info))
+        ids = _last(prompt, _kept(ask, info))
         if max(ids, default=0) >= info.vocab_size:
             raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
         return Prompt(ids)
 
-    async def _encoded(self, text: str, ask: Ask) -> list[int]:
-        return await off_loop(len(text), lambda: self.tokenizer.encode(text, ask.add_special_tokens))
+    async def _encoded(self, text: str, ask: Ask, info: EngineInfo) -> list[int]:
+        """Return the token ids of a prompt, truncated as the request says."""
+        keep = _kept(ask, info)
+        if keep is None:
+            self._check_length(text, ask, info)
+        return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, last=keep), keep)
 
     def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
         """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
         context = info.context_length
-        if ask.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
+        if len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
             raise ContextOverflow(
                 f"This model's context is {context} tokens; "
                 f"the prompt's {len(text)} characters are more than that at any rate.",
@@ -126,20 +135,21 @@ class Prompts:
             )
 
 
-def _truncated(prompt: list[int], ask: Ask, info: EngineInfo) -> list[int]:
-    """Return the last `truncate_prompt_tokens` tokens. The others are not looked at."""
+def _kept(ask: Ask, info: EngineInfo) -> int | None:
+    """Return how many of the last tokens `truncate_prompt_tokens` keeps; None without it."""
     keep = ask.truncate_prompt_tokens
-    if keep is None:
-        return prompt
     if keep == -1:
         keep = info.context_length - (ask.max_tokens or ask.default_max_tokens or 1)
-    if not 1 <= keep <= info.context_length:
+    if keep is not None and not 1 <= keep <= info.context_length:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens"
         )
-    return prompt[-keep:]
+    return keep
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do short work here and long work in a thread."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+def _last(ids: list[int], keep: int | None) -> list[int]:
+    return ids if keep is None else ids[-keep:]
+
+
+def _too_long(found: str, most: int, ask: Ask) -> RequestError:
+    return RequestError(f"This server tokenises {most} tokens at most; the text has {found}.", ask.spelled("prompt"))

@@ -34,7 +34,8 @@ def image_prompts(
         hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         watch_cache(to.metrics.polled, cache)
-        return EncodedPrompts(encoder, MediaLoader(limits, hidden_size), cache, tokenizer, settings.max_images)
+        loader = MediaLoader(limits, hidden_size)
+        return EncodedPrompts(encoder, loader, cache, tokenizer, settings.max_images, settings.max_request_pixels)
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, settings.max_request_pixels)
     return None

@@ -125,10 +125,17 @@ def test_a_long_list_of_wrong_values_is_one_error() -> None:
 
 async def test_a_body_of_millions_of_values_is_refused() -> None:
     async with application() as (client, _):
-        for body in ('{"prompt": [' + "[]," * 700_000 + "[]]}", '{"prompt": "' + "," * 1_400_000 + '"}'):
+        for body, reason in (
+            ('{"prompt": [' + "[]," * 700_000 + "[]]}", "values"),
+            ('{"prompt": "' + "," * 1_400_000 + '"}', "characters"),  # text, whatever it consists of
+            ('{"prompt": "' + '\\"[],' * 200_000 + '"}', "characters"),
+            ('{"prompt": "' + '\\"[],' * 200_000, "JSON"),
+            ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', "values"),
+            ('{"prompt": "' + "x" * 4_200_000 + '"}', "bytes"),
+        ):
             response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
             assert response.status_code == 400
-            assert "values" in response.json()["error"]["message"]
+            assert reason in response.json()["error"]["message"]
 
 
 def guide(**fields: Any) -> Guide | None:
