@@ -9,7 +9,7 @@ shows one of these:
 - Its pre-tokenizer never splits, and no token of its vocabulary has a space after the character before the cut, so that
   no merge of byte-pair encoding crosses the cut. Gemma's is one.
 
-Other texts, and those with no place to cut, are tokenised whole: the caller limits their length.
+Other texts, and those with no place to cut, are tokenised whole, up to a length.
 """
 
 import json
@@ -22,12 +22,15 @@ from typing import Any
 from tokenizers import models
 
 from engine.kit.work import NATIVE, WHOLE
+from multimodal.errors import RequestError
 from multimodal.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
 SLICE_CHARACTERS = 1 << 15
 """Characters after which a text is cut as soon as it can be; takes about 20 ms."""
+MAX_WHOLE_CHARACTERS = 1 << 20
+"""Length of the longest text, or part of one, that is tokenised whole."""
 _BYTES_PER_CHARACTER = 128
 """Memory that tokenising takes, measured."""
 
@@ -47,7 +50,7 @@ async def encoded(
 ) -> list[int]:
     """Return the token ids of a text, those of its end if only the `last` ones are wanted.
 
-    It may end early once there are more than `most`.
+    It may end early once there are more than `most`. Raises RequestError.
     """
     if len(text) <= INLINE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens)
@@ -78,6 +81,11 @@ async def encoded(
 
 
 async def _piece(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    if len(text) > MAX_WHOLE_CHARACTERS:
+        raise RequestError(
+            f"A text of {len(text)} characters without a space where it can be cut is too long to tokenise; "
+            f"it may have {MAX_WHOLE_CHARACTERS}."
+        )
     lane = NATIVE if len(text) <= 2 * SLICE_CHARACTERS else WHOLE
     return await lane.run(lambda: tokenizer.encode(text, add_special_tokens), _BYTES_PER_CHARACTER * len(text))
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.config import EncoderConfig
-from engine.embedded.vision.messages import LANES, Options
+from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
@@ -25,10 +25,8 @@ from engine.process.supervisor import End, Supervisor
 _BATCHES = 2
 _BATCH_BYTES = 32 << 20
 _BATCH_PIXELS = 1 << 25
-_LARGE_PIXELS = 1 << 22
-"""Larger images are in the lane of large ones: decoding this many pixels takes about 50 ms."""
-_LARGE_BYTES = 1 << 22
-"""The same for images of which nobody knows the pixels."""
+_LARGE_BYTES = 1 << 20
+"""As LARGE_PIXELS, for images of which nobody has counted the pixels."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class _Job:
     @property
     def lane(self) -> int:
         pixels = self.image.pixels
-        return int(pixels > _LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
+        return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
 
 
 class _Lane:
