@@ -64,17 +64,14 @@ def shown(urls: Sequence[str]) -> dict[str, object]:
     return chat([{"type": "image_url", "image_url": {"url": url}} for url in urls])
 
 
-def attacks(context: int, slow: str) -> dict[str, tuple[str, list[bytes]]]:
+def attacks(context: int, slow: str, images: bool = True) -> dict[str, tuple[str, list[bytes]]]:
     """Return the path and the bodies of each attack on a model with a context of so many tokens.
 
-    `slow` is the address of a server that answers a byte a second.
+    Making the images takes seconds. `slow` is the address of a server that answers a byte a second.
     """
     words = "word " * (TEXT_BYTES // 5 - 1000)
     part = {"type": "text", "text": "x"}
     message = {"role": "user", "content": "x"}
-    fetched = [shown([f"{slow}/{turn}/{n}.png" for n in range(32)]) for turn in range(10)]
-    large = [image(8000, seed) for seed in range(4)]
-    many = [image(2000, seed) for seed in range(64)]
     named: dict[str, tuple[str, Sequence[object]]] = {
         "tokenize what fits": ("/tokenize", [{"prompt": "word " * (4 * context - 100)}]),
         "tokenize what may fit": ("/tokenize", [{"prompt": "a" * (TEXT_BYTES // 2)}]),
@@ -96,10 +93,14 @@ def attacks(context: int, slow: str) -> dict[str, tuple[str, list[bytes]]]:
         ),
         "escapes": (CHATS, [chat("é" * (TEXT_BYTES // 6 - 100))]),
         "large numbers": (CHATS, [chat("x", metadata=[10**4000] * (TEXT_BYTES // 4100), top_k=-9)]),
-        "large images": (CHATS, [shown(large[:2]), shown(large[2:])]),
-        "many images": (CHATS, [shown(many[:32]), shown(many[32:])]),
-        "slow images": (CHATS, fetched),
     }
+    if images:
+        large = [image(8000, seed) for seed in range(4)]
+        many = [image(2000, seed) for seed in range(64)]
+        fetched = [shown([f"{slow}/{turn}/{n}.png" for n in range(32)]) for turn in range(10)]
+        named["large images"] = CHATS, [shown(large[:2]), shown(large[2:])]
+        named["many images"] = CHATS, [shown(many[:32]), shown(many[32:])]
+        named["slow images"] = CHATS, fetched
     assert PIXELS == 2 * 8000 * 8000 == 32 * 2000 * 2000
     return {
         name: (path, [json.dumps(body, separators=(",", ":")).encode() for body in bodies])

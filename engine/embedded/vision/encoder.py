@@ -43,7 +43,7 @@ class _Job:
         return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
 
 
-class _Lane:
+class _ImageLane:
     """Images that wait, by request in the order of their turns, and the batches that the process has."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class EmbeddedEncoder:
         self._process: EncoderProcess | None = None
         self._serving = False
         self._supervision: asyncio.Task[None] | None = None
-        self._lanes = [_Lane() for _ in range(LANES)]
+        self._lanes = [_ImageLane() for _ in range(LANES)]
         self._suspects: deque[_Job] = deque()
         """Images of batches that ended the process or took too long, one of which may be the cause."""
         self._suspect: _Job | None = None
@@ -239,18 +239,18 @@ class EmbeddedEncoder:
             self._arm(lane, process)
             self._wake.set()
 
-    def _arm(self, lane: _Lane, process: EncoderProcess) -> None:
+    def _arm(self, lane: _ImageLane, process: EncoderProcess) -> None:
         """Restart the timeout for the lane's next answer, if one is due."""
         self._disarm(lane)
         if lane.sent:
             lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, lane, process)
 
-    def _disarm(self, lane: _Lane) -> None:
+    def _disarm(self, lane: _ImageLane) -> None:
         if lane.timer is not None:
             lane.timer.cancel()
             lane.timer = None
 
-    def _kill(self, lane: _Lane, process: EncoderProcess) -> None:
+    def _kill(self, lane: _ImageLane, process: EncoderProcess) -> None:
         lane.hung = True
         process.kill()
 
