@@ -12,9 +12,7 @@ import msgspec
 
 from engine.base import Engine, EngineAround
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
-from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream
-from engine.process.attachments import data_of
 from engine.types import Delta, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30
@@ -52,7 +50,7 @@ class AdmissionEngine(EngineAround):
             return self._admit(request)
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
-        size = sum(map(len, data_of(request)))
+        size = sum(map(len, request.media_data()))
         if size and self._waiting_bytes + size > MOST_WAITING_BYTES:
             return DeltaStream.failed(
                 QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
@@ -75,7 +73,7 @@ class AdmissionEngine(EngineAround):
         waiting.stream = DeltaStream(lambda: self._abort(waiting))
         waiting.timer = asyncio.get_running_loop().call_later(self._queue_timeout, self._give_up, waiting)
         self._waiting_bytes += size
-        insort(self._queue, waiting, key=lambda one: rank(one.request.priority, one.arrived))
+        insort(self._queue, waiting, key=lambda one: one.request.rank(one.arrived))
         return waiting.stream
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""What each backend is told. Data only: `engine/create.py` makes engines of it."""
+"""Configuration of each backend. Data only: `engine/create.py` makes engines of it."""
 
 from typing import Any, ClassVar, Literal
 

@@ -13,7 +13,7 @@ prompt."""
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What prompts for an encoder are written by. Encoders with equal fingerprints make equal embeddings.
+    """Facts of an encoder that prompts depend on. Encoders with equal fingerprints make equal embeddings.
 
     TensorRT-LLM's encoder leaves all fields empty: the backend expands its prompts.
     """
@@ -22,11 +22,11 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """32 hex digits of a BLAKE3 hash over the vision weights (sampled), the processor's configuration and its
     options."""
     placeholder: str = ""
-    """What the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
+    """Text that the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
     image_token_id: int = -1
     """The token whose embeddings are replaced."""
     hidden_size: int = 0
-    """Of the language model."""
+    """Hidden size of the language model."""
     dtype: str = ""
     """Type of the embeddings."""
 

@@ -1,4 +1,4 @@
-"""What can go wrong below the engine seam.
+"""Errors from below the engine seam.
 
     EngineError
     ├── InvalidRequest        the request itself is wrong: the user's mistake, final

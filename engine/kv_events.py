@@ -37,7 +37,7 @@ class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored", tag_
     parent_hash: int | None
     blocks: tuple[StoredBlock, ...]
     cache_salt: str = ""
-    """Of the request that computed them; ours, TensorRT-LLM 1.2 does not say it."""
+    """Salt of the request that computed them. An addition of ours: TensorRT-LLM 1.2 does not report it."""
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", tag_field="type"):

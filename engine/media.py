@@ -4,9 +4,11 @@ A content part of a chat names media (`multimodal/text/messages.py: MediaRef`), 
 an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.transfer.shared_bytes import Data
 
@@ -26,7 +28,7 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     data: bytes
     detail: Detail = "auto"
-    """Of images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
+    """For images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
     leave it as it is."""
     kind: MediaKind = "image"
     pixels: int = 0
@@ -34,7 +36,7 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prompt needs of one medium: the text that replaces its placeholder, and embeddings for the media tokens in
+    """One medium as a prompt needs it: the text that replaces its placeholder, and embeddings for the media tokens in
     that text.
     """
 
@@ -101,3 +103,41 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 Unexpanded: TypeAlias = MediaFiles | Encoding
 """Media of a prompt that the backend expands: it gets longer than the request's token ids."""
 PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding
+
+
+def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[bytes]]:
+    """Return media to encode without their bytes, and the bytes, which travel beside a message and are not copied."""
+    return [replace(medium, data=b"") for medium in media], [medium.data for medium in media]
+
+
+def attach_media(media: Sequence[MediaInput], parts: Sequence[Data]) -> list[MediaInput]:
+    """Put back together what `detach_media` took apart. Raises ValueError unless there is one part for each medium."""
+    return [replace(medium, data=data) for medium, data in zip(media, parts, strict=True)]
+
+
+MmKeys = tuple[dict[str, int | str], ...]
+"""The media in a block, as KV events name them: block keys and KV events depend on them besides tokens."""
+
+
+class Overlap(NamedTuple):
+    """The part of a medium's span that lies in one block."""
+
+    key: str
+    offset: int
+    """Position of the block's first token of the span, within the span."""
+    place: int
+    """Position of the same token, within the block."""
+
+
+def overlaps_of(spans: Sequence[MediaSpan], start: int, size: int) -> tuple[Overlap, ...]:
+    """Return where the spans of a prompt meet the block of `size` tokens from `start` on."""
+    return tuple(
+        Overlap(span.key, max(0, start - span.start), max(0, span.start - start))
+        for span in spans
+        if span.start < start + size and start < span.start + span.length
+    )
+
+
+def mm_keys_of(overlaps: Iterable[Overlap]) -> MmKeys:
+    """TensorRT-LLM's spelling of the media in a block."""
+    return tuple({"type": "mm_key", "hash": overlap.key, "start_offset": overlap.offset} for overlap in overlaps)

@@ -21,7 +21,7 @@ class KvCacheStats(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the last step ran. `num_paused_requests` counts the sequences it preempted."""
+    """Figures of the last step. `num_paused_requests` counts the sequences it preempted."""
 
     num_scheduled_requests: int = 0
     num_context_requests: int = 0

@@ -4,15 +4,21 @@ They are `msgspec` structs, so the same definitions travel between processes as 
 `engine/process/client`).
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
-from engine.media import MediaSpan, MediaSpans, PromptMedia
+from engine.media import MediaFiles, MediaSpan, MediaSpans, PromptMedia, attach_media
+from engine.transfer.shared_bytes import Data
 
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
+PRIORITY_SECONDS = 10.0
+"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
+ever."""
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -78,10 +84,10 @@ appears again among the alternatives when it is one of them."""
 
 
 class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the engine says of the prompt, once, on the first delta."""
+    """The engine's report on the prompt, sent once, with the first delta."""
 
     prompt_tokens: int = 0
-    """Of the prompt as the backend expanded it; 0 if it is the request's own."""
+    """Length of the prompt as the backend expanded it; 0 if it is the request's own."""
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     """From the engine's receipt of the request until its first token was scheduled."""
@@ -112,7 +118,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | None = None
     prompt: PromptReport | None = None
     held: Held | None = None
-    """Of a request that is `prefill_only`: its first token did not end it, and its KV blocks wait to be read."""
+    """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +128,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Folder of the model."""
     dtype: str
-    """In which the model computes, as far as the backend can say."""
+    """Type in which the model computes, as far as the backend can say."""
     device: str
     context_length: int
     """Most tokens, prompt and output together, that one sequence may hold."""
@@ -142,7 +148,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank."""
     load_seconds: float = 0.0
     compute_path: str = ""
-    """Of the embedded engine, what computes a step: `native`, `cuda` or `transformers`."""
+    """Code that computes a step of the embedded engine: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
@@ -156,7 +162,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prefill replica leaves for decode (`engine/handoff.py` has the codec).
+    """A computed prompt, as a prefill replica leaves it for decode (`engine/handoff.py` has the codec).
 
     It is valid while the prefill's stream is open.
     """
@@ -200,3 +206,33 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def spans(self) -> tuple[MediaSpan, ...]:
         """The media whose embeddings come with the request; none where the backend encodes."""
         return self.media.spans if isinstance(self.media, MediaSpans) else ()
+
+    def rank(self, arrival: float) -> float:
+        """Return a sort key for queues, smallest first: the arrival in seconds, shifted by the priority."""
+        return arrival + self.priority * PRIORITY_SECONDS
+
+    def media_data(self) -> list[Data]:
+        """Return the bytes of the media's embeddings, or of their files, in order."""
+        match self.media:
+            case MediaSpans(spans):
+                return [span.data for span in spans]
+            case MediaFiles(_, files):
+                return [file.data for file in files]
+        return []
+
+    def detach(self) -> "tuple[GenerateRequest, list[Data]]":
+        """Return the request without the bytes of its media, and the bytes, which travel beside it uncopied."""
+        parts = self.media_data()
+        return self.attach([b""] * len(parts)), parts
+
+    def attach(self, parts: Sequence[Data]) -> "GenerateRequest":
+        """Put back together what `detach` took apart. Raises ValueError unless there is one part for each medium."""
+        match self.media:
+            case MediaSpans(spans):
+                found = tuple(replace(span, data=data) for span, data in zip(spans, parts, strict=True))
+                return replace(self, media=MediaSpans(found))
+            case MediaFiles(text, files):
+                return replace(self, media=MediaFiles(text, tuple(attach_media(files, parts))))
+        if parts:
+            raise ValueError(f"{len(parts)} parts belong to no medium")
+        return self

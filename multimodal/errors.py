@@ -1,4 +1,4 @@
-"""What can go wrong between the wire and the engine.
+"""Errors between the wire and the engine.
 
 InvalidRequest               the request is wrong: the user's mistake (`engine/errors.py`)
 └── RequestError             it is found wrong before the engine sees it

@@ -23,7 +23,7 @@ class AskedGuide(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a client asks for. Values are typed but not checked for range: `Sampling` does that.
+    """A client's request. Values are typed but not checked for range: `Sampling` does that.
 
     `fields` translates names of this class into the request's own, for errors: `prompt`, say, into `messages`.
     """

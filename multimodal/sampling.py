@@ -24,7 +24,7 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may ask for; the settings of the same names say what each bounds."""
+    """Bounds of one request; the settings of the same names say what each bounds."""
 
     max_n: int = 128
     max_messages: int = 4096

@@ -1,4 +1,4 @@
-"""What chat and completion requests share: OpenAI's sampling fields, our extensions, and fields ignored or refused."""
+"""Fields that chat and completion requests share: OpenAI's sampling, our extensions, and fields ignored or refused."""
 
 from typing import Annotated, Any
 

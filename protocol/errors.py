@@ -13,7 +13,7 @@ class ErrorBody(BaseModel):
 
 
 class MissingPart(BaseModel):
-    """What a replica lacks. `name` is for programs, `reason` for people.
+    """A condition of readiness that is not met. `name` is for programs, `reason` for people.
 
     Names: engine, prefill_peers, replicas, kv_events, canary, event_loop, draining.
     """
@@ -29,7 +29,7 @@ class NotReadyBody(ErrorBody):
 
 
 class NotReadyEnvelope(BaseModel):
-    """What readiness answers with 503."""
+    """Body of the readiness route's 503."""
 
     error: NotReadyBody
 

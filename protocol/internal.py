@@ -35,7 +35,7 @@ MAX_EMBEDDING_BYTES = 16 << 20
 
 
 class PrefillInfo(msgspec.Struct, frozen=True):
-    """What a replica prefills with. Replicas that differ in any of this cannot read each other's KV blocks."""
+    """Model and cache of a prefill replica. Replicas that differ in any of this cannot read each other's KV blocks."""
 
     version: int
     model: str
@@ -57,7 +57,7 @@ class PrefillRequest(msgspec.Struct, frozen=True):
 
 
 class EncodeInfo(msgspec.Struct, frozen=True):
-    """What a replica encodes with. Replicas that differ in any of this cannot use each other's embeddings."""
+    """Encoder of a replica. Replicas that differ in any of this cannot use each other's embeddings."""
 
     version: int
     model: str

@@ -19,9 +19,9 @@ class Runtime(BaseModel):
     backend: str | None
     device: str | None = None
     dtype: str | None = None
-    """In which the model computes."""
+    """Type in which the model computes."""
     compute_path: str | None = None
-    """Of the embedded engine: native, cuda or transformers."""
+    """Code of the embedded engine that computes: native, cuda or transformers."""
     instruction_set: str | None = None
     """Which that path uses: portable, avx2, avx512, or a GPU's compute capability."""
     context_length: int | None = None
@@ -36,7 +36,7 @@ class Runtime(BaseModel):
     guides: list[str] = []
     """Kinds of guided decoding."""
     parsers: list[str] = []
-    """Of tool calls and reasoning; there are none yet."""
+    """Parsers of tool calls and reasoning; there are none yet."""
     peers: dict[str, Peers]
     kv_events_port: int | None
     """Port of the first data-parallel rank's KV-cache events; the other ranks' ports follow. Null if not published."""

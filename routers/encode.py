@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from engine import trace
 from engine.errors import EngineNotReady
-from engine.media import MediaInput
-from engine.process.attachments import attach_media
+from engine.media import MediaInput, attach_media
 from engine.replicas.encode_answers import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
@@ -31,7 +30,7 @@ _media = msgspec.msgpack.Decoder(list[MediaInput])
 
 @router.get("/encode")
 async def describe(replica: ReplicaDep, encoding: EncodingDep) -> Response:
-    """What this replica encodes with; 503 while it would take no images."""
+    """Describe the encoder of this replica; 503 while it would take no images."""
     service = _service(encoding)
     if not (replica.ready and service.healthy):
         raise EngineNotReady("The encoder is not ready, or closing.")

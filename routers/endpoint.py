@@ -25,7 +25,7 @@ class Endpoint(Generic[B]):
 
     path: str
     name: str
-    """Of the operation in the OpenAPI document."""
+    """Summary of the operation in the OpenAPI document."""
     summary: str
     description: str
     body: type[B]

@@ -1,4 +1,4 @@
-"""What can go wrong at the edge, besides the errors of `multimodal/errors.py` and `engine/errors.py`."""
+"""Errors of the routes, besides those of `multimodal/errors.py` and `engine/errors.py`."""
 
 from typing import NamedTuple
 

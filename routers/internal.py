@@ -12,7 +12,6 @@ from engine import handoff, trace
 from engine.admission import AdmissionEngine
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.kit.stream import DeltaStream
-from engine.process.attachments import attach
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
@@ -30,7 +29,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 @router.get("/prefill")
 async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
-    """What this replica prefills with; 503 while it would take no request."""
+    """Describe the model and cache that this replica prefills with; 503 while it would take no request."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
     info = handoff.prefill_info(replica.model_name, service.engine.info)
@@ -66,7 +65,7 @@ def _read(raw: bytes, model: str) -> GenerateRequest:
     try:
         envelope, rest = head_of(raw, _envelopes)
         check_fits(envelope.version, envelope.model, model)
-        request = attach(_requests.decode(envelope.request), parts_of(rest, envelope.sizes))
+        request = _requests.decode(envelope.request).attach(parts_of(rest, envelope.sizes))
     except ValueError as error:
         raise RequestError(f"The body is no prefill request: {error}", code="malformed_request") from None
     return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())

@@ -26,7 +26,7 @@ class Framing:
     """
 
     end = b"data: [DONE]\n\n"
-    """What follows the last event, unless that is an error."""
+    """Sent after the last event, unless that is an error."""
 
     def event(self, payload: bytes) -> bytes:
         """Frame a JSON document, which may be an error envelope."""

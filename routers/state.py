@@ -1,4 +1,4 @@
-"""What the lifespan hands to the routes (`request.state`), and the dependencies that read it."""
+"""The state that the lifespan hands to the routes (`request.state`), and the dependencies that read it."""
 
 import time
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class RouterService:
 
 
 ReplicaService = ChatService | PrefillService | EncodeService | RouterService
-"""What a replica does, by its role."""
+"""The service of a replica, by its role."""
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class ReplicaState:
     failure: str | None = None
     """Why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
-    """What readiness depends on besides the service, by name: a call returns why it is not ready, empty if it is."""
+    """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
     draining: bool = False
@@ -118,7 +118,7 @@ class ReplicaState:
 
     @property
     def missing(self) -> list[Missing]:
-        """What it lacks to be ready; empty if a request made now would be taken."""
+        """The conditions of readiness that are not met; empty if a request made now would be taken."""
         if self.service is None:
             lacks = [Missing("engine", self.loading)]
         else:

@@ -60,9 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _listing(settings: Settings) -> list[str]:
     """Return what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
-    from server.compose import engine_args  # noqa: PLC0415 - takes a moment, and most engines do without
+    from server.compose.listing import listing  # noqa: PLC0415 - takes a moment, and most commands do without
 
-    return list(engine_args.listing(settings))
+    return list(listing(settings))
 
 
 def _check_servable(settings: Settings) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from server.settings import Settings
+from server.settings.engine import RoleName
+
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from server.settings import Settings
-
-RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
-"""The values of DISAGGREGATION_MODE."""
 Core = Literal["engine", "encoder", "router"]
-"""What a replica's requests need: an engine, encoders alone, or a router to other replicas."""
+"""The core of a replica: an engine, encoders alone, or a router to other replicas."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What a replica of one role serves and has. The defaults are those of `aggregated`."""
+    """One role: its routes, its parts and the settings it needs. The defaults are those of `aggregated`."""
 
     name: RoleName
     routers: Callable[[], tuple[APIRouter, ...]]
@@ -38,7 +37,7 @@ class Role:
     entrance: str = "/v1"
     """Path of its requests: public under /v1, internal elsewhere."""
     core: Core = "engine"
-    """What its requests need; chooses the composer (`server/lifespan.py`)."""
+    """Chooses the composer (`server/lifespan.py`)."""
     has_text: bool = True
     """Whether requests are text, so that it loads a tokenizer and a chat template."""
     prefill_only: bool = False

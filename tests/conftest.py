@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import certifi
+import hypothesis
 import pytest
 
 
@@ -31,6 +32,10 @@ if not _has_home():
 # A worker of xdist inherits the decision.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for argument in sys.argv[1:]):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+# How long an example takes says more of what else runs here.
+hypothesis.settings.register_profile("trellis", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("trellis")
 
 if importlib.util.find_spec("triton") is not None:
     import torch

@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class VisionPart:
-    """What is needed to serve a vision-language family with images."""
+    """The facts that are needed to serve a vision-language family with images."""
 
     text_type: str
     """Default `model_type` of the language part, for a `text_config` that has none."""

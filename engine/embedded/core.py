@@ -17,19 +17,18 @@ from engine.embedded.kv.blocks import BlockPool, EventData
 from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
 from engine.embedded.models.load import load_runner
-from engine.embedded.reports import batching, failure_of, prompt_report, report_prompts
-from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler
+from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
-from engine.embedded.step import Chunk, lacking_embeddings, note_pending, prompt_rows, step_input
+from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
 from engine.errors import EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
-from engine.types import Delta, Held
+from engine.types import Delta, Held, PromptReport
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
-"""What a step has for each request id that it touched."""
+"""Output of a step for each request id that it touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class _LaunchedStep:
 
     chunks: list[Chunk]
     sampling: list[Chunk]
-    """Those of the chunks for which tokens are sampled."""
+    """The chunks for which tokens are sampled."""
     drawn: Drawn
     """The tokens of `sampling`, in order. Without any, it still tells when the device is done."""
     started: float
@@ -228,7 +227,7 @@ class EngineCore:
             failures += self._fail(chunks, error)
             return None
         self._iteration += 1
-        self._last = batching(chunks, self.scheduler.preemptions - preemptions)
+        self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
         note_pending(step.sampling, 1)
         return step
 
@@ -237,7 +236,7 @@ class EngineCore:
         reported = prompt_rows(chunks)
         logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
         with torch.inference_mode():
-            first = report_prompts(reported, logits) if reported else 0
+            first = _report_prompts(reported, logits) if reported else 0
             sampling = [chunk for chunk in chunks if chunk.sampled]
             if not sampling:
                 return _LaunchedStep(
@@ -299,7 +298,7 @@ class EngineCore:
         prompt = None
         if not sequence.reported:
             sequence.reported = True
-            prompt = prompt_report(sequence)
+            prompt = _prompt_report(sequence)
         return Delta(tokens, logprobs, finish, stop, prompt, held)
 
     def _hold(self, sequence: Sequence) -> Held:
@@ -314,7 +313,7 @@ class EngineCore:
         fail too."""
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
-        return self._end(chunks, lambda: failure_of(error))
+        return self._end(chunks, lambda: _failure_of(error))
 
     def _end(self, chunks: list[Chunk], error: Callable[[], EngineFailure | EngineUnavailable]) -> Outputs:
         """End the sequences of chunks that are still alive."""
@@ -323,3 +322,48 @@ class EngineCore:
             del self._sequences[sequence.request.request_id]
             self.scheduler.remove(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
+
+
+def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:
+    """Append the log-probabilities of prompt tokens to their sequences, except those known from before a preemption.
+
+    The first rows of `logits` are those of `reported`; returns how many they are.
+    """
+    first = 0
+    for (sequence, start, *_), _, count in reported:
+        assert sequence.prompt_logprobs is not None
+        known = max(0, len(sequence.prompt_logprobs) - 1 - start)
+        targets = sequence.tokens[start + known + 1 : start + count + 1]
+        asked = sequence.request.sampling.prompt_logprobs or 0
+        sequence.prompt_logprobs += prompt_logprobs(logits[first + known : first + count], targets, asked)
+        first += count
+    return first
+
+
+def _prompt_report(sequence: Sequence) -> PromptReport:
+    """Return the report that goes out with the first delta of a sequence."""
+    assert sequence.first_scheduled is not None
+    logprobs = None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
+    waited = sequence.first_scheduled - sequence.arrival
+    return PromptReport(cached_tokens=sequence.cached_tokens, queue_seconds=waited, logprobs=logprobs)
+
+
+def _failure_of(error: Exception) -> EngineFailure:
+    """Return the error that a request gets when its step failed."""
+    failure = EngineFailure(f"the engine failed on this request: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
+
+
+def _batching(chunks: list[Chunk], preempted: int) -> InflightBatchingStats:
+    """Return the figures of a step, in which `preempted` sequences were preempted."""
+    prefills = [chunk for chunk in chunks if chunk.start + 1 < chunk.sequence.num_prompt]
+    decodes = len(chunks) - len(prefills)
+    return InflightBatchingStats(
+        num_scheduled_requests=len(chunks),
+        num_context_requests=len(prefills),
+        num_gen_requests=decodes,
+        num_paused_requests=preempted,
+        num_ctx_tokens=sum(chunk.length for chunk in prefills),
+        avg_num_decoded_tokens_per_iter=1.0 if decodes else 0.0,
+    )

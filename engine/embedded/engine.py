@@ -15,14 +15,13 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
-from engine.embedded.handoff.state import resume
+from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_embeddings, check_prompt
 from engine.kit.kv_log import KvEventLog
-from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -144,7 +143,7 @@ class EmbeddedEngine:
                 info.vocab_size,
                 torch.device(info.device),
             ),
-            rank=rank(request.priority, arrival),
+            rank=request.rank(arrival),
             arrival=arrival,
             tokens=list(request.prompt_token_ids),
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else [None],

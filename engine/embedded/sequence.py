@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from engine.embedded.kv.blocks import BlockKey, block_key, root_key
-from engine.kit.spans import MmKeys, mm_keys_of, overlaps_of
+from engine.media import MmKeys, mm_keys_of, overlaps_of
 from engine.types import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Sequence:
     request: GenerateRequest
     sampler: SamplerState
     rank: float
-    """Order of service, smaller first (`engine/kit/priority.py`)."""
+    """Order of service, smaller first (`GenerateRequest.rank`)."""
     arrival: float
     """`time.monotonic()` at submission."""
     tokens: list[int]

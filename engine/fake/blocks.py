@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from engine.kit.kv_log import KvEventLog
-from engine.kit.spans import Overlap, mm_keys_of, overlaps_of
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
-from engine.media import MediaSpan
+from engine.media import MediaSpan, Overlap, mm_keys_of, overlaps_of
 from engine.stats import KvCacheStats
 
 

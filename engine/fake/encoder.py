@@ -11,7 +11,7 @@ from engine.media import EncodedMedia, MediaInput
 
 PLACEHOLDER = "<image>"
 IMAGE_TOKEN_ID = 259
-"""Of the byte tokenizer (`multimodal/text/tokenizer.py`)."""
+"""Token of the byte tokenizer (`multimodal/text/tokenizer.py`)."""
 ROWS, HIDDEN_SIZE = 16, 64
 _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 

@@ -17,7 +17,6 @@ from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
 from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
 from engine.kit.kv_log import KvEventLog
-from engine.kit.priority import rank
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
@@ -84,7 +83,7 @@ class FakeEngine:
         except EngineError as error:
             return DeltaStream.failed(error)
         sequence.stream = DeltaStream(lambda: self._abort(sequence))
-        heapq.heappush(self._waiting, (rank(request.priority, sequence.received), self._received, sequence))
+        heapq.heappush(self._waiting, (request.rank(sequence.received), self._received, sequence))
         self._received += 1
         self._work.set()
         return sequence.stream

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from engine.kit.spans import MmKeys
 from engine.kit.stream import EventFeed
 from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken, Updated
+from engine.media import MmKeys
 
 EventData = Created | Stored | Removed | Updated | Cleared
 

@@ -1,4 +1,4 @@
-"""What an engine gives to its consumers: a stream of deltas per request, the latest statistics, and a feed of events.
+"""Outputs of an engine: a stream of deltas per request, the latest statistics, and a feed of events.
 
 All of these belong to one event loop and must be called from its thread.
 """

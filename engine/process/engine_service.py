@@ -4,7 +4,6 @@ from engine.base import Engine
 from engine.config import EngineConfig
 from engine.create import create_engine
 from engine.kv_events import KvEvent
-from engine.process.attachments import attach, detach
 from engine.process.service import Interface, Method, Topic
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
@@ -23,8 +22,8 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             GenerateRequest,
             Delta,
             lambda engine, request: engine.generate(request),
-            detach,
-            attach,
+            GenerateRequest.detach,
+            GenerateRequest.attach,
             too_large="the prompt, images included, is too large",
             parameter="prompt",
         )

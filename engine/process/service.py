@@ -1,4 +1,4 @@
-"""What can be hosted in a process of its own, and how its calls travel.
+"""Services that can be hosted in a process of their own, and how their calls travel.
 
 `engine/process/__init__.py` explains how to host a service.
 """
@@ -83,7 +83,7 @@ class Method(Generic[A, R]):
     too_large: str = "the request is too large"
     """Message of the InvalidRequest for an argument that exceeds `wire.MAX_MESSAGE_BYTES`."""
     parameter: str | None = None
-    """What that error names as its parameter."""
+    """Parameter that this error names."""
 
     @cached_property
     def decode_argument(self) -> Callable[[bytes], A]:
@@ -115,7 +115,7 @@ class Interface(Generic[ConfigT, ServiceT]):
     name: str
     """`package.module:NAME` of this object; the host process imports it."""
     noun: str
-    """What log lines and errors call the service, such as "engine"."""
+    """Name of the service in log lines and errors, such as "engine"."""
     config: Any
     """Type of the configuration, which travels as JSON."""
     create: Callable[[ConfigT], ServiceT]

@@ -76,7 +76,7 @@ ENCODE = Service("encode", msgspec.msgpack.Decoder(EncodeInfo), decode_answer)
 
 
 class RemoteAnswer(Generic[T]):
-    """What a replica has handed over. It keeps the KV blocks or embeddings until `close` or until `ended` returns."""
+    """A replica's answer. The replica keeps the KV blocks or embeddings until `close`, or until `ended` returns."""
 
     def __init__(self, handoff: T, client: ReplicaClient, connection: ReplicaConnection) -> None:
         self.handoff = handoff

@@ -16,8 +16,7 @@ import msgspec
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.tasks import all_of, cancel
-from engine.media import EncodedMedia, MediaInput
-from engine.process.attachments import detach_media
+from engine.media import EncodedMedia, MediaInput, detach_media
 from engine.replicas.ask import ENCODE
 from engine.replicas.encode_answers import EncodeAnswer, check_answer, encode_info, fetch
 from engine.replicas.remote import RemoteObserver, RemotePool, RemoteReplica, is_final

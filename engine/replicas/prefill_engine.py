@@ -59,7 +59,7 @@ class DisaggregatedEngine(EngineAround):
 
     @property
     def common(self) -> PrefillInfo:
-        """What a prefill replica must have in common with the local engine."""
+        """Return the facts that a prefill replica must share with the local engine."""
         return prefill_info(self._model_name, self.inner.info)
 
     async def start(self) -> None:

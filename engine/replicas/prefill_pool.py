@@ -6,10 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import EngineError
-from engine.kit.spans import overlaps_of
 from engine.kit.work import PYTHON
-from engine.media import Unexpanded
-from engine.process.attachments import detach
+from engine.media import Unexpanded, overlaps_of
 from engine.replicas.ask import PREFILL, RemoteAnswer
 from engine.replicas.block_keys import block_keys, root_key
 from engine.replicas.client import Header
@@ -57,7 +55,7 @@ class PrefillReplica(RemoteReplica[PrefillInfo, Handoff]):
         self.prefixes = Prefixes()
 
     def set_unready(self, error: EngineError) -> None:
-        """What comes back may be another process, with an empty cache."""
+        """Forget its cache: the replica that comes back may be another process."""
         super().set_unready(error)
         self.prefixes.clear()
 
@@ -73,7 +71,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         Raises as `try_in_turn` does.
         """
         keys = prompt_keys(request, mine.block_size)
-        bare, data = detach(request)
+        bare, data = request.detach()
         parts = await PYTHON.run(lambda: [bytes(readable(part)) for part in data]) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)

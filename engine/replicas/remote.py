@@ -47,7 +47,7 @@ class RemoteReplica(Replica, Generic[I, T]):
         self.in_flight = 0
         """Work that was sent there and is not answered yet: prompt tokens, or images."""
         self.info: I | None = None
-        """What it said of itself last."""
+        """The last description that it gave of itself."""
         self._headers = headers
         self._observer = observer
 

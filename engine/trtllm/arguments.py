@@ -64,7 +64,7 @@ class Effective:
 
 
 ENCODER_DEFAULTS = {"max_batch_size": 1}
-"""What we set for an encoder unless overridden: it takes one request at a time."""
+"""Arguments of an encoder unless overridden: it takes one request at a time."""
 
 
 def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from engine.config import TrtllmEncoderConfig
 from engine.encoder import EncoderInfo
-from engine.media import Encoding, MediaFiles, MediaInput
-from engine.process.attachments import attach_media, detach_media
+from engine.media import Encoding, MediaFiles, MediaInput, attach_media, detach_media
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient
 from engine.process.service import Interface, Method

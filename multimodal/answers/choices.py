@@ -15,7 +15,7 @@ from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one delta means for a client.
+    """The meaning of one delta for a client.
 
     The token that ended the sequence is the last of `token_ids`, but hidden from `parts` and `logprobs`, unless the
     request wants it.

@@ -25,7 +25,7 @@ _ENCODED_TEXT = orjson.dumps(_TEXT)
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What an answer is made from."""
+    """The facts that an answer is made from."""
 
     ask: Ask
     choices: Sequence[Choice]
@@ -33,7 +33,7 @@ class AnswerContext:
     request_id: str
     model: str
     fingerprint: str
-    """Of this server's configuration (`system_fingerprint`)."""
+    """Fingerprint of this server's configuration (`system_fingerprint`)."""
 
 
 @dataclass(slots=True)

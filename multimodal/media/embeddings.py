@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What takes the place of an image's encoding: `data` is contiguous [rows, hidden size] of `dtype`."""
+    """Embeddings that take the place of an image's encoding: `data` is contiguous [rows, hidden size] of `dtype`."""
 
     rows: int
     dtype: Literal["float16", "bfloat16", "float32"]

@@ -25,7 +25,7 @@ _OWN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine is given of a prompt; the fields are those of `GenerateRequest`."""
+    """A prompt as the engine is given it; the fields are those of `GenerateRequest`."""
 
     ids: list[int]
     media: PromptMedia | None = None

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 1 << 24
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
 _FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template raises for messages that it does not expect."""
+"""Errors that a template raises for messages that it does not expect."""
 
 
 class _GenerationBlocks(Extension):

@@ -1,4 +1,4 @@
-"""What composers share."""
+"""The parts that composers put together, and share."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

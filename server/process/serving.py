@@ -1,5 +1,6 @@
 """One API process on uvicorn: listens at once, logs when it is ready, drains on a signal, returns an exit code."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -31,6 +32,10 @@ _SWITCH_SECONDS = 0.0005
 loop less.
 """
 
+_M_ARENA_MAX = -8
+"""glibc's name for the number of arenas (malloc.h)."""
+_ARENAS = 2
+
 DRAIN, CUT_OFF = b"d", b"c"
 """Orders of the launcher to its children."""
 
@@ -49,6 +54,7 @@ def serve(
 
     The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; closing it means DRAIN.
     """
+    limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
     config = uvicorn.Config(
@@ -187,6 +193,17 @@ def _computing(info: EngineInfo) -> str:
     """Return the type, device and code that an engine computes with; nothing for the fake one."""
     how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
     return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
+
+
+def limit_arenas() -> None:
+    """Have all threads allocate from two of glibc's arenas.
+
+    By default each thread may have its own, eight for each core, and an arena keeps what it held of large bodies: the
+    memory of a server would grow with the number of cores.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # musl has neither
+        mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _calm_collector() -> None:

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
 from engine.config import TrtllmConfig
-from server.roles import RoleName
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
+RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
+"""The roles of a replica; `server/roles.py` has their records."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
 
@@ -97,7 +98,7 @@ class EngineSettings(Section):
 
 
 class TrtllmSettings(Section):
-    """What TensorRT-LLM is told, and the logits processor for tests."""
+    """Settings of TensorRT-LLM, and the logits processor for tests."""
 
     # TensorRT-LLM
     backend: Literal["pytorch", "_autodeploy"] = TrtllmConfig(model="").backend

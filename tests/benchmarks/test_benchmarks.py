@@ -261,7 +261,7 @@ def test_bench_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
         time.sleep(0.1)
     bench.terminate()
     assert bench.wait(60) == 143
-    _, left = psutil.wait_procs(servers, timeout=5)
+    _, left = psutil.wait_procs(servers, timeout=20)
     assert not left
 
 

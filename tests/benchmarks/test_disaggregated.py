@@ -15,7 +15,6 @@ def test_a_mix_is_read() -> None:
     assert mix_of("32:512:1200:8192:0.5") == Mix(32, 512, 1200, 8192, 0.5)
 
 
-@pytest.mark.slow
 def test_both_sides_are_measured(tmp_path: Path) -> None:
     options = [
         "--model",

@@ -17,7 +17,7 @@ from tests.support.disaggregated import servers, wait_empty
 from tests.support.disaggregated_cases import Case, cases
 from tests.support.http import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 MODEL = "smollm2-135m-instruct"
 EMBEDDED = (
     "--engine",

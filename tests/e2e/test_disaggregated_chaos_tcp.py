@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.chaos import Cluster, cluster, hang, kill_prefill_engine, started  # noqa: F401 - the fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 TRANSFER = "tcp"
 
 

@@ -13,11 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.transfer.test_network import hosts, ip, pytestmark  # noqa: F401 - the cable, and the reason to skip
 from tests.support.chaos import FLAGS, PROMPTS, write_model
 from tests.support.disaggregated import SECRET
+from tests.support.waiting import slowness
 
 PREFILL, DECODE = "http://10.213.7.1:8000", "http://10.213.7.2:8000"
 LONGEST = max(range(len(PROMPTS)), key=lambda index: len(PROMPTS[index]))
@@ -78,12 +77,11 @@ def counted(host: str, name: str, url: str = DECODE) -> float:
 
 def wait_counted(host: str, name: str, value: float) -> None:
     """Statistics come ten times a second."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (now := counted(host, name)) != value:
         assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
 
 
-@pytest.mark.slow
 def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
     """Answers stay equal where the cable is slow, and where it is pulled out while blocks are read.
 
@@ -128,10 +126,14 @@ def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None
             ip("-n", hosts[0], "link", "set", cable, "down")
             began = time.monotonic()
             status, body = json.loads(process.communicate(timeout=30)[0])
-        assert status == 200 and json.loads(body)["choices"][0]["text"] == expected and time.monotonic() - began < 10
+        assert (
+            status == 200
+            and json.loads(body)["choices"][0]["text"] == expected
+            and time.monotonic() - began < 10 * slowness()
+        )
         assert text_of(hosts[1], "d") == expected
         wait_counted(hosts[1], "trtllm_kv_transfer_failure_total", 2)
         wait_counted(hosts[1], "trtllm_kv_cache_used_blocks", 0)
         wait_counted(hosts[1], "trtllm_prefill_local_total", 1)
         while counted(hosts[0], "trtllm_kv_cache_used_blocks", PREFILL):
-            assert time.monotonic() - began < 10, "a lease ends without a word from its decode replica"
+            assert time.monotonic() - began < 10 * slowness(), "a lease ends without a word from its decode replica"

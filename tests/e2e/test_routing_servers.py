@@ -19,6 +19,7 @@ import yaml
 from server.settings import Settings
 from tests.deploy.test_nginx import free_port
 from tests.support.http import ROOT, ServerProcess
+from tests.support.waiting import slowness
 
 STREAMS = 12
 
@@ -95,7 +96,7 @@ class Load:
 
     async def more(self, count: int, replica: str = "") -> None:
         """Return once so many have ended rightly from now on, at that replica."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             wanted = self._right(replica) + count
             while self._right(replica) < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -149,7 +150,7 @@ async def test_killed_replicas_cost_no_more_than_their_streams(cluster: Replicas
     load.stop()
     await running
     assert {kind for kind, _ in load.outcomes} <= {"right", "cut"}, Counter(load.outcomes)
-    assert load.slowest < 5
+    assert load.slowest < 5 * slowness()
 
 
 def test_without_any_replica_requests_are_refused_until_one_is_back(cluster: Replicas) -> None:
@@ -158,10 +159,10 @@ def test_without_any_replica_requests_are_refused_until_one_is_back(cluster: Rep
     started = time.monotonic()
     answer = httpx.post(f"{cluster.router.url}/v1/completions", json={"prompt": "hello"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 3 * slowness()
     cluster.restart(2)
     cluster.servers[2].wait_ready()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while httpx.get(f"{cluster.router.url}/health/ready").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -191,7 +192,7 @@ def test_the_starter_serves_and_leaves_nothing_behind() -> None:
             starter.send_signal(signal.SIGINT)
             code = starter.wait(20)
     assert code == 0
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert psutil.wait_procs(children, timeout=20)[1] == []
 
 
 def test_the_composed_router_finds_its_replicas_and_their_events() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from engine.embedded.models.native.levels import available
 from tests.support.http import ServerProcess, serving
+from tests.support.waiting import slowness
 
-pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -151,7 +151,7 @@ async def test_two_hundred_cancelled_requests_leave_nothing_behind(server: Serve
         started = time.monotonic()
         answer = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=4)  # type: ignore[arg-type]
         assert answer.choices[0].message.content
-        assert time.monotonic() - started < 30  # the 800,000 tokens would take hours
+        assert time.monotonic() - started < 30 * slowness()  # the 800,000 tokens would take hours
     await asyncio.to_thread(server.wait_metric, "trtllm_kv_cache_used_blocks", 0.0)
 
 
@@ -188,7 +188,7 @@ async def test_kill_9_of_the_engine_under_load_is_an_error_event_and_a_restart(s
     with serving("--engine", "embedded") as server:
         tasks = await _streams(server.url, 8, 2000)
         server.child("engine.process.host").send_signal(signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks), 30)
         assert all(outcome not in ("length", "None") for outcome in outcomes)
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             assert (await client.get("/health/ready")).status_code == 503
@@ -206,8 +206,8 @@ async def test_sigterm_under_load_lets_streams_finish(smollm2: object) -> None:
         tasks = await _streams(server.url, 8, 100)
         server.process.send_signal(signal.SIGTERM)
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            await asyncio.sleep(0.2)
-            assert (await client.get("/health/ready")).status_code == 503
+            while (await client.get("/health/ready")).status_code == 200:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
         assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == ["length"] * 8
         assert await asyncio.to_thread(server.wait, 30) == 0

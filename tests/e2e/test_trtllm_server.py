@@ -13,10 +13,15 @@ import openai
 import pytest
 
 from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.environment import python_path
 from tests.support.http import ServerProcess, serving
 
 EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_mb": 128}
-ENVIRONMENT = {"PYTHONPATH": FAKE_TRTLLM, "FAKE_TRTLLM_ENGINE": "embedded", "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED)}
+ENVIRONMENT = {
+    "PYTHONPATH": python_path(FAKE_TRTLLM),
+    "FAKE_TRTLLM_ENGINE": "embedded",
+    "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED),
+}
 LONG = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, "ignore_eos": True}
 
 

@@ -48,7 +48,7 @@ async def subject(request: pytest.FixtureRequest, vision_model: Path) -> AsyncIt
         collecting = asyncio.create_task(subject.collect_events())
         yield subject
         await engine.close()
-        await asyncio.wait_for(collecting, 5)
+        await asyncio.wait_for(collecting, 20)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ async def test_embeddings_are_read_from_the_replicas_memory_and_freed_with_the_a
             assert held(life) == 3 * SIZE and not any(media.data for media in lease.handoff.media)
             assert await fetch(lease.handoff, mine, 5.0) == await expected(images)
             assert held(life) == 3 * SIZE, "until the answer is closed"
-        await until(lambda: not held(life), 0.5)
+        await until(lambda: not held(life))
         assert not mine.taken
 
 
@@ -151,16 +151,16 @@ async def test_small_ones_and_those_asked_for_come_within_the_answer() -> None:
         for count, inline, offered in ((2, False, False), (3, False, True), (3, True, False)):
             async with leased(url, pages(count), inline=inline) as lease:
                 assert bool(lease.handoff.offers) is offered and (held(life) > 0) is offered
-        await until(lambda: not held(life), 0.5)
+        await until(lambda: not held(life))
 
 
 async def test_a_lease_that_ends_by_time_frees_a_moment_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased_answers, "GRACE_SECONDS", 0.3)
     async with replica("encode", encode_inline_kb=0, lease_seconds=0.2) as (url, life), leased(url, pages(2)) as lease:
-        await asyncio.wait_for(lease.ended(), 1.0)
+        await asyncio.wait_for(lease.ended(), 10)
         assert held(life) == 2 * SIZE
-        await until(lambda: not held(life), 1.0)
-        await until(lambda: not life.running, 1.0)
+        await until(lambda: not held(life))
+        await until(lambda: not life.running)
 
 
 async def test_a_reader_that_dies_frees_what_was_held() -> None:
@@ -172,19 +172,19 @@ async def test_a_reader_that_dies_frees_what_was_held() -> None:
         await reader.readuntil(b"\r\n\r\n")
         await until(lambda: held(life))
         writer.transport.abort()  # as the system does for one that was killed
-        await until(lambda: not held(life) and not life.running, 0.5)
+        await until(lambda: not held(life) and not life.running)
 
 
 async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased_answers, "ALIVE_SECONDS", 0.05)
-    async with replica("encode", fake_token_delay_ms=2000) as (url, life), httpx.AsyncClient(headers=BEARER) as http:
+    async with replica("encode", fake_token_delay_ms=60_000) as (url, life), httpx.AsyncClient(headers=BEARER) as http:
         request = http.build_request(
             "POST", f"{url}/encode", content=body_of(pages(1)), headers={"content-type": MEDIA_TYPE}
         )
         answer = await http.send(request, stream=True)
         assert await anext(answer.aiter_raw()) == bytes(4), "a sign of life"
         await answer.aclose()
-        await until(lambda: not life.running, 0.5)
+        await until(lambda: not life.running)
         service: Any = life.service
         assert service.encoder.encoded == 0
 
@@ -216,7 +216,7 @@ async def test_a_bug_after_a_sign_of_life_is_a_frame_of_its_own(monkeypatch: pyt
         with pytest.raises(EngineError, match="failed on this request"):
             async with leased(url, pages(1)):
                 pass
-        await until(lambda: not life.running, 0.5)
+        await until(lambda: not life.running)
 
 
 @pytest.mark.parametrize(

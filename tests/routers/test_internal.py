@@ -9,7 +9,6 @@ import pytest
 
 from engine import handoff
 from engine.handoff import decode_handoff
-from engine.process.attachments import detach
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers import leased
@@ -44,7 +43,7 @@ async def post(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.
 
 
 def body_of(version: int = VERSION, model: str = "fake", **fields: Any) -> bytes:
-    bare, parts = detach(request(**fields))
+    bare, parts = request(**fields).detach()
     raw = msgspec.Raw(msgspec.msgpack.encode(bare))
     return b"".join(pieces(PrefillRequest(version, model, raw, [*map(len, parts)]), parts))
 
@@ -148,7 +147,7 @@ async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytes
         await asyncio.sleep(0.2)
         assert not asking.done()
         monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
-        answer = await asyncio.wait_for(asking, 2)
+        answer = await asyncio.wait_for(asking, 20)
         *alive, last = FrameReader(1 << 20).feed(answer.content)
         assert last.failed and b"not_ready" in last.payload and not any(frame.payload for frame in alive)
         await stream.aclose()

@@ -56,7 +56,7 @@ async def cluster(
 
 async def available(life: ReplicaState, count: int) -> None:
     assert isinstance(life.service, RouterService)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while sum(one.available for one in life.service.fleet.replicas) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -65,7 +65,7 @@ async def learnt(life: ReplicaState, blocks: int) -> None:
     """The router knows as many blocks in all."""
     assert isinstance(life.service, RouterService)
     fleet = life.service.fleet
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while sum(fleet.index.blocks(one.number) for one in fleet.replicas) < blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -154,7 +154,7 @@ async def test_a_client_that_goes_ends_the_request_at_once() -> None:
         ) as answer:
             await anext(answer.aiter_bytes())
             await stats_with(peer.engine, lambda stats: stats.num_active_requests == 1)
-        await stats_with(peer.engine, lambda stats: stats.num_active_requests == 0, 1.0)
+        await stats_with(peer.engine, lambda stats: stats.num_active_requests == 0, 4.0)
         (one,) = life.service.fleet.replicas
         assert one.load.requests == 0
         assert one.load.tokens == 0
@@ -163,8 +163,8 @@ async def test_a_client_that_goes_ends_the_request_at_once() -> None:
 async def test_a_client_that_goes_before_the_answer_ends_the_request_too() -> None:
     async with Bare(b"", hang_up=False) as bare, before(bare.url) as (client, life):
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/chat/completions", json=CHAT, timeout=0.3)
-        async with asyncio.timeout(1):
+            await client.post("/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(20, read=0.3))
+        async with asyncio.timeout(4):
             await bare.ended.wait()
         assert isinstance(life.service, RouterService)
         assert [one.load.requests for one in life.service.fleet.replicas] == [0]
@@ -235,7 +235,7 @@ async def test_without_replicas_it_is_not_ready() -> None:
 
 
 async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)
     async with (
         Bare(b"", hang_up=False, hangs=True) as bare,
         replica("aggregated") as (url, _),
@@ -249,7 +249,7 @@ async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest
 
 async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends its connections, and there are no others."""
-    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)
     async with (
         Bare(b"", hang_up=False, hangs=True) as bare,
         replica("aggregated") as (url, _),
@@ -257,7 +257,7 @@ async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch
     ):
         await available(life, 2)
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(6)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not bare.requests:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         bare.close()

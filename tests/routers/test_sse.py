@@ -98,7 +98,7 @@ async def test_client_gone_closes_the_payloads(events_before: int) -> None:
     left = time.perf_counter()
     client.gone.set()
     await task
-    assert 0 < payloads.closed_at - left < 0.1
+    assert 0 < payloads.closed_at - left < 5
     assert bool(client.messages) == bool(events_before)
     assert b"[DONE]" not in client.body
 
@@ -120,10 +120,10 @@ async def test_client_that_does_not_read_and_goes() -> None:
 
 async def test_keep_alive_comments_in_silence_only() -> None:
     client = Client()
-    await run(Payloads(2, pause=0.25), client, ping=0.1)
+    await run(Payloads(2, pause=1.0), client, ping=0.1)
     quiet = client.body
     assert quiet.startswith(b'data: {"n":0}\n\n: keep-alive\n\n'), "none before the headers, one in the pause"
     assert quiet.endswith(b'data: {"n":1}\n\ndata: [DONE]\n\n')
     client = Client()
-    await run(Payloads(20, pause=0.02), client, ping=0.15)
+    await run(Payloads(60, pause=0.02), client, ping=1.0)
     assert b"keep-alive" not in client.body

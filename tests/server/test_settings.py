@@ -1,7 +1,6 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
 import ast
-import os
 import shutil
 import subprocess
 import sys
@@ -18,13 +17,10 @@ from engine.embedded.models.native import levels
 from server.cli import explain, main
 from server.compose.config import engine_config
 from server.settings import Settings, example, read_settings
+from tests.support.environment import bare
 from tests.support.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-# Nothing but where this machine has its packages and libraries.
-BARE_ENVIRONMENT = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ} | {
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-}
 
 
 def test_example_file_lists_every_setting_in_order() -> None:
@@ -82,7 +78,7 @@ def test_help_shows_every_setting_with_default_and_description() -> None:
         text=True,
         check=True,
         cwd=ROOT,
-        env={**BARE_ENVIRONMENT, "COLUMNS": "500"},
+        env=bare(COLUMNS="500"),
     )
     text = " ".join(run.stdout.split())
     for name, field in Settings.model_fields.items():
@@ -180,7 +176,7 @@ def test_wrong_flag_stops_the_start_by_name(
 def test_wrong_file_stops_the_start_by_name(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("MAX_BATCH=3\nMAX_N=many\nAPI_KEYS=secret\n")
     command = [sys.executable, "-m", "server"]
-    run = subprocess.run(command, cwd=tmp_path, env=BARE_ENVIRONMENT, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)
     assert run.returncode == 2
     assert sorted(line.split(":")[1].strip() for line in run.stderr.splitlines()) == [
         "--max-n (MAX_N)",
@@ -231,7 +227,7 @@ def test_tensorrt_llm_logs_at_our_level_unless_told_otherwise(level: str, there:
     """As the engine's process finds it: set before anything of TensorRT-LLM is imported there."""
     code = "import os, sys; from server.process import logs; logs.configure(sys.argv[1], 'text');"
     code += "print(os.environ['TLLM_LOG_LEVEL'])"
-    variables = BARE_ENVIRONMENT | ({} if there is None else {"TLLM_LOG_LEVEL": there})
+    variables = bare() if there is None else bare(TLLM_LOG_LEVEL=there)
     run = subprocess.run([sys.executable, "-c", code, level], capture_output=True, text=True, check=True, env=variables)
     assert run.stdout.strip() == seen
 

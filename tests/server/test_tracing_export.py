@@ -20,6 +20,7 @@ from server.http import tracing
 from server.process.logs import JsonFormatter
 from tests.support.http import CHAT, application, serving
 from tests.support.otel import Collector, collector
+from tests.support.waiting import slowness
 
 CHATS = "/v1/chat/completions"
 
@@ -41,7 +42,7 @@ def test_a_dead_collector_holds_up_neither_requests_nor_the_end() -> None:
             time.sleep(0.7)  # the first batch is on its way, in vain
             began = time.monotonic()
             process.process.terminate()
-            assert process.wait() == 0 and time.monotonic() - began < 3
+            assert process.wait() == 0 and time.monotonic() - began < 3 * slowness()
     assert "Traceback" not in process.log and "opentelemetry" not in process.log
 
 
@@ -52,7 +53,7 @@ async def test_a_slow_collector_holds_up_nobody_at_the_end(spans: Collector, cap
         await client.post(CHATS, json=CHAT)
         await asyncio.sleep(0.6)
         began = time.monotonic()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 3.5
     for thread in [thread for thread in threading.enumerate() if thread.name == "traces-closing"]:
         await asyncio.to_thread(thread.join)
     said = [record.message for record in caplog.records if record.name == "server.http.tracing"]
@@ -70,7 +71,7 @@ async def test_what_is_not_exported_is_counted(
         async with application(otel_endpoint=spans.url) as (client, state):
             await asyncio.gather(*(client.post(CHATS, json=CHAT) for _ in range(40)))
             counts: dict[str, float] = {}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while sum(counts.values()) < 200:
                     await asyncio.sleep(0.02)
                     lines = [

@@ -186,7 +186,6 @@ def test_training_ends_in_time_with_weights_and_results(
         assert results["asked"] == len(results["kinds"]) == len(ALL_KINDS) and results["steps"] > 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_ships_answers_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
     merge(smollm2, SHIPPED, tmp_path, lambda *_: None)

@@ -84,7 +84,7 @@ class Replica:
     def wait_idle(self) -> None:
         """Nothing runs, waits or is held any more."""
         for name in _EMPTY:
-            self.server.wait_metric(name, 0, timeout=8)
+            self.server.wait_metric(name, 0)
 
 
 class Cluster:
@@ -199,7 +199,7 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def wait(self, more: int, seconds: float = 30.0) -> None:
+    def wait(self, more: int, seconds: float = 60.0) -> None:
         """Return once `more` requests have ended rightly from now on."""
         wanted, deadline = self.right + more, time.monotonic() + seconds
         while self.right < wanted:

@@ -30,6 +30,13 @@ def _to_fp8(values: Any) -> Any:
     return torch.from_numpy(values).float().to(FP8).view(torch.uint8).numpy()
 
 
+def _scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """In the place of `torch._scaled_mm`: whether that takes a scale for each row depends on the CPU (AMX does not)."""
+    return a.float() @ b.float() * scale_a * scale_b
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels here, without a GPU, one program after the other.
@@ -56,6 +63,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         interpreter, "_convert_float", lambda *a: _to_fp8(a[0]) if a[2] == tl.float8e4nv else convert(*a)
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     for module in (decode_attention, fp8_kernels, kernels, products):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
@@ -100,11 +108,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
         patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
         from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
 
-    multiply = torch._scaled_mm
     for module in (attention, runner):
         monkeypatch.setattr(module, "to_device", lambda values, dtype, _: torch.tensor(values, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, out_dtype, **k: multiply(*a, out_dtype=torch.float32, **k))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)

@@ -9,8 +9,7 @@ import msgspec
 
 from engine.encoder import Encoder
 from engine.fake.encoder import FakeEncoder
-from engine.media import EncodedMedia, MediaInput
-from engine.process.attachments import detach_media
+from engine.media import EncodedMedia, MediaInput, detach_media
 from engine.replicas.ask import ENCODE, RemoteAnswer, ask
 from engine.replicas.client import ReplicaClient
 from engine.replicas.encode_answers import EncodeAnswer

@@ -25,6 +25,7 @@ from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
+from tests.support.environment import python_path
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
@@ -51,7 +52,7 @@ def fake_trtllm() -> Iterator[None]:
     """tensorrt_llm can be imported, here and in child processes: the fake, which generates with the embedded engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FAKE_TRTLLM)
-        patch.setenv("PYTHONPATH", FAKE_TRTLLM)
+        patch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM))
         patch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
         patch.setenv("FAKE_TRTLLM_CONFIG", json.dumps(EMBEDDED))
         yield

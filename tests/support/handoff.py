@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine import handoff
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.handoff import state as handover
+from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.sampler import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.transfer.base import Offer, Read, Region, TransferError
@@ -48,7 +48,7 @@ def sequence_of(core: EngineCore, request: GenerateRequest) -> Sequence:
         request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs
     )
     if request.handoff is not None:
-        handover.resume(sequence, request.handoff, core.layout)
+        resume(sequence, request.handoff, core.layout)
     return sequence
 
 

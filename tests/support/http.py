@@ -95,7 +95,7 @@ class ServerProcess:
         page = httpx.get(f"{self.url}/metrics").text
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
 
-    def wait_metric(self, name: str, value: float, timeout: float = 5) -> None:
+    def wait_metric(self, name: str, value: float, timeout: float = 20) -> None:
         deadline = time.monotonic() + timeout
         while (now := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
@@ -117,7 +117,7 @@ def serving(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
                 server.process.send_signal(signum)
                 time.sleep(0.2)
         server.wait()
-        _, left = psutil.wait_procs(children, timeout=8)
+        _, left = psutil.wait_procs(children, timeout=20)
         for child in left:
             child.kill()
     assert not left, f"left behind: {left}"

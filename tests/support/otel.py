@@ -57,7 +57,7 @@ class Collector(ThreadingHTTPServer):
         (span,) = self.named(name, role)
         return span
 
-    def wait(self, condition: Callable[[], object], seconds: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, [(span.of.get("trellis.role"), span.name) for span in self.spans]

@@ -46,7 +46,7 @@ class Sender:
 
     async def subscribed(self) -> None:
         """Return when somebody has subscribed."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self._socket.recv()
 
     async def send(self, *events: Any, lost: bool = False) -> None:
@@ -80,7 +80,7 @@ class Sender:
 
 
 def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 20
     while port:
         try:
             socket.bind(f"tcp://127.0.0.1:{port}")

@@ -16,8 +16,8 @@ import pytest
 
 from engine.transfer.base import Offer, Region, Transfer
 from engine.transfer.shared_memory import shared_memory
+from tests.support.environment import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 )
@@ -27,11 +27,7 @@ ON_HOST = ["shared_memory", "tcp", NIXL]
 class Owner:
     def __init__(self, method: str, *sizes: int, program: str = "transfer_owner", **environment: str) -> None:
         command = [sys.executable, "-m", f"tests.support.{program}", method, *map(str, sizes)]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            **environment,
-        }
+        env = {**os.environ, "PYTHONPATH": python_path(), **environment}
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.offers = msgspec.msgpack.decode(bytes.fromhex(self.line()), type=tuple[Offer, ...])
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from engine.embedded.handoff.state import reads_of
+from engine.embedded.handoff.state import Layout, check_handoff, decode_state, reads_of
 from engine.embedded.handoff.words import LeaseWord, LeaseWords
 from engine.embedded.sequence import Sequence
 from engine.transfer.base import Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
+from engine.types import Handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,14 @@ class RemoteSource:
 
     def release(self, sequence: Sequence) -> None:
         sequence.remote = None
+
+
+def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
+    """Make a new sequence continue from a handoff. Raises InvalidRequest if the handoff is wrong or cannot be
+    continued, EngineUnavailable if the prefill replica has another layout than this one."""
+    first = check_handoff(sequence.request, handoff, layout)
+    if handoff.state:  # else the blocks are lost
+        sequence.remote = decode_state(handoff.state, layout, sequence.num_prompt)
+    sequence.sampler.resume(first)
+    sequence.tokens.append(first)
+    sequence.prompt_logprobs, sequence.reported = None, True

@@ -10,7 +10,6 @@ from blake3 import blake3
 from engine.embedded.handoff.words import LeaseWord
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.memory import KvMemory
-from engine.embedded.sequence import Sequence
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.handoff import decode_bounded
 from engine.transfer.base import Offer, Read
@@ -109,19 +108,8 @@ def held_of(layout: Layout, tables: abc.Sequence[Table], offers: tuple[Offer, ..
     return Held(encode_state(HeldState(layout, tuple(map(tuple, tables)), offers, lease)))
 
 
-def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
-    """Make a new sequence continue from a handoff. Raises InvalidRequest if the handoff is wrong or cannot be
-    continued, EngineUnavailable if the prefill replica has another layout than this one."""
-    first = _check_handoff(sequence.request, handoff, layout)
-    if handoff.state:  # else the blocks are lost
-        sequence.remote = _checked(handoff.state, layout, sequence.num_prompt)
-    sequence.sampler.resume(first)
-    sequence.tokens.append(first)
-    sequence.prompt_logprobs, sequence.reported = None, True
-
-
-def _check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -> int:
-    """Return the first token of the output."""
+def check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -> int:
+    """Return the first token of the output. Raises InvalidRequest for a handoff that cannot be continued."""
     prompt = request.prompt_token_ids
     if handoff.backend != BACKEND:
         raise InvalidRequest(f"the handoff is of engine {handoff.backend}; this one is {BACKEND}", _PARAM)
@@ -144,7 +132,7 @@ def reads_of(state: HeldState, tables: abc.Sequence[Table], missing: abc.Sequenc
     ]
 
 
-def _checked(data: bytes, layout: Layout, num_prompt: int) -> HeldState:
+def decode_state(data: bytes, layout: Layout, num_prompt: int) -> HeldState:
     state = decode_bounded(_states, data, MAX_STATE_BYTES, "handoff's state", _PARAM)
     here, there = msgspec.structs.asdict(layout), msgspec.structs.asdict(state.layout)
     if different := [name for name in here if here[name] != there[name]]:

@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 from blake3 import blake3
 
-from engine.kit.spans import MmKeys, Overlap
 from engine.kv_events import Cleared, Created, Removed, Stored, StoredBlock, UniqueToken
+from engine.media import MmKeys, Overlap
 
 BlockKey = bytes
 EventData = Created | Stored | Removed | Cleared

@@ -8,7 +8,7 @@ as long as it is not evicted, so a prefix can be taken up wherever every group s
 from collections.abc import Mapping, Sequence
 
 from engine.embedded.kv.blocks import BlockKey, BlockPool
-from engine.kit.spans import MmKeys
+from engine.media import MmKeys
 from engine.stats import KvCacheStats
 
 GONE = -1

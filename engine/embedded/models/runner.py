@@ -84,7 +84,7 @@ class ModelRunner(Protocol):
     dtype: torch.dtype
     """Type of activations, and of embeddings that are passed in."""
     compute_path: str
-    """What computes, for reports: native, cuda or transformers."""
+    """The code that computes, for reports: native, cuda or transformers."""
     instruction_set: str
     """Level of the processor's instructions that is used; empty on a GPU."""
     vocab_size: int
@@ -115,3 +115,23 @@ class ModelRunner(Protocol):
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
         name them."""
         ...
+
+
+class PendingTokens:
+    """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=1)
+
+    def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        self._sampled[torch.tensor(slots, device=self._sampled.device)] = tokens
+
+    def token_ids(self, step: StepInput) -> list[int]:
+        """Return the flat token ids of a step, pending ones filled in."""
+        if min(step.tokens) >= 0:
+            return step.tokens
+        sampled = self._sampled.tolist()
+        return [token if token >= 0 else sampled[-1 - token] for token in step.tokens]

@@ -1,4 +1,4 @@
-"""What the engine asks of transformers about a checkpoint: its complete configuration, its class, its language part.
+"""Facts of a checkpoint that transformers knows: its complete configuration, its class, its language part.
 
 The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
 """

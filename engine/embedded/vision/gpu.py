@@ -1,4 +1,4 @@
-"""What makes a vision tower fast on a GPU: staging memory, and CUDA graphs."""
+"""Staging memory and CUDA graphs, which make a vision tower fast on a GPU."""
 
 import logging
 from collections.abc import Callable

@@ -17,9 +17,8 @@ import engine
 from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, detach_media
 from engine.process import wire
-from engine.process.attachments import detach_media
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 

@@ -73,7 +73,7 @@ class ImageProcessing:
         self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits
         self.placeholder: str = self.processor.image_token
-        """What the chat template writes for an image, and the text of an image token."""
+        """Text that the chat template writes for an image, and of an image token."""
         self.description = json.dumps(
             [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
         )

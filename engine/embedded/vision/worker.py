@@ -23,9 +23,8 @@ from msgspec.structs import replace
 
 from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia
+from engine.media import EncodedMedia, attach_media
 from engine.process import wire
-from engine.process.attachments import attach_media
 from engine.transfer.shared_bytes import SharedBytes
 from protocol.frames import packed, read_payload
 

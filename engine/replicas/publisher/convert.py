@@ -6,8 +6,8 @@ from itertools import takewhile
 
 from blake3 import blake3
 
-from engine.kit.spans import MmKeys
 from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.media import MmKeys
 from engine.replicas.publisher.messages import (
     AllBlocksCleared,
     BlockRemoved,

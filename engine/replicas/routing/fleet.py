@@ -48,7 +48,7 @@ class EventSources:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt: its tokens up to the first image, and which requests may share its blocks."""
+    """A prompt as a router knows it: its tokens up to the first image, and which requests may share its blocks."""
 
     tokens: Sequence[int] = ()
     namespace: tuple[str, str] = ("", "")

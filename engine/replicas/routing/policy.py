@@ -11,7 +11,7 @@ PolicyName = Literal["kv", "round_robin", "least_loaded"]
 
 
 class Candidate(Protocol):
-    """What a policy looks at in a replica."""
+    """The view that a policy has of a replica."""
 
     number: int
     load: Load

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, resolve_model
+from tests.support.environment import bare
 
 # llama.cpp's tokenize(text, add_bos=False, special=True) of the same GGUF file.
 GOLDEN = [
@@ -309,7 +310,7 @@ def test_an_unreachable_hub_is_said(tmp_path: Path, variables: dict[str, str]) -
         "from pathlib import Path; from engine.checkpoints.store import *\n"
         "try: resolve_model('trellis-tests/absent', Path('.'))\nexcept ModelError as error: print(error)"
     )
-    environment = {**variables, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+    environment = bare(HF_HOME=str(tmp_path), **variables)
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert "cannot get trellis-tests/absent" in result.stdout
     assert "HF_TOKEN" in result.stdout

@@ -21,8 +21,7 @@ from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
-from engine.kit.spans import overlaps_of
-from engine.media import MediaSpan, MediaSpans
+from engine.media import MediaSpan, MediaSpans, overlaps_of
 from engine.types import Delta, GenerateRequest
 from tests.support.handoff import Pair, pair_of, sequence_of, step, tokens
 from tests.support.image_support import Family, Prompt, request_for, text, without_data

@@ -17,8 +17,7 @@ from engine.embedded.kv.source import Source
 from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.embedded.step import Chunk
-from engine.kit.priority import PRIORITY_SECONDS, rank
-from engine.types import GenerateRequest, SamplingParams
+from engine.types import PRIORITY_SECONDS, GenerateRequest, SamplingParams
 
 SIZE = 4
 
@@ -41,7 +40,7 @@ def make(
     return Sequence(
         request=request,
         sampler=None,  # type: ignore[arg-type]
-        rank=rank(priority, arrival),
+        rank=request.rank(arrival),
         arrival=arrival,
         tokens=list(prompt),
         prompt_logprobs=[None] if prompt_logprobs else None,
@@ -238,7 +237,8 @@ def test_decodes_go_first_and_long_prompts_take_the_rest_of_the_budget() -> None
 
 
 def test_a_lower_priority_waits_but_not_for_ever() -> None:
-    assert rank(1, arrival=0.0) < rank(0, arrival=PRIORITY_SECONDS + 1)
+    low, urgent = (make("", [1], 1, priority=priority).request for priority in (1, 0))
+    assert low.rank(arrival=0.0) < urgent.rank(arrival=PRIORITY_SECONDS + 1)
     runner = machine(seqs=1)
     late, urgent = make("late", [1], 1, priority=1, arrival=0.0), make("urgent", [2], 1, arrival=5.0)
     runner.scheduler.add(late)

@@ -33,6 +33,7 @@ from tests.support.engine_cases import (
     request_for,
     tokens_of,
 )
+from tests.support.environment import python_path
 from tests.support.http import ServerProcess, serving
 
 EOS = 2
@@ -156,7 +157,7 @@ def test_any_tokenizer_can_spell_it(smollm2: Path) -> None:
 
 EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_mb": 128}
 ON_TENSORRT_LLM = {
-    "PYTHONPATH": FAKE_TRTLLM,
+    "PYTHONPATH": python_path(FAKE_TRTLLM),
     "FAKE_TRTLLM_ENGINE": "embedded",
     "FAKE_TRTLLM_CONFIG": json.dumps(EMBEDDED),
 }

@@ -17,6 +17,7 @@ from engine.config import EmbeddedConfig, FakeConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
+from engine.process.wire import SILENCE_SECONDS
 from engine.types import Delta, GenerateRequest, SamplingParams
 from tests.support.waiting import until
 
@@ -40,7 +41,7 @@ async def healthy(client: EngineClient, wanted: bool, timeout: float) -> None:
             await asyncio.sleep(0.005)
 
 
-def gone(pid: int, timeout: float = 5.0) -> bool:
+def gone(pid: int, timeout: float = 20.0) -> bool:
     """Whether the process ends in time; one that nobody has waited for yet counts as ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -108,7 +109,7 @@ async def test_kill_under_load_fails_each_request_and_the_next_host_answers() ->
     os.kill(pid, signal.SIGKILL)
     results = await asyncio.gather(*running, return_exceptions=True)
     assert all(isinstance(result, EngineDied) for result in results)
-    assert time.monotonic() - killed < 0.5
+    assert time.monotonic() - killed < SILENCE_SECONDS - 1
     assert not client.healthy
     with pytest.raises(EngineNotReady):
         await collect(client.generate(request_for()))
@@ -131,7 +132,7 @@ async def test_requests_around_a_restart_never_hang() -> None:
     async def keep_asking() -> None:
         while outcomes.count("length") < 50:
             try:
-                deltas = await asyncio.wait_for(collect(client.generate(request_for(20))), 5)
+                deltas = await asyncio.wait_for(collect(client.generate(request_for(20))), 20)
                 outcomes.append(deltas[-1].finish_reason or "")
             except (EngineDied, EngineNotReady) as error:
                 outcomes.append(type(error).__name__)
@@ -141,10 +142,10 @@ async def test_requests_around_a_restart_never_hang() -> None:
     await until(lambda: len(outcomes) >= len(asking))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    await healthy(client, False, 1)
+    await healthy(client, False, 15)
     await healthy(client, True, 15)
     outcomes.clear()
-    await asyncio.wait_for(asyncio.gather(*asking), 15)
+    await asyncio.wait_for(asyncio.gather(*asking), 30)
     assert set(outcomes) == {"length"}
     await client.close()
     await process.close()
@@ -186,10 +187,10 @@ async def test_a_child_of_the_host_that_outlives_it_holds_nothing_up(
     await client.start()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    await healthy(client, False, 1)
+    await healthy(client, False, 15)
     await healthy(client, True, 15)
     await client.close()
-    await asyncio.wait_for(process.close(), 3)
+    await asyncio.wait_for(process.close(), 20)
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGKILL)
 
@@ -201,7 +202,7 @@ async def test_exit_mode_gives_up_at_the_first_death() -> None:
     await client.start()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert "died (signal SIGKILL)" in await asyncio.wait_for(process.wait_failed(), 5)
+    assert "died (signal SIGKILL)" in await asyncio.wait_for(process.wait_failed(), 20)
     assert process.pid is None and not client.healthy
     await client.close()
     await process.close()
@@ -218,7 +219,6 @@ async def test_a_host_that_cannot_start_fails_the_start_with_its_last_words(tmp_
     await process.close()
 
 
-@pytest.mark.slow
 async def test_a_model_that_is_not_there_fails_the_start_by_name(tmp_path: Path) -> None:
     process = EngineProcess(EmbeddedConfig(model=str(tmp_path / "no-such-model")))
     await process.start()

@@ -15,7 +15,7 @@ from tests.support.greeting import GREETER, GreeterClient, GreeterConfig, Greeti
 
 
 async def until(found: list[int], wanted: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while found[-1:] != [wanted]:  # noqa: ASYNC110 - a list has no event
             await asyncio.sleep(0.005)
 

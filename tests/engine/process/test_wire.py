@@ -13,7 +13,6 @@ import engine.errors
 from engine.errors import EngineError, EngineFailure, InvalidRequest
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.process import wire
-from engine.process.attachments import attach, data_of, detach
 from engine.process.sockets import Buffer, LoopSocket
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import GenerateRequest, SamplingParams
@@ -63,7 +62,7 @@ def packed(requests: list[GenerateRequest]) -> list[Buffer]:
     """A batch of calls that take these requests, as frames."""
     commands, frames = [], []
     for key, request in enumerate(requests):
-        bare, parts = detach(request)
+        bare, parts = request.detach()
         command, behind = wire.call(key, "generate", wire.encode(bare), parts, False)
         commands.append(command)
         frames += behind
@@ -74,12 +73,12 @@ def test_requests_come_with_their_images() -> None:
     frames = packed(REQUESTS)
     generation, commands = wire.unpack(frames)  # type: ignore[arg-type] # as ZMQ hands them out, they are bytes
     found = [
-        attach(msgspec.msgpack.decode(command.argument, type=GenerateRequest), wire.parts_of(command, parts))
+        msgspec.msgpack.decode(command.argument, type=GenerateRequest).attach(wire.parts_of(command, parts))
         for command, parts in commands
         if isinstance(command, wire.Call)
     ]
     assert generation == 7 and found == REQUESTS and commands[-1] == (wire.Cancel(1), [])
-    data = [part for request in REQUESTS for part in data_of(request)]
+    data = [part for request in REQUESTS for part in request.media_data()]
     assert not any(part in frames[0] for part in data), "the message itself has none of their bytes"
     assert all(any(part is frame for frame in frames) for part in data), "they are the same objects: nothing is copied"
 
@@ -104,12 +103,12 @@ _heads = msgspec.msgpack.Decoder(PrefillRequest)
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_bodies_between_replicas_keep_the_images(request_: GenerateRequest) -> None:
-    bare, parts = detach(request_)
+    bare, parts = request_.detach()
     body = b"".join(
         pieces(PrefillRequest(1, "m", msgspec.Raw(msgspec.msgpack.encode(bare)), [*map(len, parts)]), parts)
     )
     head, rest = head_of(body, _heads)
-    assert attach(msgspec.msgpack.decode(head.request, type=GenerateRequest), parts_of(rest, head.sizes)) == request_
+    assert msgspec.msgpack.decode(head.request, type=GenerateRequest).attach(parts_of(rest, head.sizes)) == request_
     for wrong in (b"", body[:3], body[:40], body[4:], b"\xff" * 100):
         with pytest.raises(ValueError):
             parts_of(head_of(wrong, _heads)[1], head.sizes)

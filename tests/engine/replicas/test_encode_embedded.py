@@ -41,4 +41,4 @@ async def test_a_replicas_tower_makes_what_one_here_makes_and_its_death_costs_no
         service: Any = life.service
         psutil.Process(service.encoder.pid).kill()
         assert len(await work) == 16 and seen.local
-        await until(lambda: not life.running, 1.0)
+        await until(lambda: not life.running)

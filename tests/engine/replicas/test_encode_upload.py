@@ -40,9 +40,9 @@ async def slow_way(to: str, seconds: float) -> AsyncIterator[str]:
 async def test_a_replica_is_not_taken_for_silent_while_large_images_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(client, "_SLOWEST_UPLOAD", 4 << 20)
     large = [image(0, 18 << 20)]  # more than the sockets' buffers
-    async with replica("encode") as (url, _), slow_way(url, 1.2) as slow, encoder_of([slow]) as (encoder, _, seen):
+    async with replica("encode") as (url, _), slow_way(url, 2.0) as slow, encoder_of([slow]) as (encoder, _, seen):
         assert await encoder.encode(large) == await expected(large)
         assert seen.outcomes == {"ok": 1} and seen.peers == {slow: True}

@@ -1,6 +1,7 @@
 """An encoder that has others encode: who is asked, what a fault costs, and when it encodes here."""
 
 import asyncio
+import signal
 import socket
 import sys
 import time
@@ -15,12 +16,13 @@ from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.encoder import FakeEncoder
 from engine.media import EncodedMedia, MediaInput
 from engine.replicas import ask as client
+from engine.replicas import breaker
 from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
 from tests.support.encode import SIZE, encoder_of, expected, image, pages
 from tests.support.http import ROOT, application
-from tests.support.waiting import until
+from tests.support.waiting import slowness, until
 
 
 def encoder_in(life: ReplicaState) -> FakeEncoder:
@@ -48,7 +50,7 @@ async def test_images_go_to_several_replicas_and_come_back_in_order(inline_kb: i
             assert await encoder.encode([]) == []
             assert seen.outcomes == {"ok": 20} and len(seen.by_peer) == 2 and not seen.local
         assert encoder_in(first).encoded + encoder_in(second).encoded == 20
-        await until(lambda: not first.running and not second.running, 0.5)
+        await until(lambda: not first.running and not second.running)
 
 
 async def test_the_least_busy_replica_is_asked() -> None:
@@ -87,7 +89,8 @@ async def dying_peer(probe: bytes, after: float = 0.0) -> AsyncIterator[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> None:
+async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
     async with (
         replica("encode") as (good, _),
         dying_peer(await probed(good)) as bad,
@@ -100,7 +103,8 @@ async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes() -> Non
 
 
 async def test_a_replica_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     async with (
         replica("encode") as (good, _),
         dying_peer(await probed(good), after=60.0) as hung,
@@ -170,7 +174,7 @@ async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None
 
 
 async def test_cancelling_reaches_the_replica_at_once() -> None:
-    async with replica("encode", fake_token_delay_ms=5000) as (url, life), encoder_of([url]) as (encoder, _, seen):
+    async with replica("encode", fake_token_delay_ms=60_000) as (url, life), encoder_of([url]) as (encoder, _, seen):
         work = asyncio.create_task(encoder.encode(pages(20)))
         await until(lambda: life.running == 20)
         began = time.monotonic()
@@ -182,7 +186,7 @@ async def test_cancelling_reaches_the_replica_at_once() -> None:
 
 
 async def test_closing_ends_what_runs_with_an_error() -> None:
-    async with replica("encode", fake_token_delay_ms=5000) as (url, life), encoder_of([url]) as (encoder, _, _):
+    async with replica("encode", fake_token_delay_ms=60_000) as (url, life), encoder_of([url]) as (encoder, _, _):
         work = asyncio.create_task(encoder.encode(pages(1)))
         await until(lambda: life.running == 1)
         await encoder.close()
@@ -200,7 +204,7 @@ async def test_memory_that_cannot_be_read_is_sent_instead_from_then_on() -> None
                 assert await encoder.encode(pages(2)) == await expected(pages(2))
                 assert encoder_in(life).encoded == seen.outcomes["ok"]
             assert 4 < seen.outcomes["ok"] <= 6, "each failed once at most"
-        await until(lambda: not life.running, 0.5)
+        await until(lambda: not life.running)
 
 
 class Liar(FakeEncoder):
@@ -248,19 +252,17 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
                 await asyncio.sleep(0.01)
                 if index in (20, 40):
                     three[index // 20].process.kill()
-            assert max(await asyncio.gather(*asked)) < 10
+            assert max(await asyncio.gather(*asked)) < 10 * slowness()
             assert seen.retries > 0 and not seen.local
             await asyncio.to_thread(three[0].wait_metric, "trtllm_embeddings_held_bytes", 0)
+            three[0].process.send_signal(signal.SIGSTOP)  # so that none is answered before the kill
             last = [asyncio.create_task(ask(index)) for index in range(8)]
             await asyncio.sleep(0.05)
             three[0].process.kill()
             began = time.monotonic()
             errors = await asyncio.gather(*last, return_exceptions=True)
-            assert time.monotonic() - began < 10
-            assert {type(error) for error in errors if not isinstance(error, float)} <= {EngineUnavailable} | set(
-                EngineUnavailable.__subclasses__()
-            )
-            assert any(isinstance(error, EngineUnavailable) for error in errors)
+            assert time.monotonic() - began < 10 * slowness()
+            assert all(isinstance(error, EngineUnavailable) for error in errors)
 
 
 async def test_a_killed_front_frees_what_was_held_for_it() -> None:
@@ -283,4 +285,4 @@ asyncio.run(main())
         assert service.store.held == [2 * SIZE]
         process.kill()
         await process.wait()
-        await until(lambda: not life.running and not service.store.held, 0.5)
+        await until(lambda: not life.running and not service.store.held)

@@ -43,21 +43,19 @@ async def test_cancelled_while_queued_at_prefill() -> None:
 
 
 async def test_cancelled_while_prefilling() -> None:
-    async with pair({"fake_token_delay_ms": 2000}) as (peer, engine, seen):
+    async with pair({"fake_token_delay_ms": 60_000}) as (peer, engine, seen):
         stream = await busy(peer)
-        began = asyncio.get_running_loop().time()
         task = asyncio.create_task(all_of(engine, request(max_tokens=500)))
         await asyncio.sleep(0.3)
         task.cancel()
         await asyncio.wait([task])
         await stats_with(peer, lambda stats: stats.num_aborted_requests == 1, SOON)
-        assert asyncio.get_running_loop().time() - began < 1.5, "the engine had not begun with it"
         assert seen.outcomes == {"cancelled": 1}
         await stream.aclose()
 
 
 async def test_cancelled_while_the_blocks_are_read() -> None:
-    async with pair(token_delay=2.0) as (peer, engine, _):
+    async with pair(token_delay=60.0) as (peer, engine, _):
         stream = await busy(engine.inner)
 
         async def reading() -> None:
@@ -72,7 +70,7 @@ async def test_cancelled_while_the_blocks_are_read() -> None:
 
 async def test_cancelled_while_decoding() -> None:
     async with pair(token_delay=0.02) as (peer, engine, _):
-        stream = engine.generate(request(max_tokens=500))
+        stream = engine.generate(request(max_tokens=5000))
         assert len(tokens_of([await anext(stream), await anext(stream)])) >= 2
         await stats_with(peer, nothing, SOON)
         await stream.aclose()

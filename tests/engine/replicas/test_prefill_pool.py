@@ -106,7 +106,7 @@ async def test_a_peer_that_comes_back_is_asked_again() -> None:
     url = f"http://127.0.0.1:{port}"
     async with decode_engine([url], min_tokens=None) as (engine, seen):
         assert not engine.healthy and seen.peers == {url: False}
-        async with bare_peer(port=port), asyncio.timeout(5):
+        async with bare_peer(port=port), asyncio.timeout(20):
             while not engine.healthy:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert seen.peers == {url: True}
@@ -133,7 +133,7 @@ async def test_whatever_a_probe_is_answered_the_next_one_comes(probe: bytes, rea
     async with bare_peer(probes=[probe]) as url, decode_engine([url], min_tokens=None) as (engine, seen):
         with pytest.raises(EngineUnavailable, match=reason):
             await all_of(engine, request())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not engine.healthy:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert seen.peers == {url: True}
@@ -147,7 +147,7 @@ async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(client, "describe", unthought)
-    async with bare_peer() as url, decode_engine([url], min_tokens=None) as (engine, _), asyncio.timeout(5):
+    async with bare_peer() as url, decode_engine([url], min_tokens=None) as (engine, _), asyncio.timeout(20):
         while not engine.healthy:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

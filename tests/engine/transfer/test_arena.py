@@ -105,7 +105,7 @@ async def test_a_place_that_is_written_to_is_free_only_when_that_is_over() -> No
     await asyncio.wait([putting])
     assert putting.cancelled() and held.last == (1, PAGE)
     arena.go.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while held.last != (0, 0):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert not arena.taken

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.transfer import ROOT
+from tests.support.environment import python_path
 
 READER = """
 import sys, msgspec
@@ -24,7 +24,7 @@ transfers.close()
 print("equal" if memory.bytes(0) == content(0, int(sys.argv[2])) else "different")
 """
 SIZE = 8 << 20
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENV = {**os.environ, "PYTHONPATH": python_path()}
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 
@@ -53,7 +53,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 def test_tcp_between_two_hosts(hosts: tuple[str, str]) -> None:
     inside = [["ip", "netns", "exec", name, sys.executable] for name in hosts]
-    command = [*inside[0], str(ROOT / "tests/support/transfer_owner.py"), "tcp", str(SIZE)]
+    command = [*inside[0], "-m", "tests.support.transfer_owner", "tcp", str(SIZE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True) as owner:
         assert owner.stdout
         offers = owner.stdout.readline().strip()

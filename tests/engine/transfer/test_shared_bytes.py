@@ -32,7 +32,6 @@ from engine.embedded.vision.process import EncoderProcess
 from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
 from engine.media import EncodedMedia, MediaInput, MediaSpan, MediaSpans
 from engine.process import wire
-from engine.process.attachments import attach, detach
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.replicas.encode_answers import EmbeddingStore, decode_answer, fetch
@@ -168,11 +167,11 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
 
 def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
     request = request_of(b"few", SharedBytes.of(CONTENT), b"more", SharedBytes.of(CONTENT[::-1]))
-    bare, parts = detach(request)
+    bare, parts = request.detach()
     for shares, count in ((True, 2), (False, 4)):
         command, frames = wire.call(1, "generate", wire.encode(bare), parts, shares)
         assert len(frames) == count
-        images = attach(bare, wire.parts_of(command, [bytes(frame) for frame in frames])).spans
+        images = bare.attach(wire.parts_of(command, [bytes(frame) for frame in frames])).spans
         assert [bytes(readable(image.data)) for image in images] == [b"few", CONTENT, b"more", CONTENT[::-1]]
         assert (wire.largest(command, frames) > 2 * SHARED_FROM) == (not shares)
 

@@ -38,7 +38,7 @@ def folder(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  
 async def idle(engine: TrtllmEngine) -> None:
     """Wait until nothing runs in the engine."""
     await asyncio.sleep(0.02)  # what was begun a moment ago is under way
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while engine.running:  # noqa: ASYNC110 - the engine has no signal for it
             await asyncio.sleep(0.01)
 

@@ -31,9 +31,10 @@ from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import poll_stats
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.environment import python_path
 from tests.support.http import application
 from tests.support.trtllm import found, handed_over, picture, registered
-from tests.support.trtllm_gotchas import ROOT, request, running, tokens
+from tests.support.trtllm_gotchas import request, running, tokens
 from tests.support.waiting import until
 
 trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
@@ -283,7 +284,7 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
     """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
     options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FAKE_TRTLLM, str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}
     process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     try:
         assert process.stdin is not None and process.stdout is not None

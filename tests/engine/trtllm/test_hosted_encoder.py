@@ -18,6 +18,7 @@ from engine.trtllm.disaggregation import EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.hosted_encoder import ENCODER, HostedEncoder
 from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.environment import python_path
 from tests.support.trtllm import model_folder, picture
 
 TEXT = "w5 <image> w6 <image>"
@@ -26,7 +27,7 @@ IMAGES = [picture("red"), picture("blue")]
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrtllmEncoderConfig:
-    monkeypatch.setenv("PYTHONPATH", FAKE_TRTLLM)
+    monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM))
     monkeypatch.syspath_prepend(FAKE_TRTLLM)
     return TrtllmEncoderConfig(model=str(model_folder(tmp_path)), max_image_pixels=1000)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.environment import bare, python_path
 from tests.support.trtllm import API, PROMPT, ROOT, disaggregated, disaggregating, faults, found, llm, sampling, trt  # noqa: F401
 
 
@@ -261,16 +263,9 @@ async def test_the_embedded_engine_generates_with_bias_and_processors(
 
 def test_in_a_child_process_faults_come_from_the_environment() -> None:
     code = "from tensorrt_llm import LLM; LLM(model='fake')"
-    environment = {
-        "PYTHONPATH": f"{ROOT.parent}:{ROOT / 'fake_trtllm'}",
-        "FAKE_TRTLLM_FAULTS": '{"construction_error": "no GPU"}',
-    }
+    path = python_path(FAKE_TRTLLM)
+    environment = bare(PYTHONPATH=path, FAKE_TRTLLM_FAULTS='{"construction_error": "no GPU"}')
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "RuntimeError: no GPU" in done.stderr
     code += ".generate([5, 6], __import__('tensorrt_llm').SamplingParams(end_id=2))"  # not shut down: atexit does
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONPATH": environment["PYTHONPATH"]}, check=False
-        ).returncode
-        == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env=bare(PYTHONPATH=path), check=False).returncode == 0

@@ -17,6 +17,7 @@ from multimodal.media.cache import EmbeddingCache
 from multimodal.media.prompts import media_key
 from server.metrics.embedding_cache import watch_cache
 from server.metrics.page import ServerMetrics
+from tests.support.environment import python_path
 
 HIDDEN = 3
 
@@ -153,8 +154,7 @@ print(json.dumps(page_of(metrics)))
 
 
 def process(folder: Path, keys: str) -> "subprocess.Popen[str]":
-    here = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": str(here.parent)}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", PROCESS, str(folder), keys]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -68,7 +68,7 @@ async def test_images_that_servers_hold_back_are_in_nobody_elses_way() -> None:
         w.server.answers["/"] = hold_back
         slow = asyncio.create_task(w.loader.load("http://images.test/"))
         await asked.wait()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             assert (await w.loader.load(data_url(PNG))).data == PNG
         assert not slow.done()
         going_on.set()
@@ -101,13 +101,13 @@ async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: 
 
 async def test_a_client_that_goes_leaves_no_images_behind() -> None:
     async with (
-        replica("aggregated", fake_token_delay_ms=5000) as (url, life),
-        httpx.AsyncClient(base_url=url, timeout=0.5) as client,
+        replica("aggregated", fake_token_delay_ms=60_000) as (url, life),
+        httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(20, read=0.5)) as client,
     ):
         for path in ("/v1/chat/completions", "/tokenize"):
             with pytest.raises(httpx.ReadTimeout):
                 await client.post(path, json=chat(data_url(PNG)))
-            await until(lambda: not life.running, 1.0)
+            await until(lambda: not life.running)
 
 
 async def test_nothing_is_fetched_for_a_request_with_too_many_choices() -> None:

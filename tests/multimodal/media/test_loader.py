@@ -93,7 +93,7 @@ async def test_the_last_waiter_to_go_ends_the_fetch() -> None:
         await asyncio.gather(*loads, return_exceptions=True)
         w.server.answers["/a.png"] = ok(PNG)
         assert (await w.loader.load(URL)).data == PNG, "a later request does not join what is being given up"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await gate.gone.wait()
         assert len(w.loader._fetches) == 0
 

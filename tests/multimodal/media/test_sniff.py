@@ -111,7 +111,7 @@ def test_decompression_bombs_are_refused_by_their_header(name: str) -> None:
     started = time.process_time()
     with pytest.raises(InvalidMedia):
         check_image(BOMBS[name], PIXELS)
-    assert time.process_time() - started < 0.1
+    assert time.process_time() - started < 0.5
 
 
 OTHER_FORMATS = {

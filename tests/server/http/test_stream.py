@@ -149,24 +149,22 @@ def test_client_gone_frees_the_engine(slow: ServerProcess, stream: bool) -> None
     slow.wait_metric("trtllm_num_requests_running", 10)
     for connection in connections:
         connection.close()
-    slow.wait_metric("trtllm_num_requests_running", 0, timeout=1)
-    slow.wait_metric("trtllm_kv_cache_used_blocks", 0, timeout=1)
+    slow.wait_metric("trtllm_num_requests_running", 0)
+    slow.wait_metric("trtllm_kv_cache_used_blocks", 0)
     assert slow.metric("trtllm_engine_aborted_requests_total") == aborted + 10
 
 
 def test_client_gone_before_the_first_token() -> None:
     """Its sequence waits in the queue, since another has the engine's only place."""
-    with serving(
-        "--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "0.5"
-    ) as server:
+    with serving("--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "2") as server:
         with contextlib.ExitStack() as running:
             for _ in range(8):
                 running.enter_context(request(server, {**LONG, "max_tokens": 500, "stream": True, "n": 128}))
             server.wait_metric("trtllm_num_requests_running", 1024)
             with request(server, {**LONG, "stream": True}):
                 server.wait_metric("trtllm_num_requests_waiting", 1)
-            server.wait_metric("trtllm_num_requests_waiting", 0, timeout=0.4)
-            late = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=5)
+            server.wait_metric("trtllm_num_requests_waiting", 0, timeout=1.5)
+            late = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=20)
             assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
             assert late.headers["retry-after"]
         server.wait_metric("trtllm_num_requests_running", 0)
@@ -181,7 +179,7 @@ def test_keep_alive_comments(slow: ServerProcess) -> None:
 
 def test_slow_body(slow: ServerProcess) -> None:
     port = int(slow.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
         )
@@ -197,7 +195,7 @@ def test_headers_too_large(slow: ServerProcess) -> None:
         b"GET / HTTP/1.1\r\na: " + b"x" * (1 << 20),
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (1 << 17),
     ):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
             sender = threading.Thread(target=_send_ignoring_reset, args=(connection, head))
             sender.start()
             with contextlib.suppress(ConnectionResetError):
@@ -234,7 +232,7 @@ def test_silent_connections_are_closed(slow: ServerProcess, sent: bytes) -> None
 
 
 def connected(server: ServerProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5)
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
 
 
 def _send_ignoring_reset(connection: socket.socket, data: bytes) -> None:

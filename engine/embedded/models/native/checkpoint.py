@@ -40,7 +40,7 @@ class LlamaConfig:
     rope_theta: float
     eos_token_ids: tuple[int, ...]
     vision: VisionPart | None
-    """Of a vision-language model."""
+    """Set for a vision-language model."""
     takes_images: ImageTokens | None
 
 

@@ -21,8 +21,7 @@ from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, re
 from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
-from engine.embedded.models.pending import PendingTokens
-from engine.embedded.models.runner import EmbeddingRows, StepInput
+from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
 from engine.embedded.threads import compute_threads
 
 MIB = 1 << 20

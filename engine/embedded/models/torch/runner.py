@@ -13,8 +13,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
-from engine.embedded.models.pending import PendingTokens
-from engine.embedded.models.runner import StepInput
+from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack

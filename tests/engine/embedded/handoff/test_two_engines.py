@@ -178,7 +178,7 @@ async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: P
         await asyncio.sleep(0.4)
         assert time.process_time() - before < 0.1 and not waiting.done()
         await stream.aclose()
-        _, held = await asyncio.wait_for(waiting, 5)
+        _, held = await asyncio.wait_for(waiting, 20)
         await engine.close()
         with pytest.raises(EngineNotReady):
             await anext(held)

@@ -48,7 +48,7 @@ class Source(FakeEngine):
             yield await self.queue.get()
 
 
-async def settled(condition: Any, seconds: float = 5.0) -> None:
+async def settled(condition: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
@@ -66,14 +66,14 @@ async def test_a_message_has_three_frames(engine: Any) -> None:
             await generate(engine, "a", range(10, 19), max_tokens=4)
             number = b""
             while number != first.to_bytes(8, "big"):
-                topic, number, payload = await asyncio.wait_for(subscriber.recv_multipart(), 5)
+                topic, number, payload = await asyncio.wait_for(subscriber.recv_multipart(), 20)
             assert topic == b"kv"
             seconds, events, rank = msgspec.msgpack.decode(payload)
             assert seconds == pytest.approx(time.time(), abs=60)
             assert rank == 0
             assert events[0]["token_ids"] == [*range(10, 18)]
             assert events[0]["parent_block_hash"] is None
-            *_, payload = await asyncio.wait_for(subscriber.recv_multipart(), 5)
+            *_, payload = await asyncio.wait_for(subscriber.recv_multipart(), 20)
             (event,) = msgspec.msgpack.decode(payload)[1]
             # Completed while decoding: the prompt's last token and the first ones of the output.
             assert event["token_ids"] == [18, 10, 11, 12]

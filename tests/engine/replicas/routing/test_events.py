@@ -121,7 +121,7 @@ async def following(sender: Sender, replays: bool = True) -> AsyncIterator[Seen]
 
 
 async def hashes_seen(seen: Seen, expected: list[int]) -> None:
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while [block for event in seen.events if isinstance(event, StoredEvent) for block in event.hashes] != expected:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

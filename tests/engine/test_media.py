@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kit.spans import mm_keys_of, overlaps_of
-from engine.media import MediaSpan
+from engine.media import MediaSpan, mm_keys_of, overlaps_of
 
 
 @st.composite

@@ -1,0 +1,43 @@
+"""What an API process does to itself before it serves."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.environment import bare
+
+THREADS = """
+import ctypes, sys, threading
+from server.process.serving import limit_arenas
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+if sys.argv[2] == "limited":
+    limit_arenas()
+together = threading.Barrier(12)
+def allocate():
+    together.wait()
+    libc.malloc(3000)
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+def test_memory_does_not_grow_with_threads(tmp_path: Path) -> None:
+    """As many arenas as threads at first, where the number of cores allows it."""
+    arenas = {}
+    for how in ("usual", "limited"):
+        command = [sys.executable, "-c", THREADS, str(tmp_path / how), how]
+        subprocess.run(command, check=True, env=bare(GLIBC_TUNABLES="glibc.malloc.arena_max=12"))
+        arenas[how] = (tmp_path / how).read_text().count("<heap ")
+    assert arenas == {"usual": 12, "limited": 2}
