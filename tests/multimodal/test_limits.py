@@ -139,6 +139,22 @@ async def test_a_body_of_millions_of_values_is_refused() -> None:
             assert reason in response.json()["error"]["message"]
 
 
+async def test_tokens_of_tokenize_and_detokenize_are_limited() -> None:
+    """By numbers that the error names. A text that cannot fit is refused before it is tokenised."""
+    async with application(max_tokenize_tokens=100) as (client, _):
+        for path, body, found in (
+            ("/tokenize", {"prompt": "x" * 101}, "tokenises 100 tokens at most; the text has more"),
+            ("/tokenize", {"prompt": "x" * 50_000}, "tokenises 100 tokens at most; the text has 50000 characters"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 50_000}]}, "tokenises 100 tokens at most"),
+            ("/detokenize", {"tokens": [7] * 101}, "100 entries at most; it has 101"),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400 and found in response.json()["error"]["message"]
+        ids = (await client.post("/tokenize", json={"prompt": "x" * 100})).json()["tokens"]
+        assert len(ids) == 100
+        assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "x" * 100}
+
+
 def guide(**fields: Any) -> Guide | None:
     return guide_of(ask_of({**CHAT, **fields}), GUIDE_KINDS, 1 << 16, 32)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -24,14 +25,19 @@ class Gate:
 
     def __init__(self) -> None:
         self.started: list[str] = []
-        self.go = threading.Semaphore(0)
+        self._go: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
     def job(self, name: str) -> Callable[[], object]:
         def work() -> None:
             self.started.append(name)
-            assert self.go.acquire(timeout=10)
+            assert go.wait(60)
 
+        go = self._go[name]
         return work
+
+    def let(self, *names: str) -> None:
+        for name in names:
+            self._go[name].set()
 
     def jobs(self, *names: str) -> list[Callable[[], object]]:
         return [self.job(name) for name in names]
@@ -45,7 +51,7 @@ async def test_requests_take_turns_however_many_jobs_each_has() -> None:
         group.create_task(ask(lane, gate.jobs("b1", "b2")))
         group.create_task(ask(lane, gate.jobs("c1")))
         await until(lambda: lane.waiting == 6)
-        gate.go.release(7)
+        gate.let("a1", "a2", "a3", "a4", "b1", "b2", "c1")
     assert gate.started == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
@@ -57,7 +63,7 @@ async def test_a_request_does_not_take_all_threads() -> None:
         group.create_task(ask(lane, gate.jobs("b1")))
         await until(lambda: "b1" in gate.started)
         assert gate.started == ["a1", "a2", "b1"]
-        gate.go.release(5)
+        gate.let("a1", "a2", "a3", "a4", "b1")
 
 
 async def test_what_nobody_waits_for_never_starts() -> None:
@@ -68,7 +74,7 @@ async def test_what_nobody_waits_for_never_starts() -> None:
     await until(lambda: lane.waiting == 3)
     await cancel([gone])
     last = asyncio.create_task(ask(lane, gate.jobs("last")))
-    gate.go.release(2)
+    gate.let("first", "last")
     await asyncio.gather(first, last)
     assert gate.started == ["first", "last"]
 
@@ -81,7 +87,7 @@ async def test_a_cancelled_waiter_does_not_free_the_thread_that_still_works() ->
     next_one = asyncio.create_task(ask(lane, gate.jobs("next")))
     await until(lambda: lane.waiting == 1)
     assert gate.started == ["gone"]
-    gate.go.release(2)
+    gate.let("gone", "next")
     await next_one
     assert gate.started == ["gone", "next"]
 
@@ -97,9 +103,9 @@ async def test_jobs_wait_for_memory_and_those_that_need_none_do_not() -> None:
         await until(lambda: lane.waiting == 2)
         group.create_task(ask(lane, gate.jobs("none")))
         await until(lambda: gate.started == ["half", "none"])
-        gate.go.release(2)
+        gate.let("half", "none")
         await until(lambda: gate.started == ["half", "none", "huge"])
-        gate.go.release(2)
+        gate.let("huge", "small")
     assert gate.started == ["half", "none", "huge", "small"]
 
 

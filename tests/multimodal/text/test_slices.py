@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.kit import work
 from engine.kit.tasks import cancel
+from multimodal.errors import RequestError
 from multimodal.text import slices
 from multimodal.text.slices import encoded
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
@@ -152,3 +153,12 @@ async def test_it_stops_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch)
     tokenizer = byte_tokenizer()
     assert 50 < len(await encoded(tokenizer, "long text " * 1000, most=50)) < 70
     assert len(await encoded(tokenizer, "long text " * 1000, last=50)) < 70
+
+
+async def test_what_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "MAX_WHOLE_CHARACTERS", 100)
+    tokenizer = byte_tokenizer()
+    assert len(await encoded(tokenizer, "x" * 100)) == 100
+    with pytest.raises(RequestError, match="101 characters .* it may have 100"):
+        await encoded(tokenizer, "x" * 101)
+    assert len(await encoded(tokenizer, "long text " * 1000)) == 10_000
