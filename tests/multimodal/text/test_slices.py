@@ -159,6 +159,6 @@ async def test_what_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(slices, "MAX_WHOLE_CHARACTERS", 100)
     tokenizer = byte_tokenizer()
     assert len(await encoded(tokenizer, "x" * 100)) == 100
-    with pytest.raises(RequestError, match="101 characters .* it may have 100"):
+    with pytest.raises(RequestError, match=r"101 characters .* it may have 100"):
         await encoded(tokenizer, "x" * 101)
     assert len(await encoded(tokenizer, "long text " * 1000)) == 10_000
