@@ -30,7 +30,7 @@ serve: $(RUNTIME)  ## Start the server; settings are environment variables or AR
 serve-vision: $(RUNTIME)  ## Start the server with a small model that sees images
 	@exec $(BIN)/python -m server --model smolvision $(ARGS)
 
-serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas, behind nginx if installed, on PORT or 8000; ARGS are settings of all
+serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)
 
 serve-routed: $(RUNTIME)  ## Start 2 replicas and a router that knows what they have in their KV caches, on PORT or 8000; ARGS as above

@@ -68,6 +68,7 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
     )
     began = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+        model = await served_model(client)
 
         async def talk() -> None:
             for system, said in talks:
@@ -75,7 +76,7 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
                 for text in said:
                     messages.append({"role": "user", "content": text})
                     messages.append(
-                        {"role": "assistant", "content": await turn(client, messages, chats.answer, salt, found)}
+                        {"role": "assistant", "content": await turn(client, model, messages, chats.answer, salt, found)}
                     )
                     await asyncio.sleep(chats.pause)
 
@@ -83,11 +84,18 @@ async def converse(url: str, chats: Chats, seed: str, salt: str, found: Found) -
     found.seconds = time.perf_counter() - began
 
 
+async def served_model(client: httpx.AsyncClient, url: str = "") -> str:
+    """Return the name of the model that a server serves."""
+    name: str = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"][0]["id"]
+    return name
+
+
 async def turn(
-    client: httpx.AsyncClient, messages: list[dict[str, str]], max_tokens: int, salt: str, found: Found
+    client: httpx.AsyncClient, model: str, messages: list[dict[str, str]], max_tokens: int, salt: str, found: Found
 ) -> str:
     """Return the answer to a turn. Failed requests are counted and repeated."""
     body = {
+        "model": model,
         "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,

@@ -25,7 +25,7 @@ from statistics import median
 import httpx
 import uvloop
 
-from benchmarks.chats import Chats, Found, Rows, converse
+from benchmarks.chats import Chats, Found, Rows, converse, served_model
 from benchmarks.gpu.__main__ import settings_of
 from benchmarks.metrics import total
 from benchmarks.prompts import words
@@ -128,9 +128,10 @@ async def overhead(direct: str, routed: Server, requests: int, tokens: int) -> R
 
     Returns medians of alternating requests, and CPU time over long streams.
     """
-    body = {"prompt": words(300, random.Random(1)), "max_tokens": 1, "ignore_eos": True}
     seconds: dict[str, list[float]] = {direct: [], routed.url: []}
     async with httpx.AsyncClient(timeout=60) as client:
+        model = await served_model(client, direct)
+        body = {"model": model, "prompt": words(300, random.Random(1)), "max_tokens": 1, "ignore_eos": True}
         for _ in range(requests):
             for url, times in seconds.items():
                 began = time.perf_counter()

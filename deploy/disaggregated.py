@@ -1,12 +1,13 @@
-"""Run prefill and decode replicas on this machine, behind nginx if it is installed: `make serve-disaggregated`.
+"""Run prefill and decode replicas on this machine, behind nginx, or a router without it: `make serve-disaggregated`.
 
 --encode, --prefill and --decode set the number of replicas of each role; the defaults are 0, 2 and 2. All other
 arguments are settings of every replica (--engine fake, --model FOLDER). Clients connect to PORT (8000 by default).
-Ctrl-C stops everything.
+A process that dies is restarted. Ctrl-C stops everything.
 """
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -14,128 +15,225 @@ import signal
 import socket
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+import time
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from engine.embedded.threads import compute_threads
+from engine.process.supervisor import End, Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 900.0
 """Time for a replica to become ready; it may have to download its model."""
 STOP_SECONDS = 40.0
+MAX_FAILED_STARTS = 5
+"""Starts in a row that a process may fail before everything is stopped."""
+_LOOK_SECONDS = 0.1
+_LONGEST_LINE = 1 << 20
+
+log = logging.getLogger("launcher")
+
+
+class StartFailed(Exception):
+    """A process cannot be started, and another attempt would not help."""
+
+
+class Member:
+    """A process that is restarted when it dies, and ended by `stop_signal`. It is ready when the server at `url` is.
+
+    `fail` is called with the reason if it ends by itself before it has ever been ready, or again and again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        command: Sequence[str],
+        environment: dict[str, str] | None,
+        fail: Callable[[str], object],
+        stop_signal: signal.Signals,
+    ) -> None:
+        self.name = name
+        self.ready = asyncio.Event()
+        """Set once it has been ready."""
+        self._url = url
+        self._command = command
+        self._environment = environment
+        self._fail = fail
+        self._stop_signal = stop_signal
+        self._process: Process | None = None
+        self._ready_at: float | None = None
+        self._failed_starts = 0
+        self._last_line = ""
+        self._stopping = False
+        self._supervisor = Supervisor(self._live)
+        self._supervision = asyncio.create_task(self._supervisor.run(), name=name)
+
+    async def stop(self) -> None:
+        """End the process, by SIGKILL if it takes longer than STOP_SECONDS."""
+        self._stopping = True
+        self._supervisor.stop()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(self._stop_signal)
+        done, _ = await asyncio.wait({self._supervision}, timeout=STOP_SECONDS)
+        if not done and self._process is not None:
+            self._process.kill()
+            await asyncio.wait({self._supervision})
+
+    async def _live(self) -> End:
+        """Run one process to its end."""
+        self._ready_at = None
+        output, written = os.pipe()  # our own: asyncio would wait for all who have it open, nginx's workers among them
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self._command,
+                cwd=ROOT,
+                env=self._environment,
+                stdout=written,
+                stderr=written,
+                stdin=DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(output)
+            return self._ended(f"{self.name} cannot be started: {error}", by_itself=True)
+        finally:
+            os.close(written)
+        if self._stopping:  # stopped while it was being started
+            process.terminate()
+        passing = asyncio.create_task(self._pass_on(output))
+        watching = asyncio.create_task(self._watch())
+        code = await process.wait()
+        with suppress(ProcessLookupError):  # nginx's workers outlive their master, and keep its port
+            os.killpg(process.pid, signal.SIGKILL)
+        watching.cancel()
+        await asyncio.wait({passing}, timeout=1)
+        passing.cancel()
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return self._ended(f"{self.name} ended with {how}", by_itself=code >= 0)
+
+    def _ended(self, reason: str, by_itself: bool) -> End:
+        """Decide whether another process would help."""
+        if self._stopping:
+            return End(reason)
+        if self._ready_at is not None:
+            return End(reason, time.monotonic() - self._ready_at)
+        self._failed_starts += 1
+        final = (by_itself and not self.ready.is_set()) or self._failed_starts >= MAX_FAILED_STARTS
+        if final:
+            self._fail(f"{reason}: {self._last_line}" if self._last_line else reason)
+        return End(reason, final=final)
+
+    async def _watch(self) -> None:
+        """Wait until the server is ready."""
+        async with httpx.AsyncClient() as client:
+            while self._ready_at is None:
+                with suppress(httpx.TransportError):
+                    status = (await client.get(f"{self._url}/health/ready", headers=_key())).status_code
+                    if status == httpx.codes.UNAUTHORIZED:
+                        self._fail("the replicas require an API key: set API_KEYS in the environment")
+                        return
+                    if status == httpx.codes.OK:
+                        break
+                await asyncio.sleep(_LOOK_SECONDS)
+        self._ready_at = time.monotonic()
+        self._failed_starts = 0
+        if self.ready.is_set():
+            log.info("%s is ready again", self.name)
+        self.ready.set()
+
+    async def _pass_on(self, output: int) -> None:
+        """Write what comes from a pipe to standard error, line by line."""
+        reader = asyncio.StreamReader(_LONGEST_LINE)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb")
+        )
+        with closing(pipe):
+            async for line in reader:
+                text = line.decode(errors="replace")
+                self._last_line = text.strip() or self._last_line
+                with suppress(OSError):  # the terminal is closed, or a disk full: read on, for the process to go on
+                    sys.stderr.write(f"{self.name}: {text}")
 
 
 class Group:
-    """Processes, and the tasks that forward their logs."""
+    """The processes that belong together."""
 
     def __init__(self, arguments: Sequence[str], count: int) -> None:
         """Pass `arguments` to every replica; `count` replicas share the machine's cores."""
         self._arguments = arguments
-        self._processes: dict[str, Process] = {}
-        self._logs: set[asyncio.Task[None]] = set()
+        self._members: list[Member] = []
         given = {"INTERNAL_SECRET": secrets.token_hex(16), "THREADS": str(max(1, compute_threads() // count))}
         self._environment = {**given, **os.environ}
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def replicas(
         self, role: str, count: int, each: Callable[[], dict[str, str]] = dict, **variables: str
     ) -> list[str]:
         """Start `count` replicas and return their URLs once ready. `each` returns the variables of one replica."""
-        urls = []
-        for index in range(1, count + 1):
-            port = free_port()
-            environment = {
-                **self._environment,
-                **variables,
-                **each(),
-                "DISAGGREGATION_MODE": role,
-                "HOST": "127.0.0.1",
-                "PORT": str(port),
-            }
-            await self.start(f"{role}-{index}", [sys.executable, "-m", "server", *self._arguments], environment)
-            urls.append(f"http://127.0.0.1:{port}")
-        for url in urls:
-            await self.ready(url)
-        return urls
+        ports = [free_port() for _ in range(count)]
+        members = [
+            self._server(f"{role}-{index}", role, port, variables | each()) for index, port in enumerate(ports, 1)
+        ]
+        await self.ready(*members)
+        return [f"http://127.0.0.1:{port}" for port in ports]
 
     async def router(self, port: int, **variables: str) -> None:
         """Start a router at `port` and wait until it is ready."""
-        environment = {
-            **self._environment,
-            **variables,
-            "DISAGGREGATION_MODE": "router",
-            "HOST": "127.0.0.1",
-            "PORT": str(port),
-        }
-        await self.start("router", [sys.executable, "-m", "server", *self._arguments], environment)
-        await self.ready(f"http://127.0.0.1:{port}")
+        await self.ready(self._server("router", "router", port, variables))
 
-    async def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, stdin=DEVNULL, start_new_session=True
-        )
-        self._processes[name] = process
-        self._logs.add(asyncio.create_task(_pass_on(name, process)))
+    def start(
+        self,
+        name: str,
+        url: str,
+        command: Sequence[str],
+        environment: dict[str, str] | None = None,
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> Member:
+        """Start what answers at `url`."""
+        member = Member(name, url, command, environment, self._fail, stop_signal)
+        self._members.append(member)
+        return member
 
-    async def first_end(self) -> str:
-        """Wait for the first process that ends, and return its name."""
-        waits = {asyncio.create_task(process.wait()): name for name, process in self._processes.items()}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return waits[done.pop()]
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def ready(self, *members: Member) -> None:
+        """Wait until all have been ready. Raises StartFailed."""
+        for member in members:
+            waiting = asyncio.create_task(member.ready.wait())
+            await asyncio.wait({waiting, self._failure}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if self._failure.done():
+                raise StartFailed(self._failure.result())
+            if not member.ready.is_set():
+                raise StartFailed(f"{member.name} was not ready within {START_SECONDS:g} s")
+
+    async def failed(self) -> str:
+        """Return the reason once a process cannot be restarted."""
+        return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
         """Stop all processes; first those that clients use, since they need the others to finish requests."""
-        others = [
-            process for name, process in self._processes.items() if name.startswith(("encode", "prefill", "aggregated"))
-        ]
-        await asyncio.gather(*(_end(process) for process in self._processes.values() if process not in others))
-        await asyncio.gather(*map(_end, others))
-        if self._logs:
-            await asyncio.wait(self._logs, timeout=1)
+        others = [member for member in self._members if member.name.startswith(("encode", "prefill", "aggregated"))]
+        await asyncio.gather(*(member.stop() for member in self._members if member not in others))
+        await asyncio.gather(*(member.stop() for member in others))
 
-    async def ready(self, url: str) -> None:
-        """Wait until the server at `url` is ready. Raises SystemExit if a process ends meanwhile."""
-        async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
-            while True:
-                for name, process in self._processes.items():
-                    if process.returncode is not None:
-                        raise SystemExit(f"{name} ended with exit code {process.returncode}")
-                try:
-                    status = (await client.get(f"{url}/health/ready", headers=_key())).status_code
-                    if status == httpx.codes.OK:
-                        return
-                    if status == httpx.codes.UNAUTHORIZED:
-                        raise SystemExit("the replicas require an API key: set API_KEYS in the environment")
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.1)
+    def _server(self, name: str, role: str, port: int, variables: dict[str, str]) -> Member:
+        given = {"DISAGGREGATION_MODE": role, "HOST": "127.0.0.1", "PORT": str(port)}
+        command = [sys.executable, "-m", "server", *self._arguments]
+        return self.start(name, f"http://127.0.0.1:{port}", command, self._environment | variables | given)
 
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), STOP_SECONDS)
-    except TimeoutError:
-        process.kill()
+    def _fail(self, reason: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(reason)
 
 
 def _key() -> dict[str, str]:
     keys = os.environ.get("API_KEYS", "")
     return {"authorization": f"Bearer {keys.split(',')[0]}"} if keys else {}
-
-
-async def _pass_on(name: str, process: Process) -> None:
-    assert process.stdout is not None
-    async for line in process.stdout:
-        sys.stderr.write(f"{name}: {line.decode(errors='replace')}")
 
 
 def free_port() -> int:
@@ -151,50 +249,60 @@ def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> st
     return text.replace(line, servers).replace("listen 8080", f"listen 127.0.0.1:{port}").replace("/tmp/", f"{folder}/")
 
 
-async def serve(group: Group, work: Coroutine[Any, Any, str]) -> int:
-    """Run `work` until a signal or until it returns the name of a process that has ended; then stop everything."""
+async def serve(group: Group, start: Coroutine[Any, Any, str]) -> int:
+    """Run `start`, print the URL that it returns, and go on until a signal or a failure; then stop everything."""
+    logging.basicConfig(format="launcher: %(message)s")
+    log.setLevel(logging.INFO)
     stopping = asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    running = asyncio.create_task(work)
+    running = asyncio.create_task(_run(group, start))
+    stop = asyncio.create_task(stopping.wait())
     try:
-        await asyncio.wait({running, stop := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
+        await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             return 0
-        sys.stderr.write(f"{running.result()} has ended; stopping everything\n")
+        log.error("stopping everything: %s", running.result())
         return 1
     finally:
         running.cancel()
+        stop.cancel()
         await group.stop()
+
+
+async def _run(group: Group, start: Coroutine[Any, Any, str]) -> str:
+    """Return why it cannot go on."""
+    try:
+        sys.stdout.write(f"ready: {await start}/v1\n")
+        sys.stdout.flush()
+        return await group.failed()
+    except StartFailed as error:
+        return str(error)
 
 
 async def run(counts: argparse.Namespace, arguments: Sequence[str], folder: Path) -> int:
     group = Group(arguments, counts.encode + counts.prefill + counts.decode)
-    return await serve(group, _serve(group, counts, folder))
+    return await serve(group, _start(group, counts, folder))
 
 
-async def _serve(group: Group, counts: argparse.Namespace, folder: Path) -> str:
-    """Start everything, print the URL, and return the name of the first process that ends."""
+async def _start(group: Group, counts: argparse.Namespace, folder: Path) -> str:
+    """Start everything and return its URL."""
     encode, prefill = await asyncio.gather(
         group.replicas("encode", counts.encode), group.replicas("prefill", counts.prefill)
     )
     urls = {"PREFILL_URLS": ",".join(prefill)} | ({"ENCODE_URLS": ",".join(encode)} if encode else {})
     decode = await group.replicas("decode", counts.decode, **urls)
+    port = int(os.environ.get("PORT", "8000"))
+    url = f"http://127.0.0.1:{port}"
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     if nginx is None:
-        sys.stdout.write(f"ready, without nginx: {' and '.join(f'{url}/v1' for url in decode)}\n")
-    else:
-        port = int(os.environ.get("PORT", "8000"))
-        (folder / "nginx.conf").write_text(nginx_configuration(decode, port, folder))
-        directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
-        await group.start(
-            "nginx", [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives]
-        )
-        await group.ready(f"http://127.0.0.1:{port}")
-        sys.stdout.write(f"ready: http://127.0.0.1:{port}/v1\n")
-    sys.stdout.flush()
-    return await group.first_end()
+        await group.router(port, ROUTE_URLS=",".join(decode), ROUTE_POLICY="least_loaded")
+        return url
+    (folder / "nginx.conf").write_text(nginx_configuration(decode, port, folder))
+    directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
+    command = [nginx, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives]
+    await group.ready(group.start("nginx", url, command, stop_signal=signal.SIGQUIT))  # it ends after its streams
+    return url
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Run replicas on this machine behind a router that knows the contents of their KV caches: `make serve-routed`.
 
 --replicas sets their number, 2 by default. All other arguments are settings of every process (--engine fake,
---model FOLDER, --route-policy round_robin). Clients connect to PORT (8000 by default). Ctrl-C stops everything.
+--model FOLDER, --route-policy round_robin). Clients connect to PORT (8000 by default). A process that dies is
+restarted. Ctrl-C stops everything.
 """
 
 import argparse
@@ -15,11 +16,11 @@ from disaggregated import Group, free_port, serve
 
 async def run(count: int, arguments: Sequence[str]) -> int:
     group = Group(arguments, count)
-    return await serve(group, _serve(group, count))
+    return await serve(group, _start(group, count))
 
 
-async def _serve(group: Group, count: int) -> str:
-    """Start everything, print the URL, and return the name of the first process that ends."""
+async def _start(group: Group, count: int) -> str:
+    """Start everything and return its URL."""
     sockets: list[tuple[str, str]] = []
 
     def each() -> dict[str, str]:
@@ -30,9 +31,7 @@ async def _serve(group: Group, count: int) -> str:
     events, replays = (",".join(column) for column in zip(*sockets, strict=True))
     port = int(os.environ.get("PORT", "8000"))
     await group.router(port, ROUTE_URLS=",".join(urls), ROUTE_EVENTS=events, ROUTE_REPLAYS=replays)
-    sys.stdout.write(f"ready: http://127.0.0.1:{port}/v1\n")
-    sys.stdout.flush()
-    return await group.first_end()
+    return f"http://127.0.0.1:{port}"
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import time
 from bisect import insort
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -17,24 +18,32 @@ from engine.types import Delta, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30
 """Maximum bytes of images and image embeddings that queued requests may hold."""
+SIBLING_SECONDS = 1.0
+"""Seconds of arrival time by which each sequence of a client's request ranks after the one before, so that a request
+with many choices does not make all others wait for all of them."""
 
 
 class AdmissionEngine(EngineAround):
     """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
     Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait,
-    the next request raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout.
-    `PromptReport.queue_seconds` includes the wait.
+    the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another sequence
+    of its `group` has been admitted: then it waits for its siblings, however long they take. A group that is larger
+    than the engine lets others in between: each further sequence of a group ranks as if it had come SIBLING_SECONDS
+    later. `PromptReport.queue_seconds` includes the wait.
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
         super().__init__(engine)
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
-        self._inside = 0
+        self._inside: dict[DeltaStream, _Group] = {}
+        """Sequences in the engine, each with its group."""
         self._queue: list[_Waiting] = []
         """In order of rank, of equals in order of arrival."""
         self._waiting_bytes = 0
+        self._groups = WeakValueDictionary[str, _Group]()
+        """Kept alive by their sequences, waiting or inside."""
 
     @property
     def waiting(self) -> int:
@@ -46,8 +55,9 @@ class AdmissionEngine(EngineAround):
             capacity = self.inner.info.max_num_seqs
         except EngineNotReady as error:
             return DeltaStream.failed(error)
-        if self._inside < capacity:
-            return self._admit(request)
+        group = self._group(request)
+        if len(self._inside) < capacity:
+            return self._admit(request, group)
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
         size = sum(map(len, request.media_data()))
@@ -55,36 +65,45 @@ class AdmissionEngine(EngineAround):
             return DeltaStream.failed(
                 QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
             )
-        return self._enqueue(request, size)
+        return self._enqueue(request, group, size)
 
     async def close(self) -> None:
         for waiting in list(self._queue):
             self._refuse(waiting, EngineNotReady("the engine is closing"))
         await self.inner.close()
 
-    def _admit(self, request: GenerateRequest) -> DeltaStream:
+    def _group(self, request: GenerateRequest) -> "_Group":
+        """Return the group that a request joins: its own, if it names none."""
+        group = self._groups.setdefault(request.group, _Group()) if request.group else _Group()
+        group.sequences += 1
+        return group
+
+    def _admit(self, request: GenerateRequest, group: "_Group") -> DeltaStream:
         stream = self.inner.generate(request)
-        self._inside += 1
-        stream.when_done(self._release)
+        self._inside[stream] = group
+        group.begun = True
+        stream.when_done(lambda: self._release(stream))
         return stream
 
-    def _enqueue(self, request: GenerateRequest, size: int) -> DeltaStream:
-        waiting = _Waiting(request, size)
+    def _enqueue(self, request: GenerateRequest, group: "_Group", size: int) -> DeltaStream:
+        waiting = _Waiting(request, group, size)
         waiting.stream = DeltaStream(lambda: self._abort(waiting))
         waiting.timer = asyncio.get_running_loop().call_later(self._queue_timeout, self._give_up, waiting)
         self._waiting_bytes += size
-        insort(self._queue, waiting, key=lambda one: one.request.rank(one.arrived))
+        insort(self._queue, waiting, key=lambda one: one.rank)
         return waiting.stream
 
-    def _release(self) -> None:
+    def _release(self, stream: DeltaStream) -> None:
         """Admit the first in the queue in the place of a sequence that has left the engine."""
-        self._inside -= 1
+        del self._inside[stream]
         if self._queue:
             waiting = self._queue[0]
             self._leave(waiting)
-            waiting.enter(waiting.context.run(self._admit, waiting.request))
+            waiting.enter(waiting.context.run(self._admit, waiting.request, waiting.group))
 
     def _give_up(self, waiting: "_Waiting") -> None:
+        if waiting.group.begun:
+            return
         seconds = time.monotonic() - waiting.arrived
         self._refuse(waiting, QueueTimeout(f"the request waited {seconds:.1f} s for its turn"))
 
@@ -105,17 +124,29 @@ class AdmissionEngine(EngineAround):
         self._waiting_bytes -= waiting.size
 
 
+class _Group:
+    """The sequences of one client's request."""
+
+    def __init__(self) -> None:
+        self.sequences = 0
+        """Number of those that have come."""
+        self.begun = False
+        """Whether one has been admitted."""
+
+
 class _Waiting:
     """A request that had to queue. Once admitted, its consumer's stream receives the deltas of the engine's stream."""
 
     stream: DeltaStream
     timer: asyncio.TimerHandle
 
-    def __init__(self, request: GenerateRequest, size: int) -> None:
+    def __init__(self, request: GenerateRequest, group: _Group, size: int) -> None:
         self.request = request
+        self.group = group
         self.size = size
         self.context = contextvars.copy_context()  # it is admitted from within another request's context
         self.arrived = time.monotonic()
+        self.rank = request.rank(self.arrived) + SIBLING_SECONDS * (group.sequences - 1)
         self.inner: DeltaStream | None = None
         self._queue_seconds = 0.0
 

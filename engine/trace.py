@@ -88,7 +88,7 @@ class Stages:
         """Note the first token."""
         if self._parent is None:
             return
-        self._first = time.time_ns()
+        self._first = max(self._start, time.time_ns())  # the clock may have been set back
         prefilling = min(self._start + int(report.queue_seconds * 1e9), self._first)
         self._parent.child("queue", self._attributes, start=self._start).end(prefilling)
         tokens = {

@@ -189,6 +189,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    group: str = ""
+    """The same for all sequences of one client's request; empty for one that is alone."""
     priority: int = 0
     cache_salt: str = ""
     media: PromptMedia | None = None

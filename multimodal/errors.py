@@ -13,6 +13,12 @@ DeadlineExceeded             the request took longer than it may
 from engine.errors import InvalidRequest
 
 MAX_MESSAGE = 300
+_MAX_NAME = 64
+
+
+def shown(name: str) -> str:
+    """Return a client's name for something as messages repeat it: printable, and not at length."""
+    return "".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME]) + "…" * (len(name) > _MAX_NAME)
 
 
 class RequestError(InvalidRequest):
@@ -25,8 +31,9 @@ class RequestError(InvalidRequest):
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
 
-    def __init__(self, served: str) -> None:
-        super().__init__(f"The model does not exist; this server serves {served!r}.", "model", "model_not_found")
+    def __init__(self, asked: str, served: str) -> None:
+        message = f"The model '{shown(asked)}' does not exist; this server serves '{shown(served)}'."
+        super().__init__(message, "model", "model_not_found")
 
 
 class MediaError(RequestError):

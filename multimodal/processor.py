@@ -65,7 +65,8 @@ class Processor:
                 prompt_token_ids=tuple(prompt.ids),
                 media=prompt.media,
                 sampling=sampled,
-                priority=ask.priority,
+                group=unique if len(params) > 1 else "",
+                priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
                 trace=trace.headers(),
             )
@@ -90,8 +91,9 @@ class Processor:
         """Return the text of token ids, special tokens included. Raises RequestError."""
         if len(ids) > (most := self.limits.tokens(self.engine.info)):
             raise RequestError(f"'tokens' may have {most} entries at most; it has {len(ids)}.", "tokens")
-        if max(ids, default=0) >= self.prompts.tokenizer.vocab_size:
-            raise RequestError(f"'tokens' must be ids from 0 to {self.prompts.tokenizer.vocab_size - 1}.", "tokens")
+        size = max(self.prompts.tokenizer.vocab_size, self.engine.info.vocab_size)  # ids that pad a model have no text
+        if max(ids, default=0) >= size:
+            raise RequestError(f"'tokens' must be ids from 0 to {size - 1}.", "tokens")
         return await NATIVE.run(lambda: self.prompts.tokenizer.decode(ids))
 
     @asynccontextmanager

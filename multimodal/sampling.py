@@ -4,22 +4,35 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
 from engine.errors import ContextOverflow
 from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 from multimodal.request import Ask
 from multimodal.text.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
 
-_MAX_STRING = 1024
+MAX_TOKENS = (1 << 31) - 1
+MAX_STRING = 1024
 """Characters of a stop string or bad word."""
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 """One spelling for each id, so that no key of `logit_bias` overrides another."""
+BIAS = (-100.0, 100.0)
+"""Smallest and largest value of `logit_bias`."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 1 << 30),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""Smallest and largest value of each field; `top_p` excludes the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +40,7 @@ class Limits:
     """Bounds of one request; the settings of the same names say what each bounds."""
 
     max_n: int = 128
+    min_priority: int = 0
     max_messages: int = 4096
     max_stop: int = 16
     max_logit_bias: int = 1024
@@ -35,6 +49,7 @@ class Limits:
     max_schema_depth: int = 32
     max_tokenize_tokens: int = 0
     chat_template_kwargs: tuple[str, ...] = ()
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"
     request_timeout_seconds: float = 600.0
 
     def tokens(self, info: EngineInfo) -> int:
@@ -58,13 +73,13 @@ class Sampling:
         common = SamplingParams(
             max_tokens=min(max_tokens),
             min_tokens=_within("min_tokens", ask.min_tokens, 0, min(max_tokens)),
-            temperature=_within("temperature", ask.temperature, 0.0, 2.0),
+            temperature=_in_range("temperature", ask.temperature),
             top_p=_top_p(ask.top_p),
-            top_k=max(0, _within("top_k", ask.top_k, -1, 1 << 30)),
-            min_p=_within("min_p", ask.min_p, 0.0, 1.0),
-            repetition_penalty=_within("repetition_penalty", ask.repetition_penalty, 0.01, 100.0),
-            presence_penalty=_within("presence_penalty", ask.presence_penalty, -2.0, 2.0),
-            frequency_penalty=_within("frequency_penalty", ask.frequency_penalty, -2.0, 2.0),
+            top_k=max(0, _in_range("top_k", ask.top_k)),
+            min_p=_in_range("min_p", ask.min_p),
+            repetition_penalty=_in_range("repetition_penalty", ask.repetition_penalty),
+            presence_penalty=_in_range("presence_penalty", ask.presence_penalty),
+            frequency_penalty=_in_range("frequency_penalty", ask.frequency_penalty),
             logit_bias=self._logit_bias(ask.logit_bias),
             allowed_token_ids=self._ids("allowed_token_ids", ask.allowed_token_ids, self.info.vocab_size),
             bad_words=self._bad_words(ask.bad_words),
@@ -92,7 +107,7 @@ class Sampling:
         context = self.info.context_length
         asked = ask.max_tokens
         if asked is not None:
-            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, 1 << 31)
+            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, MAX_TOKENS)
         room = context - prompt
         least = 1 if asked is None else asked
         if room < least:
@@ -116,11 +131,16 @@ class Sampling:
 
     def _logit_bias(self, bias: Mapping[str, float]) -> dict[int, float]:
         _at_most("logit_bias", bias, self.limits.max_logit_bias)
-        if not all(_TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size for key in bias):
-            raise RequestError(
-                f"The keys of 'logit_bias' must be token ids from 0 to {self.info.vocab_size - 1}.", "logit_bias"
-            )
-        return {int(key): _within("logit_bias", value, -100.0, 100.0) for key, value in bias.items()}
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            name = f"logit_bias.{shown(key)}"
+            if not (TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size):
+                raise RequestError(
+                    f"The key '{shown(key)}' of 'logit_bias' must be a token id from 0 to {self.info.vocab_size - 1}.",
+                    name,
+                )
+            found[int(key)] = _within(name, value, *BIAS)
+        return found
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word at the start of a line and after a space."""
@@ -187,16 +207,20 @@ def _depth(value: Any, limit: int) -> int:
     return 1 + max((_depth(child, limit - 1) for child in nested), default=0)
 
 
-def _within(name: str, value: Number, low: Number, high: Number) -> Number:
+def _in_range(name: str, value: Number) -> Number:
+    return _within(name, value, *RANGES[name])
+
+
+def _within(name: str, value: Number, low: float, high: float) -> Number:
     if not low <= value <= high:
-        raise RequestError(f"{name!r} must be from {low:g} to {high:g}.", name)
+        raise RequestError(f"{name!r} must be from {low:.15g} to {high:.15g}.", name)
     return value
 
 
 def _top_p(value: float) -> float:
     if value <= 0:
         raise RequestError("'top_p' must be above 0 and at most 1.", "top_p")
-    return _within("top_p", value, 0.0, 1.0)
+    return _in_range("top_p", value)
 
 
 def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int) -> None:
@@ -205,5 +229,5 @@ def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int
 
 
 def _short(name: str, strings: Sequence[str]) -> None:
-    if any(len(string) > _MAX_STRING for string in strings):
-        raise RequestError(f"A string of {name!r} may have {_MAX_STRING} characters at most.", name)
+    if any(len(string) > MAX_STRING for string in strings):
+        raise RequestError(f"A string of {name!r} may have {MAX_STRING} characters at most.", name)

@@ -8,109 +8,185 @@ from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Usag
 
 
 class ImageUrl(Wire):
-    """Where an image is: http(s), a data URL, or a file of the server's folder of media."""
+    """Where an image is."""
 
     url: LongUrl
+    """http(s), a data URL (data:image/png;base64,…), or a file of the server's folder of media.
+    Example: "https://example.com/image.png" """
     detail: Literal["auto", "low", "high"] | None = None
+    """`low` scales the image down to 512 pixels a side; `auto` and `high` leave it as it is. Example: "auto" """
 
 
 class ContentPart(Wire):
-    """One part of a message's content; `text` is the only type that a text model takes."""
+    """One part of a message's content. A text model takes only text."""
 
     type: str
+    """`text` (or `input_text`), `refusal` or `image_url`: the field that has the content. Example: "text" """
     text: str | None = None
+    """The text. Example: "Hello" """
     refusal: str | None = None
+    """Text with which an assistant refused. Example: "No." """
     image_url: ImageUrl | LongUrl | None = None
+    """The image, as an object or by its URL alone. Example: {"url": "https://example.com/image.png"}"""
 
     # Refused by name (`routers/chat.py`).
     video_url: Any = None
+    """Not supported."""
     input_audio: Any = None
+    """Not supported."""
     audio_url: Any = None
+    """Not supported."""
     file: Any = None
+    """Not supported."""
 
 
 class ChatMessage(Wire):
-    """A message as clients send it; `content` may be null for an assistant's."""
+    """A message as clients send it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """Who says it. Example: "user" """
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """What is said, as text or in parts; null only for an assistant's. Example: "Hello" """
     name: str | None = None
+    """Name of who says it, for templates that show it. Example: "Ann" """
     tool_calls: list[dict[str, Any]] | None = None
+    """Calls that an assistant made; `function.arguments` is JSON text.
+    Example: [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]"""
     tool_call_id: str | None = None
+    """The call that a tool answers. Example: "1" """
     refusal: str | None = None
+    """What an assistant said in place of content. Example: "No." """
     reasoning_content: str | None = None
+    """An assistant's reasoning, for templates that show it. Example: "Let me think." """
     reasoning: str | None = None
+    """The same under another name. Example: "Let me think." """
 
     # What OpenAI's answers carry, and clients send back.
     annotations: Any = None
+    """Accepted and ignored. Example: []"""
     audio: Any = None
+    """Not supported."""
     function_call: Any = None
+    """Not supported."""
 
 
 class ChatCompletionRequest(GenerationFields):
-    """OpenAI's request, with the extensions of GenerationFields."""
+    """OpenAI's request, with extensions. Null means the default of a field."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    """The chat so far. Example: [{"role": "user", "content": "Hello"}]"""
     max_completion_tokens: Int32 | None = None
+    """OpenAI's new name of `max_tokens`, which it overrides. Default: all that fit the context. Example: 64"""
     logprobs: bool | None = None
+    """Return the log-probabilities of the output's tokens. Example: false"""
     top_logprobs: Int32 | None = None
+    """Number of alternatives for each token; only with `logprobs`. Example: 2"""
     reasoning_effort: str | None = None
+    """Handed to the chat template, if it has this variable. Example: "low" """
     add_generation_prompt: bool | None = None
+    """End the prompt with what begins the assistant's answer. Default: true, unless `continue_final_message` is set.
+    Example: true"""
     continue_final_message: bool | None = None
+    """End the prompt where the last message ends, for the model to continue that. Example: false"""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template that the server's settings let requests set. Example: {}"""
     documents: list[dict[str, Any]] | None = None
+    """Handed to the chat template, if it has this variable. Example: [{"title": "A", "text": "…"}]"""
 
     # Refused by name when they are set (`routers/fields.py`).
     tools: Any = None
+    """Not supported yet, unless `tool_choice` is "none"; they are then ignored."""
     tool_choice: Any = None
+    """"none" and, without tools, "auto" are ignored; others are not supported."""
     functions: Any = None
+    """Not supported."""
     function_call: Any = None
+    """Not supported."""
     modalities: Any = None
+    """Only text is supported."""
     audio: Any = None
+    """Not supported."""
     web_search_options: Any = None
+    """Not supported."""
     moderation: Any = None
+    """Not supported."""
     echo: Any = None
+    """Not supported in chats."""
     chat_template: Any = None
+    """Not supported in requests; the server's settings name a template."""
     mm_processor_kwargs: Any = None
+    """Not supported in requests; the server's settings have such options."""
 
 
 class TopLogprob(BaseModel):
+    """A token and its log-probability."""
+
     token: str
+    """Text of the token; bytes that are no UTF-8 read U+FFFD."""
     logprob: float
+    """Natural logarithm of its probability."""
     bytes: list[int] | None
+    """The token's bytes."""
 
 
 class TokenLogprob(TopLogprob):
+    """A token of the output."""
+
     top_logprobs: list[TopLogprob]
+    """The most likely tokens in its place."""
 
 
 class ChoiceLogprobs(BaseModel):
+    """Log-probabilities of a choice."""
+
     content: list[TokenLogprob] | None
+    """One entry for each token."""
     refusal: None = None
+    """Always null."""
 
 
 class AssistantMessage(BaseModel):
+    """The model's answer."""
+
     role: Literal["assistant"] = "assistant"
+    """Who says it."""
     content: str | None
+    """The text."""
     refusal: str | None = None
+    """Always null."""
 
 
 class ChatChoice(BaseModel):
+    """One answer to the chat."""
+
     index: int
+    """Place among the choices."""
     message: AssistantMessage
+    """The answer."""
     logprobs: ChoiceLogprobs | None
+    """Null unless the request asks for them."""
     finish_reason: Literal["stop", "length"]
+    """`stop` at the end of the sequence or a stop string, `length` at `max_tokens` or the context's end."""
     stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
+    """With `return_token_ids`, the output."""
 
 
 class ChatCompletion(BaseModel):
-    """The answer when `stream` is false; with it, chunks of the same shape whose choices have `delta` for `message`."""
+    """The answer when `stream` is false."""
 
     id: str
+    """Id of the answer, made of the request's."""
     object: Literal["chat.completion"] = "chat.completion"
+    """Kind of this object."""
     created: int
+    """Unix time in seconds."""
     model: str
+    """Name of the model."""
     system_fingerprint: str
+    """Changes when the server is started anew."""
     choices: list[ChatChoice]
+    """As many as `n` says."""
     usage: Usage
+    """Numbers of tokens."""

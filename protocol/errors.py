@@ -4,37 +4,43 @@ from pydantic import BaseModel
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's error object. `param` names the field at fault; `code` is for programs, `message` for people."""
+    """OpenAI's error object."""
 
     message: str
+    """What is wrong, for people."""
     type: str
+    """Kind of error: `invalid_request_error`, `not_found_error`, `rate_limit_error`, `server_error` and so on."""
     param: str | None = None
+    """Path of the field at fault, as in `messages.0.content`."""
     code: str | None = None
+    """What is wrong, for programs, as in `context_length_exceeded`."""
 
 
 class MissingPart(BaseModel):
-    """A condition of readiness that is not met. `name` is for programs, `reason` for people.
-
-    Names: engine, prefill_peers, replicas, kv_events, canary, event_loop, draining.
-    """
+    """A condition of readiness that is not met."""
 
     name: str
+    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
     reason: str
+    """For people."""
 
 
 class NotReadyBody(ErrorBody):
     """The error of a replica that is not ready."""
 
     missing: list[MissingPart]
+    """All that is missing."""
 
 
 class NotReadyEnvelope(BaseModel):
     """Body of the readiness route's 503."""
 
     error: NotReadyBody
+    """The error."""
 
 
 class ErrorEnvelope(BaseModel):
     """The body of every answer that is not a success."""
 
     error: ErrorBody
+    """The error."""

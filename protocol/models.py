@@ -6,18 +6,23 @@ from pydantic import BaseModel
 
 
 class Peers(BaseModel):
-    """Replicas that this one asks: how many it knows, and how many of them answer."""
+    """Replicas that this one asks."""
 
     known: int
+    """How many it knows."""
     available: int
+    """How many of them answer."""
 
 
 class Runtime(BaseModel):
     """How a replica runs. Facts of the engine are null where there is none, and before it has started."""
 
     role: str
+    """What the replica does: aggregated, prefill, decode, encode or router."""
     backend: str | None
+    """Engine: embedded, trtllm or fake."""
     device: str | None = None
+    """Where the model computes."""
     dtype: str | None = None
     """Type in which the model computes."""
     compute_path: str | None = None
@@ -25,51 +30,76 @@ class Runtime(BaseModel):
     instruction_set: str | None = None
     """Which that path uses: portable, avx2, avx512, or a GPU's compute capability."""
     context_length: int | None = None
+    """Most tokens of one sequence, prompt and output together."""
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
-    """For each data-parallel rank, as are the two that follow."""
+    """Number of KV blocks, for each data-parallel rank, as are the two that follow."""
     max_num_seqs: int | None = None
+    """Most sequences in one step."""
     max_num_batched_tokens: int | None = None
+    """Most tokens in one step."""
     tensor_parallel_size: int | None = None
+    """GPUs that share each layer."""
     data_parallel_size: int | None = None
+    """Ranks with a KV cache of their own."""
     guides: list[str] = []
     """Kinds of guided decoding."""
     parsers: list[str] = []
     """Parsers of tool calls and reasoning; there are none yet."""
     peers: dict[str, Peers]
+    """Replicas that this one asks, by what for."""
     kv_events_port: int | None
     """Port of the first data-parallel rank's KV-cache events; the other ranks' ports follow. Null if not published."""
     kv_events_replay_port: int | None
+    """Port that sends missed events again."""
     versions: dict[str, str]
+    """Of the server and of relevant packages."""
 
 
 class Model(BaseModel):
-    """A served model; `max_model_len` is its context length in tokens. `runtime` is our extension."""
+    """A served model."""
 
     id: str
+    """Its name in requests."""
     object: Literal["model"] = "model"
+    """Kind of this object."""
     created: int
+    """Unix time in seconds at which the server was started."""
     owned_by: str = "trellis"
+    """Always trellis."""
     root: str
+    """The same as `id`."""
     max_model_len: int
+    """Context length in tokens, as vLLM has it."""
     runtime: Runtime
+    """How the replica runs, an extension."""
 
 
 class ModelList(BaseModel):
+    """The served models."""
+
     object: Literal["list"] = "list"
+    """Kind of this object."""
     data: list[Model]
+    """One model."""
 
 
 class ServerInfo(BaseModel):
     """A replica's runtime configuration and settings."""
 
     model: str
+    """Name of the model in requests."""
     ready: bool
+    """Whether the replica takes requests now."""
     runtime: Runtime
+    """How the replica runs."""
     settings: dict[str, Any]
     """By name; "***" for a secret or an address that is set."""
 
 
 class Version(BaseModel):
+    """Version of the server."""
+
     version: str
+    """The version."""

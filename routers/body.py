@@ -67,7 +67,11 @@ def _check_headers(request: Request) -> None:
     if content_type != "application/json" and not (
         content_type.startswith("application/") and content_type.endswith("+json")
     ):
-        raise HTTPException(415, "The body must be application/json.", {"accept": "application/json"})
+        raise HTTPException(
+            415,
+            "The body must be application/json, and the header content-type say so.",
+            {"accept": "application/json"},
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 
@@ -150,7 +154,7 @@ async def parsed(
     urls = CutUrls()
     kept = await _without_images(raw, urls)
     if (size := sum(map(len, kept))) > max_text_bytes:
-        raise _one_error("too_long", f"The body has {size} bytes besides its images; it may have {max_text_bytes}")
+        raise _one_error("too_large", f"The body has {size} bytes besides its images; it may have {max_text_bytes}")
     short = b"".join(kept)
 
     def work() -> M:
@@ -222,7 +226,7 @@ def _refuse_non_finite(raw: bytes) -> None:
         try:
             from_json(raw, allow_inf_nan=False)
         except ValueError as error:
-            raise _one_error("json_invalid", f"Invalid JSON: {error}") from None
+            raise _one_error("json_invalid", str(error), {"error": str(error)}) from None
 
 
 def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
@@ -233,8 +237,8 @@ def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
     return RequestValidationError(errors, body=None if invalid_json else from_json(raw))
 
 
-def _one_error(kind: str, message: str) -> RequestValidationError:
-    return RequestValidationError([{"type": kind, "loc": (), "msg": message}])
+def _one_error(kind: str, message: str, context: dict[str, str] | None = None) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": (), "msg": message, "ctx": context or {}}])
 
 
 async def converted(state: State, convert: Callable[[], T]) -> T:

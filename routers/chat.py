@@ -13,7 +13,8 @@ from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
 
-_REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
+REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
+"""Fields, and types, of content parts that are not supported."""
 
 
 def convert(body: ChatCompletionRequest) -> Ask:
@@ -84,7 +85,7 @@ def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
 
 
 def _text(part: ContentPart) -> str:
-    if part.type in _REFUSED_PARTS:
+    if part.type in REFUSED_PARTS:
         raise _unsupported(f"This server does not support content parts of type {part.type!r}.")
     if part.type not in ("text", "input_text", "refusal"):
         raise _unsupported("A message has a content part of an unknown type.")
@@ -124,6 +125,7 @@ ENDPOINT = Endpoint(
         "Answer a chat. With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."
     ),
     body=ChatCompletionRequest,
+    chunk="ChatCompletionChunk",
     answer=ChatCompletion,
     convert=convert,
     shape=ChatShape,

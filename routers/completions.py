@@ -44,6 +44,7 @@ ENDPOINT = Endpoint(
         "With `stream` the answer is a stream of server-sent events, closed by `data: [DONE]`."
     ),
     body=CompletionRequest,
+    chunk="CompletionChunk",
     answer=Completion,
     convert=convert,
     shape=CompletionShape,

@@ -31,6 +31,8 @@ class Endpoint(Generic[B]):
     body: type[B]
     answer: type[BaseModel]
     """The answer that is not streamed, for the OpenAPI document."""
+    chunk: str
+    """Name of the class in `protocol/chunks.py` that describes an event of a streamed answer."""
     convert: Callable[[B], Ask]
     """Return the neutral request of a body. Raises RequestError."""
     shape: type[Shape]

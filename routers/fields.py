@@ -3,10 +3,11 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 from engine.types import GuideKind
-from multimodal.errors import ModelNotFound, RequestError
+from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide
 from multimodal.text.messages import Conversation
 from protocol.common import GenerationFields, ResponseFormat, Wire
@@ -35,15 +36,15 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
-_STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
+STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
     "json_": "json_schema",
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
 }
 """Fields of `structured_outputs`, and the kind of guide that each names."""
-_GUIDES: dict[str, GuideKind] = {
-    **{f"guided_{name.strip('_')}": kind for name, kind in _STRUCTURED_OUTPUTS.items()},
+GUIDES: dict[str, GuideKind] = {
+    **{f"guided_{name.strip('_')}": kind for name, kind in STRUCTURED_OUTPUTS.items()},
     **{kind: kind for kind in ("regex", "grammar", "choice")},
 }
 """The same for other fields."""
@@ -54,31 +55,44 @@ _SAME = tuple(
 _MAX_UNKNOWN = 100
 
 
-class FieldCheck:
-    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once."""
+@cache
+def refused(body: type[GenerationFields]) -> dict[str, tuple[object, ...]]:
+    """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
+    fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
+    return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
 
-    def __init__(self, model_name: str, *, strict: bool) -> None:
+
+class FieldCheck:
+    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once.
+
+    With `model_optional` a body that generates may do without the model's name.
+    """
+
+    def __init__(self, model_name: str, *, strict: bool, model_optional: bool) -> None:
         self._model_name = model_name
         self._strict = strict
+        self._model_optional = model_optional
         self._seen: set[str] = set()
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound if the body names another model."""
         if name and name != self._model_name:
-            raise ModelNotFound(self._model_name)
+            raise ModelNotFound(name, self._model_name)
 
     def check(self, body: GenerationFields) -> None:
-        """Raise RequestError for another model, and for the first field that this server must not ignore."""
+        """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
+        if not body.model and not self._model_optional:
+            raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
-        for name, harmless in _REFUSED.items():
-            value = getattr(body, name, None) if name != "echo" or "messages" in type(body).model_fields else None
+        for name, harmless in refused(type(body)).items():
+            value = getattr(body, name)
             if value is not None and value not in harmless and not (name == "best_of" and value == (body.n or 1)):
                 raise _unsupported(name)
         if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
             raise _unsupported("structured_outputs.structural_tag")
         _check_tools(body)
         for name in _unknown_fields(body):
-            self._note_unknown("".join(c if c.isprintable() else "?" for c in name[:64]))
+            self._note_unknown(shown(name))
         if body.stream_options is not None and not body.stream:
             raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
 
@@ -103,7 +117,7 @@ def to_ask(
         guides=guides,
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
         include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         **given | own,
     )
 
@@ -141,10 +155,10 @@ def _guides(body: GenerationFields) -> Iterator[AskedGuide]:
     if body.response_format is not None:
         yield from _response_format(body.response_format)
     if (nested := body.structured_outputs) is not None:
-        for name, kind in _STRUCTURED_OUTPUTS.items():
+        for name, kind in STRUCTURED_OUTPUTS.items():
             if (value := getattr(nested, name)) is not None:
                 yield AskedGuide("structured_outputs", kind, value)
-    for name, kind in _GUIDES.items():
+    for name, kind in GUIDES.items():
         if (value := getattr(body, name)) is not None:
             yield AskedGuide(name, kind, value)
     if nested is not None and nested.json_object:

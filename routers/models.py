@@ -16,8 +16,8 @@ async def list_models(state: StateDep, service: ChatServiceDep) -> ModelList:
 
 @router.get("/{model_id:path}", summary="One model")
 async def get_model(model_id: str, state: StateDep, service: ChatServiceDep) -> Model:
-    if model_id != state["replica"].model_name:
-        raise ModelNotFound(state["replica"].model_name)
+    if model_id != (served := state["replica"].model_name):
+        raise ModelNotFound(model_id, served)
     return _model(state, service)
 
 

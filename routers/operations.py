@@ -1,7 +1,6 @@
 """Operations, on every role: health, metrics, the version, and how the replica runs."""
 
 from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protocol.errors import NotReadyEnvelope
@@ -33,7 +32,13 @@ async def ready(replica: ReplicaDep) -> dict[str, str]:
     return {"status": "ready"}
 
 
-@router.get("/metrics", summary="Prometheus metrics", tags=["metrics"], response_class=PlainTextResponse)
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
 @router.get("/prometheus/metrics", include_in_schema=False)
 async def metrics(state: StateDep) -> Response:
     """Metrics of all API processes and of the engine."""

@@ -93,7 +93,7 @@ class _Exchange:
             return refusal
         if failed:
             raise EngineDied("The replicas that were asked did not answer.")
-        raise EngineNotReady("No replica is ready.")
+        raise EngineNotReady(self._fleet.missing or "No replica is ready any more.")
 
     async def _prompt(self) -> RoutedPrompt:
         """Return the prompt of a request that generates; an empty one for other requests."""

@@ -23,7 +23,12 @@ BODIES = (TokenizeRequest, DetokenizeRequest)
     summary="Text or chat to token ids",
     openapi_extra=request_body(TokenizeRequest),
 )
-@router.post("/v1/tokenize", response_model=TokenizeResponse, include_in_schema=False)
+@router.post(
+    "/v1/tokenize",
+    response_model=TokenizeResponse,
+    summary="Text or chat to token ids",
+    openapi_extra=request_body(TokenizeRequest),
+)
 async def tokenize(
     request: Request,
     state: StateDep,
@@ -41,7 +46,7 @@ async def tokenize(
 
 
 @router.post("/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))
-@router.post("/v1/detokenize", include_in_schema=False)
+@router.post("/v1/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(
     service: ChatServiceDep, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> DetokenizeResponse:

@@ -30,7 +30,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         title="Trellis",
         version=__version__,
         lifespan=make_lifespan(settings, server_metrics, tracing.close if tracing is not None else None),
-        openapi_url="/openapi.json" if settings.docs else None,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -38,7 +38,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     for router in (*role_of(settings).routers(), operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     if settings.docs:
-        openapi.install(app)
+        openapi.install(app, settings)
     errors.install(app)
     _add_middleware(app, settings, server_metrics)
     if tracing is not None:

@@ -34,6 +34,7 @@ FOREIGN_VARIABLES = {
     "OTEL_EXPORTER_OTLP_CERTIFICATE",
     "OTEL_EXPORTER_OTLP_HEADERS",
     "TLLM_LOG_LEVEL",
+    "STORM_SEEDS",  # the tests'
     "TORCH_INDEX",  # the Makefile's
     "UCX_CUDA_IPC_CACHE",
     "UCX_TLS",

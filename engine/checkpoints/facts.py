@@ -1,6 +1,7 @@
 """The one reader of config.json and generation_config.json. It needs neither torch nor transformers."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from math import isfinite
@@ -12,6 +13,15 @@ from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
 _LANGUAGE_PARTS = ("text_config", "llm_config")
+_MEDIA_TOKEN = re.compile("(image|video|audio)_token_(id|index)")
+_SIZES = (
+    "vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_MOST = (1 << 31) - 1
+"""Largest size that a configuration may name."""
 
 
 class ModelFacts:
@@ -21,10 +31,11 @@ class ModelFacts:
     """
 
     def __init__(self, config: Config, generation: Config | None = None, folder: Path | str = "the model") -> None:
-        """Take the contents of config.json and generation_config.json. `folder` appears in messages only."""
+        """Take the contents of config.json and generation_config.json."""
         self.config = config
         self._generation = generation or {}
-        self._folder = folder
+        self.folder = folder
+        """Where config.json is, for messages."""
         self.model_type = self._kind(config, "model_type")
         self.family = family_of(self.model_type)
         self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
@@ -40,11 +51,55 @@ class ModelFacts:
 
     def completed(self, config: Config) -> "ModelFacts":
         """Return the same model's facts, read from its config.json after a library has filled in its defaults."""
-        return ModelFacts(config, self._generation, self._folder)
+        return ModelFacts(config, self._generation, self.folder)
 
     def check(self) -> None:
-        """Raise EngineFailure now, before weights are loaded, if a value that every engine needs is wrong."""
-        _ = self.vocab_size, self.context_length, self.eos_token_ids
+        """Raise EngineFailure now, before weights are loaded, if a value is wrong or one that every engine needs is
+        missing."""
+        _ = self.vocab_size, self.context_length
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raise EngineFailure for a value of a wrong type, and for sizes that do not fit each other. Values that
+        config.json leaves out are not looked at: transformers may have defaults for them."""
+        present = {key for key in self.text if self.text[key] is not None}
+        for key in _SIZES:
+            if key in present and not isinstance(self.text[key], list):  # a list has one size for each layer
+                self.integer(key)
+        for key in _NUMBERS:
+            if key in present:
+                self.number(key)
+        for key in _SWITCHES:
+            if key in present and not isinstance(self.text[key], bool):
+                raise self._wrong(self._named(key), "true or false", self.text[key])
+        kinds = self.text.get("layer_types")
+        if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+            raise self._wrong(self._named("layer_types"), "a list of strings", kinds)
+        _ = self.rope
+        self._check_heads(present)
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < (self.vocab_size if "vocab_size" in present else _MOST):
+                raise EngineFailure(
+                    f"eos_token_id of {self.folder} is {token_id}, which is no token of a vocabulary of "
+                    f"{self.text.get('vocab_size')} (vocab_size in its config.json)"
+                )
+
+    def _check_heads(self, present: set[str]) -> None:
+        counts = self.text.get("num_attention_heads"), self.text.get("num_key_value_heads")
+        if not isinstance(counts[0], int):
+            return
+        if isinstance(counts[1], int) and self.heads % self.kv_heads:
+            raise self._wrong(
+                self._named("num_attention_heads"),
+                f"a multiple of {self._named('num_key_value_heads')}, {self.kv_heads}",
+                self.heads,
+            )
+        if "head_dim" not in present and "hidden_size" in present and self.hidden_size % self.heads:
+            raise self._wrong(
+                self._named("hidden_size"),
+                f"a multiple of {self._named('num_attention_heads')}, {self.heads}, unless head_dim is given",
+                self.hidden_size,
+            )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -63,7 +118,7 @@ class ModelFacts:
             ids = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(token_id) is not int for token_id in ids):
                 raise EngineFailure(
-                    f"eos_token_id in the {file} of {self._folder} must be a token id or a list of them, not {value!r}"
+                    f"eos_token_id in the {file} of {self.folder} must be a token id or a list of them, not {value!r}"
                 )
             if ids:
                 return tuple(ids)
@@ -104,6 +159,11 @@ class ModelFacts:
     def rope_theta(self) -> float:
         """Base of the rotary embedding."""
         return self._number(self.rope.get("rope_theta") or self._value("rope_theta"), "rope_theta")
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, so that files need not have it."""
+        return bool(self.config.get("tie_word_embeddings") or self.text.get("tie_word_embeddings"))
 
     @property
     def quantized(self) -> bool:
@@ -156,11 +216,19 @@ class ModelFacts:
             raise self._wrong("vision_config.spatial_merge_size", "a positive integer", merge)
         return ImageTokens(token_id, self.hidden_size, merge)
 
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Tokens of a prompt that stand for media: those that config.json names, and the family's default."""
+        named = {value for key, value in self.config.items() if _MEDIA_TOKEN.fullmatch(key) and type(value) is int}
+        return frozenset(named | ({self.family.vision.image_token_id} if not named and self.family.vision else set()))
+
     def integer(self, key: str) -> int:
         """Return a positive integer of the language part."""
         value = self._value(key)
         if type(value) is not int or value < 1:
             raise self._wrong(self._named(key), "a positive integer", value)
+        if value > _MOST:
+            raise self._wrong(self._named(key), f"at most {_MOST}", value)
         return value
 
     def number(self, key: str) -> float:
@@ -180,7 +248,7 @@ class ModelFacts:
 
     def _value(self, key: str) -> object:
         if self.text.get(key) is None:
-            raise EngineFailure(f"the config.json of {self._folder} has no {self._named(key)}")
+            raise EngineFailure(f"the config.json of {self.folder} has no {self._named(key)}")
         return self.text[key]
 
     def _section(self, key: str) -> Config:
@@ -195,7 +263,7 @@ class ModelFacts:
         return f"{self._part}.{key}" if self._part else key
 
     def _wrong(self, key: str, wanted: str, value: object) -> EngineFailure:
-        return EngineFailure(f"{key} in the config.json of {self._folder} must be {wanted}, not {value!r}")
+        return EngineFailure(f"{key} in the config.json of {self.folder} must be {wanted}, not {value!r}")
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
@@ -212,7 +280,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineFailure(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise EngineFailure(f"{path} must hold a JSON object")

@@ -53,7 +53,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
     }
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", ids)
-    family.tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(family.tokenizer(metadata).to_str(pretty=True), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(metadata, config["max_position_embeddings"]))
     if template := metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

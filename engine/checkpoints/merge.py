@@ -35,7 +35,7 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     tokenizer.add_special_tokens([AddedToken(added.metadata["image_token"], special=True, normalized=False)])
     if tokenizer.token_to_id(added.metadata["image_token"]) != config["image_token_index"]:
         raise ValueError(f"{trained} was trained with another vocabulary than that of {base}")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     for name in ("generation_config.json", "tokenizer_config.json"):
         shutil.copyfile(base / name, folder / name)
     for name, content in files.items():

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from engine.errors import EngineFailure
+
 BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
@@ -130,6 +132,10 @@ def _converted(model: str, cache_dir: Path) -> Path:
         raise ModelError(
             f"cannot convert {model} into {cache_dir} ({error}); make room there or set CACHE_DIR"
         ) from error
+    except (ValueError, LookupError, EngineFailure) as error:
+        raise ModelError(
+            f"cannot convert {', '.join(map(str, parts))}: {error}; install it again: {PACKAGED[model].install}"
+        ) from error
     return folder
 
 
@@ -149,27 +155,38 @@ def _packaged(model: str) -> list[Path]:
 
 
 def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> None:
-    """Convert into `folder` under the lock; leftovers of a killed process are removed. `parts` extend a `base`."""
+    """Convert into `folder` under the lock, and check the result; leftovers of a killed process are removed. `parts`
+    extend a `base`.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
+    from engine.checkpoints.facts import read_model_facts  # noqa: PLC0415
     from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - imports libraries only for converting
+    from engine.checkpoints.headers import check_headers, read_headers  # noqa: PLC0415
     from engine.checkpoints.merge import merge  # noqa: PLC0415
 
     made = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
+    try:
+        with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
 
-        if base:
-            merge(base, parts[0], made, progress)
-        else:
-            with _joined(parts, made) as source:
-                convert(source, made, progress)
-    os.replace(made, folder)
+            if base:
+                merge(base, parts[0], made, progress)
+            else:
+                with _joined(parts, made) as source:
+                    convert(source, made, progress)
+        facts = read_model_facts(made)
+        facts.check()
+        check_headers(facts, read_headers(made))
+        os.replace(made, folder)
+    except Exception:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -160,14 +160,13 @@ class EmbeddedEngine:
     def _run(self, loaded: "asyncio.Future[EngineInfo]") -> None:
         try:
             core = self._load(loaded)
-        except Exception as error:  # whatever loading raised, the start must raise, or it would wait for ever
-            failure = (
-                error
-                if isinstance(error, EngineFailure)
-                else EngineFailure(f"cannot load {self._config.model}: {error}")
-            )
-            failure.__cause__ = error.__cause__ or error
-            self._call(_settle, loaded, failure)
+        except EngineFailure as error:
+            self._call(_settle, loaded, error)
+            return
+        except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
+            log.exception("cannot load %s", self._config.model)
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            self._call(_settle, loaded, EngineFailure(f"cannot load {self._config.model}: {said}"))
             return
         try:
             with contextlib.closing(core), torch.inference_mode():

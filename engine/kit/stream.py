@@ -12,14 +12,16 @@ from engine.types import Delta
 
 T = TypeVar("T")
 Sink = Callable[[Delta | Exception], object]
+MOST_MERGED = 64
+"""Deltas that are merged into one. More would hold up the event loop while they become text."""
 
 
 class DeltaStream:
     """The deltas of one request, from the engine to its only consumer.
 
     The engine calls `put` and `fail`; the consumer iterates, or has the deltas passed on by `pipe`. Deltas that arrive
-    while the consumer is busy are merged into one. `on_abort` is called once if the consumer closes the stream, or is
-    cancelled while it waits, before the request has finished.
+    while the consumer is busy are merged, up to MOST_MERGED into one. `on_abort` is called once if the consumer closes
+    the stream, or is cancelled while it waits, before the request has finished.
     """
 
     __slots__ = ("_deltas", "_error", "_finished", "_loop", "_on_abort", "_on_done", "_sink", "_waiter")
@@ -96,6 +98,12 @@ class DeltaStream:
         return self
 
     async def __anext__(self) -> Delta:
+        if len(self._deltas) > MOST_MERGED:  # of a slow reader: others have their turn, and its own end is noticed
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                self.close()
+                raise
         while not self._deltas:
             if self._finished:
                 await asyncio.sleep(0)  # also a consumer that did not wait sees the end after the callbacks have run
@@ -110,7 +118,7 @@ class DeltaStream:
                 raise
             finally:
                 self._waiter = None
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = self._deltas[:MOST_MERGED], self._deltas[MOST_MERGED:]
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
     async def aclose(self) -> None:

@@ -99,7 +99,7 @@ class ServiceProcess:
         """Wait for the end of one host: the one that `start` has spawned, or else a new one."""
         if self._host is None:
             try:
-                self._host = await _Host.spawn(self._interface, self._options)
+                self._host = await _Host.spawn(self._interface, self._options, again=self._was_ready)
             except OSError as error:
                 return End(self._not_spawned(error))
         host = self._host
@@ -120,8 +120,9 @@ EngineProcess = partial(ServiceProcess, ENGINE)
 class _Host:
     """One child process. Its output goes to standard error, and the last lines are kept."""
 
-    def __init__(self, noun: str, process: Process, log_pipe: int) -> None:
+    def __init__(self, noun: str, process: Process, log_pipe: int, again: bool) -> None:
         self.process = process
+        self._again = again
         self._noun = noun
         self.ready_at: float | None = None
         self._tail = ""
@@ -131,8 +132,8 @@ class _Host:
         asyncio.get_running_loop().add_reader(log_pipe, self._read_log)
 
     @classmethod
-    async def spawn(cls, interface: Interface[Any, Any], options: bytes) -> "_Host":
-        """Raises OSError."""
+    async def spawn(cls, interface: Interface[Any, Any], options: bytes, *, again: bool = False) -> "_Host":
+        """Raises OSError. `again` is whether another one was ready before."""
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.
         log_pipe, log_end = os.pipe()
@@ -149,7 +150,7 @@ class _Host:
             os.close(log_end)
         assert process.stdin is not None
         process.stdin.write(options)
-        return cls(interface.noun, process, log_pipe)
+        return cls(interface.noun, process, log_pipe, again)
 
     async def wait(self) -> str:
         """Wait for the end of the process and return how it ended, with its last log lines."""
@@ -186,6 +187,8 @@ class _Host:
         async for line in self.process.stdout:
             if line == b"ready\n":
                 self.ready_at = time.monotonic()
+                if self._again:
+                    log.info("the %s process is ready again", self._noun)
 
     def _read_log(self) -> None:
         try:

@@ -366,7 +366,7 @@ def main(interface: Interface[Any, Any]) -> int:
     try:
         asyncio.run(_HostProcess(interface, options, channel).run())
     except EngineFailure as error:
-        log.error("%s", error, exc_info=error.__cause__)
+        log.error("%s", error, exc_info=error.__cause__ if log.isEnabledFor(logging.DEBUG) else None)
         return 1
     return 0
 

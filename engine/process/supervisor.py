@@ -47,7 +47,7 @@ class Supervisor:
                 return end.reason
             if end.served_seconds > HEALTHY_SECONDS:
                 self._pause = FIRST_PAUSE
-            log.error("restarting in %.2g s: %s", self._pause, end.reason)
+            log.error("restarting in %.2g s: %s", self._pause, end.reason.partition("\n")[0])  # its log was passed on
             try:
                 await asyncio.wait_for(self._stopped.wait(), self._pause)
                 return end.reason

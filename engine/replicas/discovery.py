@@ -21,6 +21,7 @@ class Addresses:
         self.fixed = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]
         self._names = [urlsplit(url) for url in urls if url.startswith(f"{DNS}://")]
         self._kind = kind
+        self._unresolved: set[str] = set()
 
     @property
     def change(self) -> bool:
@@ -35,9 +36,14 @@ class Addresses:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
             except OSError as error:
-                log.warning("cannot resolve %s, the name of %s replicas: %s", name.hostname, self._kind, error)
+                if name.hostname not in self._unresolved:
+                    self._unresolved.add(name.hostname)
+                    log.warning("cannot resolve %s, the name of %s replicas: %s", name.hostname, self._kind, error)
                 urls |= dict.fromkeys(sorted(known))
                 continue
+            if name.hostname in self._unresolved:
+                self._unresolved.discard(name.hostname)
+                log.info("%s, the name of %s replicas, resolves now", name.hostname, self._kind)
             urls |= dict.fromkeys(sorted(_url(str(address[0]), name.port) for *_, address in found))
         return list(urls)
 

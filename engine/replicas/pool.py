@@ -54,8 +54,17 @@ class ReplicaPool(Generic[R]):
         """Replicas that are known, and those of them that are available."""
         return len(self._replicas), sum(replica.available for replica in self._replicas.values())
 
+    @property
+    def missing(self) -> str:
+        """Why no replica is available, for clients; empty if one is."""
+        known, available = self.counts
+        if available:
+            return ""
+        reasons = "; ".join(sorted({replica.reason for replica in self.replicas}))
+        return f"No replica is ready, of {known}: {reasons}." if known else "No replica is known."
+
     async def start(self) -> None:
-        """Find the replicas, and wait a moment for the first probe of each."""
+        """Find the replicas, and wait a moment for the first probe of each. Log why none is ready, if none is."""
         self.update(await self._addresses.find(set()))
         if self._addresses.change:
             self._run(self._resolve(), "replica-discovery")
@@ -63,6 +72,9 @@ class ReplicaPool(Generic[R]):
             async with asyncio.timeout(FIRST_PROBE_SECONDS):
                 for replica in list(self._replicas.values()):
                     await replica.probed.wait()
+        if not self.counts[1]:
+            found = "; ".join(f"{replica.name}: {replica.details}" for replica in self.replicas)
+            log.warning("no replica is ready yet: %s", found or "none is known")
 
     async def close(self) -> None:
         """Forget the replicas. Answers that are on their way break off. Idempotent."""

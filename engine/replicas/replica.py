@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from engine.errors import EngineError, EngineFailure
 from engine.replicas.breaker import Breaker
-from engine.replicas.client import ReplicaClient
+from engine.replicas.client import ConnectionFailed, ReplicaClient
 
 _HURRIED_SECONDS = 0.1
 """Pause before a probe that `check` asks for."""
@@ -31,12 +31,15 @@ class Replica:
         self.last_asked = 0
         """Number of the last choice of this replica: the pool counts its choices."""
         self.reason = "one has not answered yet"
-        """Why it is not available, for clients: without addresses where those are secret."""
+        """Why it is not available, for clients: without addresses, which are secret."""
+        self.details = "it has not answered yet"
+        """The same for the log."""
         self.probed = asyncio.Event()
         """Set once the first probe has ended."""
         self.left = False
         self.ready = asyncio.Event()
         self._check = asyncio.Event()
+        self._was_ready = False
 
     @property
     def available(self) -> bool:
@@ -82,15 +85,18 @@ class Replica:
 
     def set_ready(self) -> None:
         if not self.available:
-            log.info("%s is ready", self.name)
+            log.info("%s is ready%s", self.name, " again" if self._was_ready else "")
+        self._was_ready = True
         self.ready.set()
 
     def set_unready(self, error: EngineError) -> None:
         if self.left:
             return
-        if self.available or str(error) != self.reason:
+        reason = "one cannot be reached" if isinstance(error, ConnectionFailed) else str(error)
+        if self.available or reason != self.reason:
             log.warning("%s: %s", self.name, in_full(error))
-        self.reason = str(error)
+        self.reason = reason
+        self.details = in_full(error)
         self.ready.clear()
         self.report()
 

@@ -17,7 +17,7 @@ from engine.types import Logprob, PromptReport, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 from multimodal.request import Ask
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
 _TEXT = "\x00text\x00"
 _ENCODED_TEXT = orjson.dumps(_TEXT)
@@ -75,6 +75,8 @@ class Shape(ABC):
             "system_fingerprint": context.fingerprint,
         }
         self._continuous = context.ask.continuous_usage
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        """Tokens of each choice that chunks have covered."""
         self._token_ids = context.ask.return_token_ids
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         self._wholes = [_Whole() for _ in context.choices]
@@ -113,6 +115,7 @@ class Shape(ABC):
         parts = piece.parts
         if piece.prompt is not None:
             chunks += self._open(piece.index, piece.prompt)
+        self._sent[piece.index] += len(piece.token_ids)
         if piece.logprobs or (self._token_ids and piece.token_ids) or (self._continuous and parts):
             choice = self.choice(piece.index, self.delta(parts), self._logprobs(piece) if piece.logprobs else None)
             if self._token_ids:
@@ -203,9 +206,14 @@ class Shape(ABC):
 
     def _chunk(self, choices: list[dict[str, Any]], total: dict[str, Any] | None = None, **fields: Any) -> bytes:
         chunk = {**self._header, "object": self.chunk_object, "choices": choices, **fields}
-        if self._ask.include_usage or self._continuous:
-            chunk["usage"] = usage(self._choices) if self._continuous and choices else total
+        if self._ask.include_usage:
+            chunk["usage"] = self._usage_so_far(choices[0]["index"]) if self._continuous and choices else total
         return orjson.dumps(chunk)
+
+    def _usage_so_far(self, index: int) -> dict[str, int]:
+        """Return the usage of one choice up to its latest chunk, an extension, as vLLM does."""
+        prompt, completion = self._choices[index].prompt_tokens, self._sent[index]
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
         """Return a plain chunk around its text."""
@@ -280,8 +288,7 @@ class CompletionShape(Shape):
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Characters of each choice's text whose log-probabilities have been shown."""
+        self._offsets = [_Offsets(Detokenizer(self._tokenizer, self._ask.skip_special_tokens)) for _ in self._choices]
         self._echoes: dict[int, str] = {}
 
     def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
@@ -292,7 +299,9 @@ class CompletionShape(Shape):
             text = self._echoes[choice.prompt_index] = self._tokenizer.decode(ids)
         if self._ask.logprobs is None or report.logprobs is None:
             return [Text(text)], None
-        return [Text(text)], self.logprobs(choice.index, ids, report.logprobs)
+        shown = self._logprobs_at(self._echo_offsets(ids, text), ids, report.logprobs)
+        self._offsets[choice.index].characters = len(text)
+        return [Text(text)], shown
 
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
         parts, logprobs = self.prefix(choice, report)
@@ -305,10 +314,18 @@ class CompletionShape(Shape):
         return {"text": "".join(part.text for part in parts if isinstance(part, Text))}
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        offsets = []
-        for token in token_ids:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._tokenizer.bytes_of(token).decode(errors="ignore"))
+        return self._logprobs_at([self._offsets[index].next(token) for token in token_ids], token_ids, entries)
+
+    def _echo_offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Return where each token of an echoed prompt begins in its `text`, which may lack a space at the start."""
+        offsets = _Offsets(Detokenizer(self._tokenizer, skip_special_tokens=False))
+        found = [offsets.next(token) for token in ids]
+        stripped = max(0, offsets.end() - len(text))
+        return [max(0, offset - stripped) for offset in found]
+
+    def _logprobs_at(
+        self, offsets: Sequence[int], token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         return {
             "tokens": [self._token_text(token) for token in token_ids],
             "token_logprobs": [entry[0].logprob if entry else None for entry in entries],
@@ -326,6 +343,24 @@ class CompletionShape(Shape):
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@dataclass(slots=True)
+class _Offsets:
+    """Counts the characters of a text while its tokens come."""
+
+    text: Detokenizer
+    characters: int = 0
+
+    def next(self, token: int) -> int:
+        """Return the number of whole characters before a token, and count those that it completes."""
+        before = self.characters
+        self.characters += len(self.text.feed((token,)))
+        return before
+
+    def end(self) -> int:
+        """Return the number of all characters, an unfinished one at the end included."""
+        return self.characters + len(self.text.flush())
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
 from multimodal.media.limits import MAX_REQUEST_PIXELS
 from multimodal.media.loader import MediaLoader
+from multimodal.text.control import ControlTokens
 from multimodal.text.messages import MediaRef, check_count
 from multimodal.text.prompts import Prompt, Tokenise
 from multimodal.text.tokenizer import Tokenizer
@@ -45,14 +46,11 @@ class EncodedPrompts:
     loader: MediaLoader
     cache: EmbeddingCache
     tokenizer: Tokenizer
+    control: ControlTokens
     max_images: int
     max_pixels: int = MAX_REQUEST_PIXELS
     _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
     _waiting: int = field(default=0, init=False)
-
-    @cached_property
-    def marks(self) -> frozenset[str]:
-        return frozenset({self.encoder.info.placeholder, self._image_token})
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         check_count(refs, self.max_images)
@@ -109,13 +107,14 @@ class EncodedPrompts:
         )
 
     def _expanded(self, text: str, media: Sequence[Keyed]) -> str:
-        """Replace every placeholder of the prompt by the text of its medium."""
-        first, *rest = text.split(self.encoder.info.placeholder)
+        """Replace every placeholder that the template wrote by the text of its medium."""
+        first, *rest = text.split(self.control.mark(self.encoder.info.placeholder))
         if len(rest) != len(media):
             raise RequestError(
                 "The chat template does not show every image of these messages.", "messages", "unsupported_content"
             )
-        return first + "".join(encoded.text + part for (_, encoded), part in zip(media, rest, strict=True))
+        mark = self.control.mark
+        return first + "".join(mark(encoded.text) + part for (_, encoded), part in zip(media, rest, strict=True))
 
     def _spans(self, ids: Sequence[int], media: Sequence[Keyed]) -> tuple[MediaSpan, ...]:
         """Find the media in the tokens of the expanded prompt: each from its first image token to its last."""
@@ -154,11 +153,12 @@ class BackendPrompts:
     loader: MediaLoader
     max_images: int
     encoder: Encoder | None
+    control: ControlTokens
     max_pixels: int = MAX_REQUEST_PIXELS
-    marks: frozenset[str] = frozenset()
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         ids = await self.tokens(text, refs, tokenise)
+        text = self.control.defused(text)  # the backend tokenises it again
         budget = _Pixels(self.max_pixels)
         media = await all_of(self._load(ref, budget) for ref in refs)
         if self.encoder is None or choices > 1:  # an encoding can be read once

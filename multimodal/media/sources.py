@@ -13,6 +13,8 @@ from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
 
 _DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,", re.IGNORECASE | re.ASCII)
 _TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
+_LETTERS = re.compile(r"[A-Za-z0-9+/]*={0,2}")
+_NO_BASE64 = "A data URL's data is not base64."
 _CHUNK = 1 << 18
 """Characters decoded at a time, a multiple of four. Decoding holds the GIL, for which the event loop waits."""
 _FILE = re.compile(r"file://(?:localhost)?(?P<path>/[^?#]*)(?:[?#].*)?", re.IGNORECASE | re.ASCII)
@@ -31,13 +33,14 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     if length // 4 * 3 - url.count("=", -2) > max_bytes:
         raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
     if length % 4 or not length:
-        raise InvalidMedia("A data URL's base64 is cut off.")
+        broken = length and not _LETTERS.fullmatch(url, match.end())
+        raise InvalidMedia(_NO_BASE64 if broken else "A data URL's base64 is cut off.")
     chunks: list[bytes] = []
     for start in range(match.end(), len(url), _CHUNK):
         try:
             chunks.append(binascii.a2b_base64(url[start : start + _CHUNK], strict_mode=True))
         except ValueError as error:  # binascii.Error is one, and so is a letter beyond ASCII
-            raise InvalidMedia("A data URL's base64 has a character that does not belong there.") from error
+            raise InvalidMedia(_NO_BASE64) from error
         if len(chunks[-1]) * 4 != _CHUNK * 3 and start + _CHUNK < len(url):
             raise InvalidMedia("A data URL's base64 ends before its end.")
         time.sleep(0)  # release the GIL

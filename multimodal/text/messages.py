@@ -1,6 +1,7 @@
 """Conversations as chat templates take them, and the checks that they need besides those of their API."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,10 +76,10 @@ def check_count(images: Sequence[MediaRef], most: int) -> None:
         raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
 
 
-def check_marks(messages: Sequence[dict[str, Any]], marks: Iterable[str]) -> None:
-    """Raise RequestError for messages whose own text would be taken for an image."""
-    for message in messages:
-        content = message["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-        if mark := next((mark for mark in marks for text in texts if mark in text), None):
-            raise RequestError(f"The text of a message must not have {mark!r}, which stands for an image.", "messages")
+def check_forged(messages: Sequence[dict[str, Any]], forged: Sequence[str]) -> None:
+    """Raise RequestError if messages have control tokens: `forged`."""
+    for token in forged[:1]:
+        holds = (place for place, message in enumerate(messages) if token in json.dumps(message, ensure_ascii=False))
+        place = next(holds, None)  # none if several texts make it, or a variable of the template has it
+        where = "messages" if place is None else f"messages.{place}"
+        raise RequestError(f"{where!r} must not have {token!r}, which controls the model.", where, "special_token")

@@ -11,8 +11,9 @@ from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.sampling import Limits
-from multimodal.text.messages import Conversation, MediaRef, check_marks, template_variables
-from multimodal.text.slices import encoded
+from multimodal.text.control import unmarked
+from multimodal.text.messages import Conversation, MediaRef, check_forged, template_variables
+from multimodal.text.slices import Encode, encoded
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
@@ -34,13 +35,10 @@ class Prompt:
 class MediaPrompts(Protocol):
     """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """Texts that stand for images, which messages must not have in texts of their own."""
-        ...
-
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        """Return the prompt of a chat that the template has rendered as `text`; so many choices will read it."""
+        """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
+        so many choices will read it.
+        """
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
@@ -79,9 +77,9 @@ class Prompts:
         most = limits.tokens(info)
 
         async def tokenise(text: str) -> list[int]:
-            if len(text) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
-                raise _too_long(f"{len(text)} characters, which are more tokens than that at any rate", most, ask)
-            ids = await encoded(self.tokenizer, text, ask.add_special_tokens, most=most)
+            if (length := _length(text, ask)) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
+                raise _too_long(f"{length} characters, which are more tokens than that at any rate", most, ask)
+            ids = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=self._encode_of(ask), most=most)
             if len(ids) > most:
                 raise _too_long("more", most, ask)
             return ids
@@ -101,12 +99,18 @@ class Prompts:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
         if len(chat.messages) > limits.max_messages:
             raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
-        if self.images is not None:
-            check_marks(chat.messages, self.images.marks)
-        elif chat.media:
+        if self.images is None and chat.media:
             raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
-        return await off_loop(chat.characters, lambda: template.render(chat.messages, **variables))
+        control = template.control
+
+        def render() -> str:
+            text = template.render(chat.messages, **variables)
+            if limits.special_tokens_in_content == "refuse" and control is not None:
+                check_forged(chat.messages, control.forged(text))
+            return text
+
+        return await off_loop(chat.characters, render)
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""
@@ -122,17 +126,28 @@ class Prompts:
         keep = _kept(ask, info)
         if keep is None:
             self._check_length(text, ask, info)
-        return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, last=keep), keep)
+        encode = self._encode_of(ask)
+        return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode, last=keep), keep)
+
+    def _encode_of(self, ask: Ask) -> Encode:
+        """Return what tokenises the prompt: that of a chat has marks around its control tokens."""
+        control = self.template.control if self.template is not None else None
+        return (control if control is not None and isinstance(ask.prompt, Conversation) else self.tokenizer).encode
 
     def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
         """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
         context = info.context_length
-        if len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
+        if (length := _length(text, ask)) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
             raise ContextOverflow(
                 f"This model's context is {context} tokens; "
-                f"the prompt's {len(text)} characters are more than that at any rate.",
+                f"the prompt's {length} characters are more than that at any rate.",
                 ask.spelled("prompt"),
             )
+
+
+def _length(text: str, ask: Ask) -> int:
+    """Return the length of a prompt's text, which in a chat may have marks."""
+    return len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)
 
 
 def _kept(ask: Ask, info: EngineInfo) -> int | None:

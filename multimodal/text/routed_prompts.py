@@ -1,6 +1,6 @@
 """Prompts as a router sees them: only their start has to be known, and nothing is refused, since replicas do that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,9 @@ class RoutedPrompts:
         if isinstance(ask.prompt, Conversation):
             return await self._of_chat(ask, ask.prompt)
         prompt = ask.prompt[0]
-        return await self._of_text(prompt, ask, False) if isinstance(prompt, str) else self._known(prompt, ask, False)
+        if isinstance(prompt, str):
+            return await self._of_text(prompt, ask, False, self.tokenizer.encode)
+        return self._known(prompt, ask, False)
 
     async def _of_chat(self, ask: Ask, chat: Conversation) -> RoutedPrompt:
         template = self.template
@@ -51,12 +53,15 @@ class RoutedPrompts:
         except RequestError:
             return RoutedPrompt()
         before, mark, _ = text.partition(_FIRST_IMAGE)
-        return await self._of_text(before if has_image and mark else text, ask, has_image)
+        encode = (template.control or self.tokenizer).encode
+        return await self._of_text(before if has_image and mark else text, ask, has_image, encode)
 
-    async def _of_text(self, text: str, ask: Ask, has_image: bool) -> RoutedPrompt:
+    async def _of_text(
+        self, text: str, ask: Ask, has_image: bool, encode: Callable[[str, bool], list[int]]
+    ) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
             return RoutedPrompt()
-        tokens = await encoded(self.tokenizer, text, ask.add_special_tokens)
+        tokens = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode)
         return self._known(tokens, ask, has_image)
 
     def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> RoutedPrompt:

@@ -14,7 +14,7 @@ Other texts, and those with no place to cut, are tokenised whole, up to a length
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,9 @@ from tokenizers import models
 from engine.kit.work import NATIVE, WHOLE
 from multimodal.errors import RequestError
 from multimodal.text.tokenizer import Tokenizer
+
+Encode = Callable[[str, bool], list[int]]
+"""Return the token ids of a text, with the special tokens that the tokenizer adds or without."""
 
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
@@ -46,25 +49,35 @@ _CLASS_WITHOUT_SPACE = re.compile(
 
 
 async def encoded(
-    tokenizer: Tokenizer, text: str, add_special_tokens: bool = False, *, last: int | None = None, most: int = 1 << 62
+    tokenizer: Tokenizer,
+    text: str,
+    add_special_tokens: bool = False,
+    *,
+    encode: Encode | None = None,
+    last: int | None = None,
+    most: int = 1 << 62,
 ) -> list[int]:
     """Return the token ids of a text, those of its end if only the `last` ones are wanted.
 
+    `encode`, if given, is used in place of the tokenizer's own: that of its control tokens (`control.py`), say. A cut
+    is neither in one of these nor in the marks around it.
+
     It may end early once there are more than `most`. Raises RequestError.
     """
+    encode = encode or tokenizer.encode
     if len(text) <= INLINE_CHARACTERS:
-        return tokenizer.encode(text, add_special_tokens)
+        return encode(text, add_special_tokens)
     pieces = [text]
     if (cuts := _cuts(tokenizer)) is not None:
         pieces = list(_pieces(text, cuts.at))
     if len(pieces) == 1:
-        return await _piece(tokenizer, text, add_special_tokens)
+        return await _piece(encode, text, add_special_tokens)
     assert cuts is not None
     before, after = cuts.special if add_special_tokens else ([], [])
     if last is None:
         ids = [*before]
         for piece in pieces:
-            ids += await _piece(tokenizer, piece)
+            ids += await _piece(encode, piece)
             if len(ids) > most:
                 return ids
         return ids + after
@@ -73,21 +86,21 @@ async def encoded(
     for piece in reversed(pieces):
         if count >= last:
             break
-        found.append(await _piece(tokenizer, piece))
+        found.append(await _piece(encode, piece))
         count += len(found[-1])
     else:
         found.append(before)
     return [token for ids in reversed(found) for token in ids]
 
 
-async def _piece(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+async def _piece(encode: Encode, text: str, add_special_tokens: bool = False) -> list[int]:
     if len(text) > MAX_WHOLE_CHARACTERS:
         raise RequestError(
             f"A text of {len(text)} characters without a space where it can be cut is too long to tokenise; "
             f"it may have {MAX_WHOLE_CHARACTERS}."
         )
     lane = NATIVE if len(text) <= 2 * SLICE_CHARACTERS else WHOLE
-    return await lane.run(lambda: tokenizer.encode(text, add_special_tokens), _BYTES_PER_CHARACTER * len(text))
+    return await lane.run(lambda: encode(text, add_special_tokens), _BYTES_PER_CHARACTER * len(text))
 
 
 def _pieces(text: str, cut: re.Pattern[str]) -> Iterator[str]:

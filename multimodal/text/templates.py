@@ -1,7 +1,9 @@
 """Chat templates: messages to prompt text, as transformers' `apply_chat_template` renders them."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -12,6 +14,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multimodal.errors import RequestError
+from multimodal.text.control import ControlTokens, unmarked
+
+log = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 1 << 24
 """Length of the longest prompt that a template may make."""
@@ -37,23 +42,37 @@ class ChatTemplate:
     """A compiled template. Rendering is sandboxed: a template can neither reach Python nor change its inputs.
 
     Raises ValueError if `source` is no template. `special_tokens` are variables by name, `bos_token` and the like.
+    With `control`, the prompts have marks around the control tokens that the template wrote.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], control: ControlTokens | None = None) -> None:
+        self.control = control
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
+        if control is not None:
+            special_tokens = {name: control.mark(text) for name, text in special_tokens.items()}
         environment.globals.update(
             raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form), **special_tokens
         )
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            if control is not None:
+                _mark_literals(tree, control)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
         self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
         """Whether it reads contents as lists only."""
+        if control is not None and (composed := self._composes(control)):
+            control.trust(composed)
+            log.warning(
+                "the chat template composes %s in a way that this server cannot tell from a message's text: "
+                "SPECIAL_TOKENS_IN_CONTENT does not hold for them",
+                ", ".join(sorted(composed)),
+            )
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any
@@ -83,6 +102,15 @@ class ChatTemplate:
             )
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
+    def _composes(self, control: ControlTokens) -> set[str]:
+        """Return control tokens that come without marks although no message has them."""
+        found: set[str] = set()
+        for roles in (("system", "user", "assistant", "user"), ("user", "assistant"), ("user", "assistant", "tool")):
+            messages = [{"role": role, "content": _PROBE} for role in roles]
+            with suppress(RequestError):  # it refuses such a conversation
+                found.update(control.forged(self.render(messages, add_generation_prompt=True)))
+        return found
+
     def _shows(self, content: Any) -> bool:
         """Tell whether a user's message with this content, made of `_PROBE`, comes out as that text."""
         try:
@@ -96,9 +124,26 @@ class ChatTemplate:
             pieces = self._template.generate(messages=messages, **{"tools": None, "documents": None, **variables})
             text = "".join(_bounded(pieces))
             text.encode()  # fails for half a surrogate pair, which JSON text inside the JSON can have
-            return text
         except _FAILURES as error:
-            raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
+            raise RequestError(
+                f"The chat template refuses these messages: {unmarked(str(error))}", "messages"
+            ) from error
+        return text if self.control is None else self.control.resolve(text)
+
+
+def _mark_literals(tree: nodes.Template, control: ControlTokens) -> None:
+    """Mark the control tokens in a template's own text and strings, and those that it composes with a role."""
+    for text in tree.find_all(nodes.TemplateData):
+        text.data = control.mark(text.data)
+    for literal in tree.find_all(nodes.Const):
+        if isinstance(literal.value, str):
+            literal.value = control.mark(literal.value)
+    for joined in tree.find_all((nodes.Output, nodes.Add, nodes.Concat)):
+        for part in joined.iter_child_nodes():
+            if isinstance(part, nodes.TemplateData):
+                part.data = control.mark_ends(part.data)
+            elif isinstance(part, nodes.Const) and isinstance(part.value, str):
+                part.value = control.mark_ends(part.value)
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

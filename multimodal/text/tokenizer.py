@@ -34,9 +34,12 @@ class Tokenizer:
         """Names that templates use (`bos_token`, …) and their texts."""
         self.chat_template = chat_template
         """The model's own template, if it has one."""
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        added = backend.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.special_texts = frozenset(
+            token.content for _, token in added if token.special or token.content in special_tokens.values()
         )
+        """Texts of the special tokens, as templates write them."""
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """Bytes that each id adds to the text; a character may take several ids."""
         self.longest_token = max(map(len, self.token_bytes), default=0)
@@ -49,7 +52,7 @@ class Tokenizer:
         names = _read_json(folder / "special_tokens_map.json") | config
         special = {name: _text(names[name]) for name in SPECIAL_NAMES if names.get(name)}
         path = folder / "tokenizer.json"
-        backend = tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(folder)
+        backend = _read_tokenizer(path) if path.exists() else _converted(folder)
         backend.no_truncation()
         backend.no_padding()
         return cls(backend, special, _chat_template(folder, config))
@@ -164,6 +167,13 @@ def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
     return convert
 
 
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
 def _converted(folder: Path) -> tokenizers.Tokenizer:
     """Convert a tokenizer of another kind to `tokenizers`."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, and rarely needed
@@ -183,7 +193,14 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
     return content
 
 

@@ -14,6 +14,7 @@ from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
+from multimodal.text.control import unmarked
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import engine_config
 from server.compose.model import load_text
@@ -165,7 +166,7 @@ async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
     _, template = await in_thread(partial(load_text, to.settings, folder))
     message = {"role": "user", "content": [{"type": "image"}]}
     try:
-        return None if template is None else template.render([message], add_generation_prompt=True)
+        return None if template is None else unmarked(template.render([message], add_generation_prompt=True))
     except RequestError as error:
         log.debug("the chat template shows no image", exc_info=error)
         return None

@@ -10,9 +10,11 @@ from typing import Any
 from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.create import create_engine
+from engine.errors import EngineFailure
 from engine.kit.tasks import all_of, background, in_thread
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
+from engine.types import EngineInfo
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits
@@ -49,6 +51,8 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     found = await all_of([_load_text(to, folder), start_encoders(to, folder), *starting])
     text: tuple[Tokenizer, ChatTemplate | None] | None = found[0]
     encoders: Encoders = found[1]
+    if text is not None and engine.info.backend != "fake":
+        check_vocabulary(text[0], engine.info)
     await to.stack.enter_async_context(background(to.metrics.watch_engine(engine), "engine-statistics"))
     probe = engine_probe(local, prefill_only=to.role.prefill_only)
     await to.health.add_canary(probe, lambda: to.metrics.iteration, lambda: local.healthy, to.stack)
@@ -58,6 +62,18 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     else:
         to.replica.service = _chat_service(to, engine, folder, encoders, *text)
     return failed
+
+
+def check_vocabulary(tokenizer: Tokenizer, info: EngineInfo) -> None:
+    """Raise EngineFailure if the tokenizer is of another model, with more tokens. Those that were added to it may be
+    more: models that never see images keep the image token.
+    """
+    tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
+    if tokens > info.vocab_size:
+        raise EngineFailure(
+            f"the tokenizer.json of {info.model} has {tokens} tokens, and vocab_size in the config.json there is "
+            f"{info.vocab_size}: the files belong to different models"
+        )
 
 
 async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Failed]:
@@ -115,7 +131,8 @@ def _chat_service(
     template: ChatTemplate | None,
 ) -> ChatService:
     settings, name = to.settings, to.replica.model_name
-    images = image_prompts(to, folder, encoders, tokenizer)
+    control = template.control if template is not None else None
+    images = image_prompts(to, folder, encoders, tokenizer, control) if control is not None else None
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
@@ -130,7 +147,7 @@ def _chat_service(
     return ChatService(
         engine=engine,
         processor=processor,
-        fields=FieldCheck(name, strict=settings.strict_fields),
+        fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
     )

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from engine.checkpoints.facts import read_model_facts
+from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
-from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
+from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer
 from server.roles import role_of
 from server.settings import DEFAULT_MODEL, Settings
 
@@ -37,4 +39,16 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
     """
     tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()
     source = settings.chat_template.read_text() if settings.chat_template is not None else tokenizer.chat_template
-    return tokenizer, ChatTemplate(source, tokenizer.special_tokens) if source else None
+    if not source:
+        return tokenizer, None
+    control = ControlTokens(tokenizer, _control_texts(settings, folder, tokenizer))
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens, control)
+
+
+def _control_texts(settings: Settings, folder: Path | None, tokenizer: Tokenizer) -> frozenset[str]:
+    """Return the tokens that messages cannot write: special tokens, unless the settings allow them, and media's."""
+    special = tokenizer.special_texts if settings.special_tokens_in_content != "allow" else frozenset()
+    if folder is None:
+        return special | {IMAGE}
+    ids = read_model_facts(folder).media_token_ids if settings.engine != "fake" else frozenset()
+    return special | {text for token_id in ids if (text := tokenizer.backend.id_to_token(token_id))}

@@ -28,7 +28,7 @@ async def add_router(to: Composition, folder: Path | None) -> Failed:
     to.stack.push_async_callback(fleet.close)
     await fleet.start()
     to.metrics.watch(lambda: observer.update(fleet))
-    to.health.check("replicas", lambda: "" if fleet.healthy else "No replica is ready.")
+    to.health.check("replicas", lambda: fleet.missing)
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
     replica.service = RouterService(fleet=fleet, prompts=prompts, session_header=settings.session_header)

@@ -7,6 +7,7 @@ from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
+from multimodal.text.control import ControlTokens
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition
@@ -15,7 +16,7 @@ from server.metrics.embedding_cache import watch_cache
 
 
 def image_prompts(
-    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer
+    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer, control: ControlTokens
 ) -> MediaPrompts | None:
     """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
     images.
@@ -35,7 +36,9 @@ def image_prompts(
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         watch_cache(to.metrics.polled, cache)
         loader = MediaLoader(limits, hidden_size)
-        return EncodedPrompts(encoder, loader, cache, tokenizer, settings.max_images, settings.max_request_pixels)
+        return EncodedPrompts(
+            encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
+        )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, settings.max_request_pixels)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control, settings.max_request_pixels)
     return None

@@ -16,12 +16,15 @@ class HttpConnection(HttpToolsProtocol):
     """Answers 431 to a head (request line and headers) that is too large, 408 to one that does not end within
     `head_seconds`, 400 to what is not HTTP, and then closes.
 
-    It also closes a connection that is idle for the keep-alive time, even before the first request.
+    It also closes a connection that is idle for the keep-alive time, even before the first request, and aborts one
+    whose client leaves an answer unread for `send_seconds`: what waits for it takes memory.
     """
 
-    def __init__(self, *args: Any, head_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_seconds: float, send_seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_seconds = head_seconds
+        self._send_seconds = send_seconds
+        self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
 
@@ -30,9 +33,26 @@ class HttpConnection(HttpToolsProtocol):
         self._close_when_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end_send()
         self._end_head()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called when more than uvicorn's high-water mark waits for the client."""
+        self._end_send()
+        self._send_timer = self.loop.call_later(self._send_seconds, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Called when most of it has gone."""
+        self._end_send()
+        super().resume_writing()
+
+    def _end_send(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +26,8 @@ from engine.errors import (
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
 from routers.errors import NotReady, ReplicasDiffer, WrongReplica
+from server.http.routes import explained
+from server.http.validation import sentences
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +72,8 @@ _RULES: dict[type[Exception], Rule] = {
 _HTTP_RULES: dict[int, Rule] = {
     401: Rule(401, "authentication_error", "invalid_api_key"),
     403: Rule(403, "permission_error", "forbidden"),
-    404: Rule(404, "not_found_error", "unknown_url", message="There is no such route."),
-    405: Rule(405, "invalid_request_error", "method_not_allowed", message="The route does not take this method."),
+    404: Rule(404, "not_found_error", "unknown_url"),
+    405: Rule(405, "invalid_request_error", "method_not_allowed"),
     408: Rule(408, "invalid_request_error", "request_timeout"),
     413: Rule(413, "invalid_request_error", "request_too_large"),
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
@@ -127,8 +129,8 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(cls, _handle)
 
 
-async def _handle(_: Request, error: Exception) -> Response:
-    return render(error).response()
+async def _handle(request: Request, error: Exception) -> Response:
+    return render(explained(error, request) if isinstance(error, HTTPException) else error).response()
 
 
 def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
@@ -138,8 +140,7 @@ def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
 
 def _http_rule(error: HTTPException) -> Rule:
     default = Rule(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
-    rule = _HTTP_RULES.get(error.status_code, default)
-    return rule if error.detail == HTTPStatus(error.status_code).phrase else replace(rule, message=None)
+    return _HTTP_RULES.get(error.status_code, default)
 
 
 def _headers(rule: Rule, error: Exception) -> dict[str, str]:
@@ -164,31 +165,6 @@ def _describe(error: Exception) -> tuple[str, str | None]:
 
 
 def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
-    paths = [_path(entry, body) for entry in errors[:_MAX_ERRORS]]
-    lines = [
-        f"{path}: {_message(entry)}" if path else _message(entry) for path, entry in zip(paths, errors, strict=False)
-    ]
-    message = "; ".join(printable(line, _MAX_CHARACTERS) for line in lines)
-    return message, printable(paths[0], _MAX_CHARACTERS) if paths and paths[0] else None
-
-
-def _message(entry: Mapping[str, Any]) -> str:
-    """Return Pydantic's own message, unless it repeats the input."""
-    if entry["type"] == "union_tag_invalid":
-        return f"Input should be one of {entry['ctx']['expected_tags']}"
-    return str(entry["msg"]).removeprefix("Value error, ")
-
-
-def _path(entry: Mapping[str, Any], body: Any) -> str:
-    """Return the dotted path of the value at fault, without the branches of unions that Pydantic's location names."""
-    parts: list[str] = []
-    location = entry["loc"]
-    for position, part in enumerate(location):
-        if (isinstance(body, dict) and part in body) or (
-            isinstance(body, list) and isinstance(part, int) and part < len(body)
-        ):
-            body = body[part]
-        elif not (entry["type"] == "missing" and position == len(location) - 1):
-            continue
-        parts.append(str(part))
-    return ".".join(parts)
+    found = sentences(errors, body)[:_MAX_ERRORS]
+    message = " ".join(printable(sentence, _MAX_CHARACTERS) for _, sentence in found)
+    return message, printable(found[0][0], _MAX_CHARACTERS) or None

@@ -21,11 +21,10 @@ from engine.errors import EngineNotReady
 from engine.kit.work import begin_request
 from routers.state import ReplicaState
 from server.http.errors import printable, render
+from server.http.routes import INTERNAL, route_path
 from server.process import logs
 
 LIVENESS = "/health/live"
-INTERNAL = frozenset({"/prefill", "/encode"})
-"""Routes between replicas, never for outside clients."""
 OPEN_WHILE_NOT_READY = frozenset(
     {
         LIVENESS,
@@ -173,13 +172,6 @@ class Turnstile:
                 self._left -= 1
         if self._left < self._per_turn:
             loop.call_soon(self._turn, loop)
-
-
-def route_path(scope: Scope) -> str:
-    """Return the path that routes are matched with: without the prefix of a proxy."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
 def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:

@@ -1,33 +1,89 @@
-"""The OpenAPI document, with the schemas of the bodies that `routers/body.py` parses, and its page."""
+"""The OpenAPI document of this server, and the page that shows it."""
 
+import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from engine.types import EngineInfo
 from routers import tokenize
 from routers.endpoints import ENDPOINTS
+from routers.state import state_of
+from server.compose.model import served_name
+from server.http.middleware import LIVENESS
+from server.settings import Settings
 
 _BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *tokenize.BODIES)
+_REFERENCE = "#/components/schemas/{model}"
+_DESCRIPTION = """\
+An OpenAI-compatible server of one model. OpenAI's SDKs work with `base_url` set to `/v1` here.
+
+**Streams.** With `"stream": true` the answer is `text/event-stream`: each event is a line `data: ` with one JSON chunk,
+and `data: [DONE]` ends the stream. A failure after the first chunk is an event with an error in place of `[DONE]`.
+Lines that begin with `:` keep the connection alive.
+
+**Errors** of all routes are `{"error": {"message", "type", "param", "code"}}`. The header `x-should-retry` says whether
+the same request may succeed later, and `retry-after` after how many seconds.
+
+**Fields** that are marked as deprecated and `x-unsupported` are OpenAI's or other servers': values other than those
+listed are refused. Unknown fields are ignored, or refused, as the server's settings say."""
+_SECURITY = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "One of the server's API keys. A server without keys is open to all.",
+}
+_EVENTS = "The JSON of one event's `data:` line. After the last chunk comes `data: [DONE]`, but after an error nothing."
 
 
-def install(app: FastAPI) -> None:
-    """Serve the document with the bodies' schemas, and /docs."""
-    make_document = app.openapi
+def install(app: FastAPI, settings: Settings) -> None:
+    """Serve the document at /openapi.json, and /docs. It is made when it is first asked for."""
+    made: dict[EngineInfo | None, dict[str, Any]] = {}
+    lock = asyncio.Lock()
 
-    def openapi() -> dict[str, Any]:
-        document = make_document()
-        _, definitions = models_json_schema(
-            [(body, "validation") for body in _BODIES], ref_template="#/components/schemas/{model}"
-        )
-        document["components"]["schemas"].update(definitions["$defs"])
-        return document
+    async def openapi(request: Request) -> Response:
+        engine = state_of(request)["replica"].engine
+        info = engine.info if engine is not None and engine.healthy else None
+        async with lock:
+            if info not in made:
+                made.clear()
+                made[info] = await asyncio.to_thread(_document, app, settings, info)
+            document = made[info]
+        root: str = request.scope.get("root_path", "").rstrip("/")
+        return JSONResponse(document | ({"servers": [{"url": root}]} if root else {}))
 
     async def docs(request: Request) -> HTMLResponse:
         return get_swagger_ui_html(openapi_url=f"{request.scope.get('root_path', '')}/openapi.json", title=app.title)
 
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+    app.description = _DESCRIPTION
+    app.add_api_route("/openapi.json", openapi, include_in_schema=False)
     app.add_api_route("/docs", docs, include_in_schema=False)
+
+
+def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict[str, Any]:
+    """Return the document, with the bounds that the engine sets if it is known."""
+    from protocol import chunks  # noqa: PLC0415 - only documents need these, and a server starts without them
+    from server.http import schemas  # noqa: PLC0415
+
+    app.openapi_schema = None  # it is changed below
+    document = app.openapi()
+    named: dict[str, type[BaseModel]] = {endpoint.chunk: getattr(chunks, endpoint.chunk) for endpoint in ENDPOINTS}
+    _, definitions = models_json_schema(
+        [*((body, "validation") for body in _BODIES), *((chunk, "serialization") for chunk in named.values())],
+        ref_template=_REFERENCE,
+    )
+    components = document["components"]
+    components["schemas"].update(definitions["$defs"])
+    schemas.complete(components["schemas"], settings, served_name(settings), info)
+    components["securitySchemes"] = {"bearer": _SECURITY}
+    document["security"] = [{"bearer": []}] if settings.api_keys else [{"bearer": []}, {}]
+    document["paths"][LIVENESS]["get"]["security"] = []
+    for endpoint in ENDPOINTS:
+        if (path := document["paths"].get(endpoint.path)) is not None:
+            choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, "ErrorEnvelope")]
+            content = path["post"]["responses"]["200"]["content"]
+            content["text/event-stream"] = {"schema": {"anyOf": choices, "description": _EVENTS}}
+    return document

@@ -207,7 +207,7 @@ class _Recorded:
             kind=self._kind,
             status=self._status,
             start_time=self._start,
-            end_time=at if at is not None else time.time_ns(),
+            end_time=max(self._start, time.time_ns() if at is None else at),  # the clock may have been set back
             instrumentation_scope=_SCOPE,
         )
         self._tracing.export(span)

@@ -5,10 +5,31 @@ FD is a bound socket to serve on. FOLDER holds the files of metrics; PROMETHEUS_
 writes orders (`serving.DRAIN`) to standard input, which closes when the launcher ends.
 """
 
+import logging
+import os
 import socket
 import sys
 import time
 from pathlib import Path
+
+NO_ROOM = 75
+"""Exit code of a process that may find room for its metrics another time (EX_TEMPFAIL)."""
+_METRICS_BYTES = {"counter": 1 << 17, "histogram": 1 << 19, "summary": 1 << 16} | {
+    f"gauge_{mode}": 1 << 16 for mode in ("livemax", "livemin", "livesum")
+}
+"""Room for the values of each kind, by the name of its file in `prometheus_client.values`."""
+
+log = logging.getLogger(__name__)
+
+
+def reserve(folder: Path) -> None:
+    """Allocate the files that this process keeps its metrics in. Raises OSError.
+
+    They are written through mappings of memory: where a full disk has no room for a page, the kernel ends the process.
+    """
+    for kind, size in _METRICS_BYTES.items():
+        with (folder / f"{kind}_{os.getpid()}.db").open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def main() -> int:
@@ -19,6 +40,11 @@ def main() -> int:
     descriptor, folder, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)
+    try:
+        reserve(Path(folder))
+    except OSError as error:
+        log.error("no room for metrics in %s: %s", folder, error)
+        return NO_ROOM
     with socket.socket(fileno=int(descriptor)) as listener:
         return serving.serve(settings, listener, started, Path(folder), parent=sys.stdin.fileno())
 

@@ -59,7 +59,9 @@ def serve(
         sys.setswitchinterval(_SWITCH_SECONDS)
     config = uvicorn.Config(
         create_app(settings, metrics_folder),
-        http=partial(HttpConnection, head_seconds=settings.body_timeout_seconds),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            HttpConnection, head_seconds=settings.body_timeout_seconds, send_seconds=settings.send_timeout_seconds
+        ),
         loop="uvloop",
         ws="none",
         lifespan="on",

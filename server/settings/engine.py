@@ -1,5 +1,6 @@
 """Settings of the model and of the engine that runs it."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -79,13 +80,23 @@ class EngineSettings(Section):
     enable_cuda_graphs: bool = EMBEDDED.enable_cuda_graphs
     """Run steps with few tokens as CUDA graphs."""
     threads: int = Field(EMBEDDED.threads, ge=0)
-    """Compute threads of the embedded engine; 0 takes the available cores, within the container's CPU quota."""
+    """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within
+    the container's CPU quota.
+    """
     cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = EMBEDDED.cpu_isa
     """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
     has.
     """
     fake_token_delay_ms: float = Field(0.0, ge=0)
     """Pause between two tokens of the fake engine, in milliseconds."""
+
+    @field_validator("threads", mode="after")
+    @classmethod
+    def _few_threads(cls, value: int) -> int:
+        cores = os.cpu_count() or 1
+        if value > (most := max(16, 4 * cores)):
+            raise ValueError(f"{value} threads would wait for each other on {cores} cores: at most {most}")
+        return value
 
     @field_validator("quantization", "kv_cache_dtype", mode="after")
     @classmethod

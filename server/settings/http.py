@@ -1,5 +1,7 @@
 """Settings of the HTTP server, and limits of requests."""
 
+from typing import Literal
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from multimodal.sampling import Limits
@@ -47,12 +49,18 @@ class HttpSettings(Section):
     """
     body_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a client may take to send its headers, and again to send its body."""
+    send_timeout_seconds: float = Field(60.0, gt=0)
+    """Seconds that a client may leave an answer unread; then its connection is closed and its request cancelled."""
     request_timeout_seconds: float = Field(Limits.request_timeout_seconds, gt=0)
     """Seconds that a whole request may take."""
     max_queue_size: int = Field(1024, ge=0)
     """Number of sequences that may wait for the engine; more are refused with 429."""
     queue_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a request may wait for the engine before it is refused with 503."""
+    min_priority: int = Field(Limits.min_priority, ge=-1000, le=1000)
+    """Most urgent priority that a request gets; smaller ones count as this one. A client that may be more urgent than
+    others can keep them waiting for ever.
+    """
     max_n: int = Field(Limits.max_n, ge=1)
     """Maximum number of choices in one request: prompts multiplied by n."""
     max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
@@ -79,8 +87,12 @@ class HttpSettings(Section):
         "custom_instructions",
     )
     """Comma-separated template variables that requests may set."""
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = Limits.special_tokens_in_content
+    """What special tokens in messages, such as <|im_start|>, become: text, tokens (allow) or an error (refuse)."""
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
+    model_optional: bool = False
+    """Answer requests that name no model, instead of refusing them with 400."""
 
     @field_validator("api_processes", mode="after")
     @classmethod

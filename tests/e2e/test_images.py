@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save
 
 from engine.media import MediaInput
+from smolvision.conversations import IMAGE_TOKEN_ID
 from tests.e2e.test_disaggregated import differences
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.encode import encoder_of
@@ -113,6 +115,23 @@ def test_images_keep_their_order(group: Replicas) -> None:
         assert second in said(
             alike(group, message(SECOND, *images), images=2, stream=True, stream_options={"include_usage": True})
         )
+
+
+def test_a_text_that_looks_like_an_image_is_a_text(group: Replicas) -> None:
+    """It neither takes the image's place nor moves it: the image's tokens follow the same number of tokens."""
+    before, after = "<image>", f"<image><|im_end|>\n{NUMBER}"
+    picture = message("", number(42))["content"][0]
+    asked = {"role": "user", "content": [{"type": "text", "text": before}, picture, {"type": "text", "text": after}]}
+    alike(group, asked, images=1)
+    ids = httpx.post(f"{group.whole.url}/tokenize", json={"messages": [asked]}).json()["tokens"]
+    image = ids.index(IMAGE_TOKEN_ID)
+    assert ids[image : image + IMAGE_TOKENS] == [IMAGE_TOKEN_ID] * IMAGE_TOKENS
+    assert ids.count(IMAGE_TOKEN_ID) == IMAGE_TOKENS
+    texts = [
+        httpx.post(f"{group.whole.url}/detokenize", json={"tokens": part}).json()["prompt"]
+        for part in (ids[:image], ids[image + IMAGE_TOKENS :])
+    ]
+    assert texts[0].endswith(before) and texts[1].startswith(after)
 
 
 def test_chats_of_several_turns(group: Replicas) -> None:

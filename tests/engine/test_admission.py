@@ -20,9 +20,13 @@ _ids = itertools.count()
 SEATS = 2
 
 
-def request_for(priority: int = 0, max_tokens: int = 10, prompt: tuple[int, ...] = (5, 6, 7)) -> GenerateRequest:
+def request_for(
+    priority: int = 0, max_tokens: int = 10, prompt: tuple[int, ...] = (5, 6, 7), group: str = ""
+) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=sampling, priority=priority)
+    return GenerateRequest(
+        request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=sampling, priority=priority, group=group
+    )
 
 
 async def admission_of(
@@ -121,6 +125,47 @@ async def test_waiting_too_long_is_an_error_and_leaves_the_queue() -> None:
         await stream.aclose()
     assert len(await collect(admission.generate(request_for()))) > 0
     await admission.close()
+
+
+async def test_waiting_for_siblings_takes_no_time_limit() -> None:
+    """A request with more choices than the engine has seats is answered, however long each of them takes."""
+    admission = await admission_of(queue_timeout=0.02)
+    began = time.monotonic()
+    streams = [admission.generate(request_for(max_tokens=30, group="large")) for _ in range(4 * SEATS)]
+    answers = await asyncio.gather(*map(collect, streams))
+    assert time.monotonic() - began > 3 * 0.02, "the last of them waited longer than the limit"
+    assert all(deltas[-1].finish_reason == "length" for deltas in answers)
+    await admission.close()
+
+
+async def test_a_group_of_which_none_has_begun_waits_within_the_limit() -> None:
+    admission = await admission_of(queue_timeout=0.05)
+    seats = [admission.generate(request_for(max_tokens=10_000, group="first")) for _ in range(SEATS)]
+    second = [admission.generate(request_for(group="second")) for _ in range(3)]
+    for stream in second:
+        with pytest.raises(QueueTimeout):
+            await anext(stream)
+    assert admission.waiting == 0
+    for stream in seats:
+        await stream.aclose()
+    await asyncio.sleep(0)
+    third = [admission.generate(request_for(group="first")) for _ in range(SEATS + 1)]
+    assert all(deltas[-1].finish_reason == "length" for deltas in await asyncio.gather(*map(collect, third)))
+    await admission.close()
+
+
+async def test_a_large_group_lets_others_in_between(admission: AdmissionEngine) -> None:
+    order: list[str] = []
+
+    async def run(group: str) -> None:
+        await collect(admission.generate(request_for(max_tokens=20, group=group)))
+        order.append(group)
+
+    tasks = [asyncio.create_task(run("large")) for _ in range(4 * SEATS)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(run("small")))
+    await asyncio.gather(*tasks)
+    assert order.index("small") <= 2 * SEATS, "it waited for seats, not for the whole group"
 
 
 async def test_the_urgent_come_first_then_the_early(admission: AdmissionEngine) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
+from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import Created, Removed, Stored
@@ -71,6 +73,17 @@ async def test_deltas_begin_with_the_prompt_report_and_end_with_the_finish(engin
 async def test_max_tokens(engine: Engine, max_tokens: int) -> None:
     deltas = await generate(engine, request_for(prompt_of(BLOCK), max_tokens=max_tokens))
     assert len(tokens_of(deltas)) == max_tokens
+
+
+async def test_choices_of_one_request_wait_for_each_other_without_a_limit(engine: Engine) -> None:
+    """Three times as many as the engine has places, with a limit that the second wave exceeds."""
+    admission = AdmissionEngine(engine, max_queue_size=100, queue_timeout=0.001)
+    prompt = prompt_of(BLOCK)
+    requests = [replace(request_for(prompt, max_tokens=4), group="one") for _ in range(3 * engine.info.max_num_seqs)]
+    answers = await asyncio.gather(*(generate(admission, request) for request in requests))
+    assert [len(tokens_of(deltas)) for deltas in answers] == [4] * len(requests)
+    first = answers[-1][0].prompt
+    assert first is not None and first.queue_seconds > 0.001
 
 
 async def test_max_tokens_of_zero_gives_the_prompt_alone(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """Requests that are too large or contradict themselves are refused early; no field is dropped silently."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -9,6 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from engine.admission import AdmissionEngine
+from engine.base import Engine
 from engine.config import FakeConfig
 from engine.errors import InvalidRequest
 from engine.fake.engine import FakeEngine
@@ -43,13 +46,13 @@ class CountingTokenizer(Tokenizer):
 
 
 class Setup:
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: Engine, **limits: Any) -> None:
         self.engine = engine
         tokens = byte_tokenizer()
         self.tokenizer = CountingTokenizer(tokens.backend, tokens.special_tokens, CHATML)
         template = ChatTemplate(CHATML, tokens.special_tokens)
         metrics = GenerationMetrics(CollectorRegistry(), "fake")
-        self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(), "fake", metrics)
+        self.processor = Processor(engine, Prompts(self.tokenizer, template), Limits(**limits), "fake", metrics)
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
         return await prepare(self.processor, body)
@@ -219,7 +222,7 @@ def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture)
         assert repr(name) in caplog.text
     assert "annotations" not in caplog.text and "free" not in caplog.text
     with pytest.raises(RequestError, match=r"response_format\.json_schema\.stricter"):
-        ask_of(body, FieldCheck("fake", strict=True))
+        ask_of(body, FieldCheck("fake", strict=True, model_optional=True))
 
 
 @pytest.mark.parametrize(
@@ -241,3 +244,33 @@ def test_half_a_surrogate_pair_in_a_tool_call_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {})
     with pytest.raises(RequestError, match="surrogates"):
         template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("least", [0, -1000])
+async def test_an_urgent_flood_delays_others_only_if_the_settings_let_it(least: int) -> None:
+    """Four clients ask as urgently as they can, again and again, an engine that runs one sequence at a time."""
+    engine = AdmissionEngine(FakeEngine(FakeConfig(max_num_seqs=1, token_delay=0.001)), 100, 60)
+    await engine.start()
+    setup = Setup(engine, min_priority=least)
+    served: list[str] = []
+
+    async def ask(name: str, priority: int) -> None:
+        generation = await setup.prepare({**PROMPT, "priority": priority})
+        async for _ in engine.generate(generation.choices[0].request):
+            pass
+        served.append(name)
+
+    async def flood() -> None:
+        while len(served) < 40:
+            await ask("urgent", -1000)
+
+    flooding = [asyncio.create_task(flood()) for _ in range(4)]
+    await ask("urgent", -1000)
+    before = len(served)
+    await ask("other", 0)
+    await asyncio.gather(*flooding)
+    await engine.close()
+    if least == 0:
+        assert served.index("other") <= before + 4, "behind those that came before"
+    else:
+        assert served.index("other") >= 40

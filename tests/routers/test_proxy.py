@@ -231,6 +231,7 @@ async def test_without_replicas_it_is_not_ready() -> None:
     assert ready.json()["error"]["missing"][0]["name"] == "replicas"
     assert answer.json()["error"]["code"] == "not_ready"
     assert answer.headers["retry-after"]
+    assert "No replica is ready, of 1: one cannot be reached." in ready.text and "one cannot be reached" in answer.text
     assert bare.url.removeprefix("http://") not in ready.text + answer.text
 
 

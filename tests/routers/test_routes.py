@@ -153,6 +153,28 @@ async def test_models() -> None:
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}], ids=str)
+@pytest.mark.parametrize(("api", "body"), [("chat/completions", CHAT), ("completions", {"prompt": "a"})])
+async def test_a_request_must_name_a_model_unless_a_setting_says_otherwise(
+    api: str, body: dict[str, Any], named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MODEL_OPTIONAL")
+    async with application(served_model_name="served") as (client, _):
+        refused = await client.post(f"/v1/{api}", json=body | named)
+        assert refused.status_code == 400
+        assert refused.json()["error"] == {
+            "message": "'model' must name a model; this server serves 'served'.",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": None,
+        }
+        assert (await client.post(f"/v1/{api}", json=body | {"model": "served"})).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"} | named)).status_code == 200
+    async with application(served_model_name="served", model_optional=True) as (client, _):
+        assert (await client.post(f"/v1/{api}", json=body | named)).status_code == 200
+        assert (await client.post(f"/v1/{api}", json=body | {"model": "other"})).status_code == 404
+
+
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_tokenize_and_back(prefix: str) -> None:
     async with application() as (client, _):
@@ -169,6 +191,16 @@ async def test_whole_answers() -> None:
         assert chat["choices"][0]["message"]["role"] == "assistant"
         completion = (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3})).json()
         assert completion["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_choices_wait_for_their_siblings_without_a_limit(prompts: int) -> None:
+    """One request with eight times the choices that the engine takes at once, on a server with nothing else to do."""
+    body = {"model": "fake", "prompt": ["abc"] * prompts, "n": 16 // prompts, "max_tokens": 20}
+    async with application(max_batch_size=2, queue_timeout_seconds=0.02, fake_token_delay_ms=1) as (client, _):
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 16
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/prometheus/metrics"])

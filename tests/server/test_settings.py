@@ -151,6 +151,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
         (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): Value error, must be http://host:port"),
         (["--watchdog-seconds", "0"], "--watchdog-seconds (WATCHDOG_SECONDS)"),
+        (["--threads", "10000"], "--threads (THREADS): Value error, 10000 threads would wait for each other on"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
         (

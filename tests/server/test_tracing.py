@@ -3,6 +3,8 @@ without its text.
 """
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,6 +149,17 @@ async def test_sampling_is_the_clients_or_by_ratio(spans: Collector) -> None:
         for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": PARENT}):
             await ask(client, headers)
     assert {span.trace for span in spans.spans} == {CLIENT} and len(spans.named(SERVER)) == 1
+
+
+async def test_no_span_ends_before_it_starts_when_the_clock_is_set_back(
+    spans: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, hours = time.time_ns(), itertools.count()
+    monkeypatch.setattr(time, "time_ns", lambda: now - next(hours) * 3600 * 10**9)
+    async with application(otel_endpoint=spans.url) as (client, _):
+        assert (await ask(client)).status_code == 200
+    assert len(spans.spans) >= 4 and all(span.start <= span.end for span in spans.spans)
+    assert spans.one(SERVER).attributes["gen_ai.latency.time_to_first_token"] >= 0
 
 
 async def test_replicas_do_not_trace_what_the_first_does_not(spans: Collector) -> None:

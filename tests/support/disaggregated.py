@@ -76,7 +76,7 @@ async def replica(role: str, **settings: Any) -> AsyncIterator[tuple[str, Replic
     """URL and inner life of a replica without a model."""
     given = {"engine": "fake", "engine_process": False, "disaggregation_mode": role, "internal_secret": SECRET}
     app = create_app(Settings(**{**given, **settings}))
-    http: Any = partial(HttpConnection, head_seconds=5.0)
+    http: Any = partial(HttpConnection, head_seconds=5.0, send_seconds=5.0)
     server = _Server(
         uvicorn.Config(
             app, http=http, ws="none", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1

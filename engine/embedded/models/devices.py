@@ -3,6 +3,7 @@
 import torch
 
 from engine.config import EmbeddedConfig, EncoderConfig
+from engine.errors import EngineFailure
 
 
 class UnsupportedModelError(ValueError):
@@ -10,10 +11,18 @@ class UnsupportedModelError(ValueError):
 
 
 def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
-    """Return the configured device; `auto` is a CUDA device if there is one."""
+    """Return the configured device; `auto` is a CUDA device if there is one. Raises EngineFailure if it is absent."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise EngineFailure(f"DEVICE={config.device} is no device of PyTorch, such as cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EngineFailure(
+            f"DEVICE={config.device}, but PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
 
 
 def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:

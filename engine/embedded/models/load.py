@@ -4,15 +4,13 @@ import it."""
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from engine.config import EmbeddedConfig
+from engine.embedded.kv.memory import check_fits
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
+from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.errors import EngineFailure
-
-if TYPE_CHECKING:
-    from engine.embedded.models.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +18,18 @@ _loading = threading.Lock()
 """transformers replaces functions of torch while it loads: two models at once would leave them replaced."""
 
 
-def load_runner(config: EmbeddedConfig) -> "ModelRunner":
-    """Load a model into the runner that is best for the device, or that `attention` names; one at a time. Raises
-    EngineFailure."""
+def load_runner(config: EmbeddedConfig) -> ModelRunner:
+    """Load a model into the runner that is best for the device, or that `attention` names, and try it; one at a time.
+    Raises EngineFailure."""
     with _loading:
-        return _load(config)
+        try:
+            runner = _load(config)
+        except (OSError, MemoryError) as error:
+            asked = f"KV_CACHE_MEMORY_MB={config.kv_cache_memory_mb}"
+            raise EngineFailure(f"the model in {config.model} cannot be loaded with {asked}: {error}") from error
+        if config.load_format != "dummy":
+            _try_out(runner, config)
+        return runner
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
@@ -57,10 +62,12 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
         yield "instruction_set", level.name
 
 
-def _load(config: EmbeddedConfig) -> "ModelRunner":
+def _load(config: EmbeddedConfig) -> ModelRunner:
     chosen(config.cpu_isa)  # whether or not the compiled path is taken: a setting that cannot be kept stops the start
     if device_of(config).type == "cuda":
         return _on_gpu(config)
+    if not config.num_blocks:
+        check_fits(config.kv_cache_memory_mb)
     if asked := _fp8_settings(config):
         raise EngineFailure(f"{asked} cannot be used: it needs an NVIDIA GPU of compute capability 9.0 or later")
     if config.attention == "flashinfer":
@@ -77,7 +84,7 @@ def _load(config: EmbeddedConfig) -> "ModelRunner":
     return TorchRunner(config)
 
 
-def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
+def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
     from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     asked = _fp8_settings(config)
@@ -96,6 +103,38 @@ def _on_gpu(config: EmbeddedConfig) -> "ModelRunner":
             raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
         log.warning("attention is torch's own, which is slow on a GPU: %s", error)
     return TorchRunner(config)
+
+
+def _try_out(runner: ModelRunner, config: EmbeddedConfig) -> None:
+    """Compute a few tokens in the first blocks, and leave the blocks empty. Raises EngineFailure unless all logits are
+    finite. The weights are, so what is not comes from sizes that the type of activations cannot hold."""
+    room = config.kv_block_size * min(group.num_blocks for group in runner.groups)
+    tokens = [0, runner.vocab_size // 2, runner.vocab_size - 1][: min(room, runner.context_length)]
+    blocks = list(range(-(-len(tokens) // config.kv_block_size)))
+    try:
+        logits = runner.forward(
+            StepInput(
+                tokens=tokens,
+                positions=list(range(len(tokens))),
+                starts=[0],
+                lengths=[len(tokens)],
+                slots=[0],
+                admissions=[0],
+                tables=[[blocks] * len(runner.groups)],
+                sampled=[0],
+                rows=list(range(len(tokens))),
+            )
+        )
+        finite = bool(logits.isfinite().all())
+    except (RuntimeError, ValueError) as error:
+        raise EngineFailure(f"the model in {config.model} cannot compute a token: {error}") from error
+    for cache in runner.memory.blocks:
+        cache[: len(blocks)].zero_()
+    if not finite:
+        raise EngineFailure(
+            f"the model in {config.model} computes logits that are not finite in {runner.dtype}: its weights or its "
+            "config.json are wrong, or another DTYPE is needed"
+        )
 
 
 def _fp8_settings(config: EmbeddedConfig) -> str:

@@ -20,6 +20,7 @@ from engine.embedded.vision.tower import Tower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
+from engine.transfer.shared_bytes import readable
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _LARGE_THREADS = min(16, max(1, compute_threads() // 2))
@@ -52,7 +53,7 @@ class BatchEncoder:
             hidden_size=self.tower.hidden_size,
             dtype=self.tower.dtype_name,
         )
-        self._try_out()
+        self._try_out(config.model)
 
     def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
@@ -102,13 +103,21 @@ class BatchEncoder:
             for (index, image), rows in zip(images.items(), data, strict=True)
         ]
 
-    def _try_out(self) -> None:
-        """Encode one image: a model that cannot encode fails now, and the first image is no slower than others."""
+    def _try_out(self, folder: str) -> None:
+        """Encode one image: a model that cannot encode fails now, and the first image is no slower than others. Raises
+        EngineFailure, also for embeddings that are not finite."""
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
         (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])
         if isinstance(outcome, EngineError):
-            raise EngineFailure(f"the model cannot encode images: {outcome}")
+            raise EngineFailure(f"the model in {folder} cannot encode images: {outcome}")
+        data = readable(outcome.data)
+        values = torch.frombuffer(bytearray(data), dtype=self.tower.dtype)
+        if not values.isfinite().all():
+            raise EngineFailure(
+                f"the vision tower in {folder} computes embeddings that are not finite in {self.tower.dtype}: its "
+                "weights or its config.json are wrong, or another DTYPE is needed"
+            )
 
 
 def _calls(images: dict[int, Prepared]) -> Iterator[dict[int, Prepared]]:

@@ -68,8 +68,10 @@ class ImageProcessing:
         try:
             self._image_processor = _load_image_processor(config)
             self.processor, settings = _load_processor(config.model, facts, self._image_processor)
-        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            raise EngineFailure(f"the model's image processor cannot be loaded: {error}") from error
+        except EngineFailure:
+            raise
+        except Exception as error:  # of many kinds, a bare one for a tokenizer.json that is none
+            raise EngineFailure(f"the image processor of {config.model} cannot be loaded: {error}") from error
         self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits
         self.placeholder: str = self.processor.image_token

@@ -7,11 +7,11 @@ import torch
 from blake3 import blake3
 from transformers import AutoModel
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import logging as transformers_logging
 
+from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
 from engine.embedded.models.devices import device_of, dtype_of
-from engine.embedded.models.transformers_models import load_config
+from engine.embedded.models.transformers_models import load_config, load_weights
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
 from engine.embedded.vision.processing import Prepared
@@ -25,7 +25,8 @@ _SAMPLES = 4096
 
 
 class Tower:
-    """Computes on the configuration's device, in its type. Raises EngineFailure if the folder has no such model."""
+    """Computes on the configuration's device, in its type. Raises EngineFailure if the folder has no such model, or a
+    damaged one."""
 
     def __init__(self, config: EncoderConfig) -> None:
         self.device = device_of(config)
@@ -41,7 +42,7 @@ class Tower:
             torch.manual_seed(0)
             model: Any = AutoModel.from_config(hf_config, dtype=self.dtype)  # type: ignore[no-untyped-call]
         else:
-            model = _load(config.model, hf_config, self.dtype, facts.vision.language)
+            model = _load(config.model, hf_config, self.dtype, facts)
         delattr(model, facts.vision.language)
         self.model = model.eval().to(self.device)
         self.graphs = Graphs(self.features)
@@ -104,29 +105,15 @@ def _shrink(config: PreTrainedConfig) -> None:
     text.pad_token_id = None
 
 
-def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, language: str) -> Any:
-    """Load the model with its shrunken language part, in the submodule `language`.
-
-    Tensors that the model does not have are ignored, and tensors of other sizes count as missing; only those of
-    `language` may be.
-    """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        model, report = AutoModel.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise EngineFailure(f"the vision tower cannot be loaded: {error}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    lost = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    if lost := [key for key in lost if not key.startswith(language)]:
-        raise EngineFailure(f"the model's files lack {len(lost)} weights of the vision tower, such as {min(lost)}")
-    return model
+def _load(folder: str, config: PreTrainedConfig, dtype: torch.dtype, facts: ModelFacts) -> Any:
+    """Load the model with its shrunken language part, for which no tensor fits."""
+    vision = facts.vision
+    return load_weights(
+        AutoModel,
+        folder,
+        facts,
+        needs=lambda name: not name.startswith(vision.language),
+        uses=lambda name: vision.text_tensor(name) is None,
+        config=config,
+        dtype=dtype,
+    )

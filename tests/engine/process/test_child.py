@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -95,7 +96,8 @@ async def test_close_ends_a_host_that_does_not_obey(monkeypatch: pytest.MonkeyPa
     await client.close()
 
 
-async def test_kill_under_load_fails_each_request_and_the_next_host_answers() -> None:
+async def test_kill_under_load_fails_each_request_and_the_next_host_answers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     process = EngineProcess(CONFIG)
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
@@ -115,6 +117,8 @@ async def test_kill_under_load_fails_each_request_and_the_next_host_answers() ->
         await collect(client.generate(request_for()))
     await healthy(client, True, 15)
     assert process.pid not in (None, pid)
+    lines = ["restarting in 0.5 s: the engine process died (signal SIGKILL)", "the engine process is ready again"]
+    assert [line for line in caplog.messages if "ready" in line or "restarting" in line] == lines
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
     second = process.pid
     await client.close()

@@ -33,6 +33,13 @@ async def test_pauses_grow_up_to_a_limit_until_an_end_is_final(pauses: Callable[
     assert pauses() == ["0.0005", "0.001", "0.002", "0.003", "0.003"]
 
 
+async def test_an_end_is_logged_without_the_last_words_that_were_logged_already(
+    pauses: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await Supervisor(lives(End("it died\nits last\nwords"), End("b\nc", final=True))).run() == "b\nc"
+    assert caplog.messages == ["restarting in 0.0005 s: it died"]
+
+
 async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[], list[str]]) -> None:
     ends = [End("a"), End("b", 59), End("c", 61), End("d", 1), End("e", final=True)]
     await Supervisor(lives(*ends)).run()

@@ -41,8 +41,13 @@ class Probed(Replica):
 
 
 class Pool(ReplicaPool[Probed]):
+    problem: Exception | None = None
+    """What is wrong with new replicas."""
+
     def _new(self, url: str) -> Probed:
-        return Probed(url)
+        replica = Probed(url)
+        replica.problem = self.problem
+        return replica
 
     def at(self, url: str) -> Probed:
         return next(replica for replica in self.replicas if replica.url == url)
@@ -97,6 +102,62 @@ async def test_a_replica_that_failed_is_neither_asked_nor_probed_for_a_while() -
         await until(lambda: replica.probes > probes)
         assert time.monotonic() - failed >= pause
         await until(lambda: pool.asked())
+
+
+async def test_a_pool_without_a_ready_replica_says_whom_it_asked_and_why_in_vain(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log names addresses and details; clients are told neither."""
+    monkeypatch.setattr(Pool, "problem", ConnectionFailed("cannot connect: nobody listens at 10.0.0.1"))
+    async with pool_of(ONE, TWO) as (pool, _):
+        said = f"cannot connect: nobody listens at 10.0.0.1; test replica {TWO}: cannot connect"
+        assert f"no replica is ready yet: test replica {ONE}: {said}" in caplog.text
+        assert pool.missing == "No replica is ready, of 2: one cannot be reached."
+        pool.at(TWO).problem = EngineNotReady("one is full")
+        await until(lambda: "full" in pool.missing)
+        assert pool.missing == "No replica is ready, of 2: one cannot be reached; one is full."
+        pool.at(ONE).problem = None
+        await until(lambda: not pool.missing)
+    async with pool_of() as (pool, _):
+        assert "no replica is ready yet: none is known" in caplog.text
+        assert pool.missing == "No replica is known."
+
+
+async def test_a_failure_and_a_recovery_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with pool_of(ONE) as (pool, _):
+        replica = pool.at(ONE)
+        for problem in (ConnectionFailed("it hung up"), None):
+            replica.problem = problem
+            probes = replica.probes
+            await until(lambda probes=probes: replica.probes >= probes + 4)
+        lines = [
+            f"test replica {ONE} is ready",
+            f"test replica {ONE}: it hung up",
+            f"test replica {ONE} is ready again",
+        ]
+        assert caplog.messages == lines
+
+
+async def test_a_name_that_does_not_resolve_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    answers: list[Any] = [OSError("no such name"), OSError("no such name"), [(0, 0, 0, "", ("10.0.0.1", 1))], []]
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return list(answer)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    addresses = Addresses(("dns+http://one:1",), "encode")
+    assert [await addresses.find(set()) for _ in range(4)] == [[], [], [ONE], []]
+    assert caplog.messages == [
+        "cannot resolve one, the name of encode replicas: no such name",
+        "one, the name of encode replicas, resolves now",
+    ]
 
 
 async def test_a_bug_in_a_probe_is_not_the_end_of_probes() -> None:

@@ -21,6 +21,7 @@ from multimodal.media.prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.sampling import Limits
+from multimodal.text.control import ControlTokens
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
@@ -39,11 +40,14 @@ async def processor(
     """A processor with images, and the one server of all that it fetches."""
     tokenizer, engine = byte_tokenizer(), FakeEngine(FakeConfig())
     assert tokenizer.chat_template is not None
+    control = ControlTokens(tokenizer, tokenizer.special_texts)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, control)
     await engine.start()
     await encoder.start()
     async with world() as w:
-        images = EncodedPrompts(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, 32, max_pixels)
-        prompts = Prompts(tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens), images)
+        cache = EmbeddingCache(1 << 20, HIDDEN_SIZE)
+        images = EncodedPrompts(encoder, w.loader, cache, tokenizer, control, 32, max_pixels)
+        prompts = Prompts(tokenizer, template, images)
         yield (
             Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")),
             w.server,

@@ -70,6 +70,15 @@ def test_bad_data_urls_are_refused_and_never_repeated(url: str, error: type[Medi
     assert len(str(caught.value)) <= 160 and "AAA" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [("@@@", "not base64"), ("@@@@", "not base64"), ("AA A", "not base64"), ("AAAAA", "cut off"), ("", "cut off")],
+)
+def test_what_is_no_base64_is_not_called_cut_off(data: str, message: str) -> None:
+    with pytest.raises(InvalidMedia, match=message):
+        decode_data_url(f"data:image/png;base64,{data}", 1 << 20)
+
+
 @pytest.mark.parametrize("limit", [1000, 1001, 1002])
 def test_a_data_url_beyond_the_limit_is_refused_before_it_is_decoded(limit: int) -> None:
     with pytest.raises(InvalidMedia, match=f"more than {limit} bytes"):

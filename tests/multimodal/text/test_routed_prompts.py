@@ -24,7 +24,9 @@ MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 async def chat(**fields: Any) -> RoutedPrompt:
     return await PROMPTS.of(
-        ask_of({"messages": MESSAGES, **fields}, FieldCheck(fields.get("model", "fake"), strict=False))
+        ask_of(
+            {"messages": MESSAGES, **fields}, FieldCheck(fields.get("model", "fake"), strict=False, model_optional=True)
+        )
     )
 
 

@@ -165,6 +165,15 @@ def test_a_template_cannot_misbehave(source: str) -> None:
     assert len(str(caught.value)) <= 300
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ['{"version": ', "[1]", ""])
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path: Path, name: str, content: str) -> None:
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / name} (cannot be read|must hold a JSON object)"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_folder_gives_tokenizer_template_and_special_tokens(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer().backend,

@@ -43,11 +43,43 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
         assert check(await client.get(path), 404, "unknown_url")["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/chat/completion", "There is no route /v1/chat/completion; did you mean /v1/chat/completions?"),
+        ("/chat/completions", "There is no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "There is no route /v1/v1/completions; did you mean /v1/completions?"),
+        ("/v1/chat/completions/", "There is no route /v1/chat/completions/; did you mean /v1/chat/completions?"),
+        ("/V1/Models", "There is no route /V1/Models; did you mean /v1/models?"),
+        ("/api/chat/completions", "There is no route /api/chat/completions; did you mean /v1/chat/completions?"),
+        ("/healthz", "There is no route /healthz; did you mean /health?"),
+        ("/nope", "There is no route /nope."),
+        ("/", "There is no route /."),
+        ("/%1b[31m" + "a" * 5000, "There is no route /?[31m" + "a" * 58 + "…."),
+        ("/v1/embeddings", "This server does not support OpenAI's /v1/embeddings."),
+        ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio."),
+        ("/responses", "This server does not support OpenAI's /v1/responses."),
+        ("/v1/chat/completions/chatcmpl-1", "This server does not support OpenAI's stored chat completions."),
+    ],
+    ids=lambda text: text[:32],
+)
+async def test_an_unknown_route_says_which_one_was_meant(client: httpx.AsyncClient, path: str, message: str) -> None:
+    for method in ("GET", "POST"):
+        assert check(await client.request(method, path), 404, "unknown_url")["message"] == message
+
+
+async def test_routes_between_replicas_are_never_suggested() -> None:
+    async with application(disaggregation_mode="prefill", internal_secret="secret") as (client, _):
+        assert check(await client.get("/prefil"), 404, "unknown_url")["message"] == "There is no route /prefil."
+
+
 async def test_wrong_method(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/chat/completions")
-    check(response, 405, "method_not_allowed")
+    error = check(response, 405, "method_not_allowed")
+    assert error["message"] == "/v1/chat/completions takes POST, not GET."
     assert response.headers["allow"] == "POST"
-    check(await client.delete("/v1/models"), 405, "method_not_allowed")
+    error = check(await client.delete("/v1/models"), 405, "method_not_allowed")
+    assert error["message"] == "/v1/models takes GET, not DELETE."
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
@@ -86,13 +118,13 @@ async def test_body_of_the_largest_size(client: httpx.AsyncClient) -> None:
 async def test_validation_names_the_field_and_not_the_branch(client: httpx.AsyncClient) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({**CHAT, "temperature": "hot"}, "temperature"),
-        ({**CHAT, "stop": [1]}, "stop"),
-        ({**CHAT, "messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "messages.0.content"),
+        ({**CHAT, "stop": [1]}, "stop.0"),
+        ({**CHAT, "messages": [{"role": "user", "content": [{"text": "no type"}]}]}, "messages.0.content.0.type"),
         ({**CHAT, "messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
         ({**CHAT, "logit_bias": {"5": "x"}}, "logit_bias.5"),
         (
             {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
-            "messages.0.content",
+            "messages.0.content.0.image_url.url",
         ),
         ({"max_tokens": 5}, "messages"),
         ({**CHAT, "messages": []}, "messages"),
@@ -100,6 +132,73 @@ async def test_validation_names_the_field_and_not_the_branch(client: httpx.Async
     for body, param in cases:
         error = check(await client.post("/v1/chat/completions", json=body), 400, None, param)
         assert error["type"] == "invalid_request_error"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/", "detail": "huge"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": None}, "'prompt' must be a string or an array."),
+        ({}, "'prompt' is missing."),
+        ({"prompt": 5}, "'prompt' must be a string or an array."),
+        ({"prompt": [1, "a"]}, "'prompt.1' must be an integer."),
+        ({"prompt": ["a", 1]}, "'prompt.1' must be a string."),
+        ({"prompt": [None]}, "'prompt.0' must be an integer, a string or an array."),
+        ({"prompt": [[1, "a"]]}, "'prompt.0.1' must be an integer."),
+        ({"prompt": [1, -1]}, "'prompt.1' must be at least 0."),
+        ({"prompt": [1, 1 << 31]}, "'prompt.1' must be at most 2147483647."),
+        ({"messages": []}, "'messages' must have 1 or more entries."),
+        ({"messages": [5]}, "'messages.0' must be an object."),
+        ({"messages": [{"role": "user", "content": 5}]}, "'messages.0.content' must be a string or an array."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            "'messages.0.content.1.image_url.detail' must be 'auto', 'low' or 'high'.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}, {"type": "text", "text": 6}]}]},
+            "'messages.0.content.0.text' must be a string.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "stop": 5, "n": 1.5},
+            "'n' must be an integer. 'stop' must be a string or an array.",
+        ),
+        ({"prompt": "a", "stop": [1]}, "'stop.0' must be a string."),
+        ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+         "'response_format.json_schema.schema' must be an object or true or false."),
+        ({"prompt": "a", "stream": "yes"}, "'stream' must be true or false."),
+        ({"prompt": "a", "max_tokens": 1 << 40}, "'max_tokens' must be at most 2147483647."),
+        ({"prompt": "a", "max_tokens": 0}, "'max_tokens' must be from 1 to 2147483647."),
+        ({"prompt": "a", "temperature": 2.5}, "'temperature' must be from 0 to 2."),
+        ({"prompt": "a", "top_k": -2}, "'top_k' must be from -1 to 1073741824."),
+        ({"prompt": "a", "repetition_penalty": 0}, "'repetition_penalty' must be from 0.01 to 100."),
+        ({"prompt": "a", "request_id": "ä"}, "'request_id' must match ^[!-~]+$."),
+        ({"prompt": "a", "request_id": ""}, "'request_id' must have 1 or more characters."),
+        ({"prompt": "a", "cache_salt": "a" * 1025}, "'cache_salt' must have 1024 or fewer characters."),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "'logit_bias.5' must be from -100 to 100."),
+        ({"prompt": "a", "logit_bias": {"5": 1, "x": 1}},
+         "The key 'x' of 'logit_bias' must be a token id from 0 to 511."),
+        ({"prompt": "a", "model": "other"}, "The model 'other' does not exist; this server serves 'fake'."),
+    ],
+)  # fmt: skip
+async def test_messages_are_plain_and_name_what_was_meant(fields: dict[str, Any], message: str) -> None:
+    route = "chat/completions" if "messages" in fields else "completions"
+    async with application() as (client, _):
+        response = await client.post(f"/v1/{route}", json={"model": "fake"} | fields)
+    error = response.json()["error"]
+    assert error["message"] == message
+    assert error["param"] == {"The key": "logit_bias.x", "The mod": "model"}.get(message[:7], message.split("'")[1])
+
+
+@pytest.mark.parametrize(
+    ("content", "start"),
+    [(b"[]", "The body must be an object."), (b"{", "The body is not valid JSON: "),
+     (b'{"prompt": NaN}', "The body is not valid JSON: ")],
+)  # fmt: skip
+async def test_messages_about_the_whole_body(client: httpx.AsyncClient, content: bytes, start: str) -> None:
+    error = check(await client.post("/v1/completions", content=content, headers=JSON), 400)
+    assert error["message"].startswith(start) and "Input" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +283,7 @@ def test_table_covers_every_error() -> None:
 def test_status_and_retry(cls: type[Exception]) -> None:
     arguments = {
         multimodal.errors.DeadlineExceeded: (1.5,),
+        multimodal.errors.ModelNotFound: ("asked", "served"),
         routers.errors.NotReady: ([routers.errors.Missing("engine", "why")],),
     }
     error = cls(*arguments.get(cls, ("why",)))

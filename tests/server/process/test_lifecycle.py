@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from multimodal.text.tokenizer import byte_tokenizer
 from tests.support.http import CHAT, ServerProcess, serving
 from tests.support.waiting import slowness
 
@@ -216,6 +218,18 @@ def test_failed_start_is_one_line_and_not_zero(tmp_path: Path, flags: tuple[str,
     )
     assert server.wait(60) == 1
     assert len([line for line in server.lines if "the server ends: " in line]) == 1
+    assert "Traceback" not in server.log
+
+
+def test_a_damaged_model_ends_the_start_with_its_name_and_no_traceback(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    server = ServerProcess("--engine", "embedded", "--device", "cpu", "--model", str(tmp_path))
+    assert server.wait(60 * slowness()) == 1
+    [end] = [line for line in server.lines if "the server ends: " in line]
+    assert f"{file} is damaged or no safetensors file" in end
     assert "Traceback" not in server.log
 
 

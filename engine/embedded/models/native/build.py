@@ -75,6 +75,7 @@ def _fingerprint(flags: tuple[str, ...]) -> str:
 
 def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    code.all_finite.argtypes = [pointer, integer]
     code.pack.argtypes = [pointer, integer, integer, pointer, integer, integer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]

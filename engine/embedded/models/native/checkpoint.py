@@ -1,4 +1,5 @@
-"""The configuration and tensors of a model of the Llama kind, read without transformers; other models are refused.
+"""The configuration and tensors of a model of the Llama kind, read without transformers. Other models are refused, and
+so are tensors that do not fit: compiled code trusts their sizes.
 
 Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix
 of its own, and the vision tower is left where it is.
@@ -7,21 +8,21 @@ of its own, and the vision tower is left where it is.
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.families import VisionPart
+from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
-_LAYER = "model.layers.{}."
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LINEARS = (*_QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_BIASED = "qwen2"
+"""The kind whose query, key and value projections have biases."""
+
+_FREQUENCIES = "rotary_emb.inv_freq"
+"""In the names of tensors that old files have and that follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,45 @@ class LlamaConfig:
     epsilon: float
     rope_theta: float
     eos_token_ids: tuple[int, ...]
-    vision: VisionPart | None
-    """Set for a vision-language model."""
+    tied: bool
+    """Whether the head is the embedding."""
+    biased: bool
+    facts: ModelFacts
     takes_images: ImageTokens | None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the model and their shapes, `lm_head.weight` only if it is not the embedding."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (queries, self.hidden),
+            "self_attn.k_proj.weight": (keys, self.hidden),
+            "self_attn.v_proj.weight": (keys, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, queries),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
+        if self.biased:
+            layer |= {
+                f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (queries, keys, keys), strict=True)
+            }
+        embedding = (self.vocab_size, self.hidden)
+        return {
+            "model.embed_tokens.weight": embedding,
+            **{f"model.layers.{index}.{name}": shape for index in range(self.layers) for name, shape in layer.items()},
+            "model.norm.weight": (self.hidden,),
+            **({} if self.tied else {"lm_head.weight": embedding}),
+        }
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Raises UnsupportedModelError."""
+    """Raises EngineFailure for values that no model can have, else UnsupportedModelError."""
+    facts = read_model_facts(folder)
+    facts.check_values()
     try:
-        facts = read_model_facts(folder)
         _check(facts)
         return LlamaConfig(
             layers=facts.layers,
@@ -61,7 +92,9 @@ def read_config(folder: Path) -> LlamaConfig:
             epsilon=facts.number("rms_norm_eps"),
             rope_theta=facts.rope_theta,
             eos_token_ids=facts.eos_token_ids,
-            vision=facts.family.vision,
+            tied=facts.tied,
+            biased=facts.text_type == _BIASED,
+            facts=facts,
             takes_images=facts.image_tokens,
         )
     except EngineFailure as error:
@@ -80,6 +113,7 @@ def _check(facts: ModelFacts) -> None:
         "scaled rotary positions": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantised weights": facts.quantized,
+        "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),
     }
     if reasons := [reason for reason, refused in refusals.items() if refused]:
         raise UnsupportedModelError(f"the compiled path does not know {', '.join(reasons)}")
@@ -91,39 +125,44 @@ class Checkpoint:
     """The tensors of a folder's safetensors, read when asked for. A context manager."""
 
     def __init__(self, folder: Path, config: LlamaConfig) -> None:
-        """Raises UnsupportedModelError unless it has the tensors of this kind of model and no others."""
-        self._files = ExitStack()
-        self._places: dict[str, tuple[Any, str]] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = self._files.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                plain = config.vision.text_tensor(name) if config.vision else name
-                if plain is not None:
-                    self._places[plain] = file, name
-        names = {name for name in self._places if not name.endswith("rotary_emb.inv_freq")}
-        layers = [_LAYER.format(index) for index in range(config.layers)]
-        required = {layer + part + ".weight" for layer in layers for part in (*_NORMS, *_LINEARS)}
-        required |= {"model.embed_tokens.weight", "model.norm.weight"}
-        optional = {layer + part + ".bias" for layer in layers for part in _QKV} | {"lm_head.weight"}
-        if wrong := sorted((names ^ required) - optional):
-            self._files.close()
-            raise UnsupportedModelError(
-                f"the compiled path does not know models with, or without, the tensor {wrong[0]}"
-            )
+        """Raises UnsupportedModelError if a tensor of this kind of model is missing, EngineFailure for tensors that no
+        model of this configuration can have."""
+        stored, vision = read_headers(folder), config.facts.family.vision
+        check_headers(config.facts, stored)
+        plain_names = {name: vision.text_tensor(name) if vision else name for name in stored}
+        names = {plain: name for name, plain in plain_names.items() if plain is not None}
+        shapes = config.shapes
+        if missing := sorted(shapes.keys() - names.keys()):
+            raise UnsupportedModelError(f"the compiled path does not know models without the tensor {missing[0]}")
+        self._stored = {plain: stored[name] for plain, name in names.items()}
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+        check_shapes(self._stored, shapes)
+        self.unused = [name for plain, name in names.items() if plain not in shapes and _FREQUENCIES not in plain]
+        """Tensors in the files that the model does not have."""
+        self._names = names
+        self._opened = ExitStack()
+        self._files = {
+            path: self._opened.enter_context(safe_open(path, framework="pt"))
+            for path in {tensor.path for tensor in self._stored.values()}
+        }
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.close()
+        self._opened.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._stored
 
     @property
     def is_bfloat16(self) -> bool:
         """Whether every tensor is stored as bfloat16; values of other types may still fit bfloat16."""
-        return all(file.get_slice(stored).get_dtype() == "BF16" for file, stored in self._places.values())
+        return all(tensor.dtype == "BF16" for tensor in self._stored.values())
+
+    def place(self, name: str) -> str:
+        """Return a tensor and its file for a message."""
+        return place(self._stored, name)
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a tensor as float32."""
@@ -138,6 +177,5 @@ class Checkpoint:
         return narrow.contiguous()
 
     def _tensor(self, name: str) -> torch.Tensor:
-        file, stored = self._places[name]
-        tensor: torch.Tensor = file.get_tensor(stored)
+        tensor: torch.Tensor = self._files[self._stored[name].path].get_tensor(self._names[name])
         return tensor

@@ -475,6 +475,13 @@ class Decoder {
 extern "C" {
 int panel_size() { return kPanel; }
 
+// Whether none of some bfloat16 values is infinite or NaN: those have the largest exponent.
+int all_finite(const uint16_t* values, int64_t count) {
+  uint16_t largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = std::max<uint16_t>(largest, values[i] & 0x7f80);
+  return largest != 0x7f80;
+}
+
 // Rows of a weight, bfloat16 [outputs, inputs], as panels: the first at index `first` of `panels`, the others `step` apart.
 void pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint32_t* panels, int64_t first, int64_t step) {
   for (int64_t p = 0; p * kPanel < outputs; p++)

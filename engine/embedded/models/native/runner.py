@@ -5,6 +5,7 @@ The torch runner (`engine/embedded/models/torch/runner.py`) runs whatever transf
 what it knows: bfloat16 weights, float32 activations, keys and values, a whole step in one call.
 """
 
+import logging
 import math
 import weakref
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
@@ -23,6 +25,8 @@ from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
 from engine.embedded.threads import compute_threads
+
+log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 _TAIL = 64
@@ -50,6 +54,8 @@ class NativeRunner(PendingTokens):
             raise UnsupportedModelError(str(error)) from error
         with Checkpoint(folder, shape) as checkpoint:
             self._weights = Weights(code, checkpoint, shape)
+            if checkpoint.unused:
+                log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
         self.takes_images = shape.takes_images
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = shape.eos_token_ids

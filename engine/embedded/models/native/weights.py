@@ -12,6 +12,7 @@ from torch.nn import functional
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.threads import compute_threads
+from engine.errors import EngineFailure
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -24,12 +25,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Weights:
-    """All panels and norms of a model, and the structures that point to them."""
+    """All panels and norms of a model, and the structures that point to them. Raises EngineFailure for a value that is
+    not finite."""
 
     def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig) -> None:
         self._code = code
         self._checkpoint = checkpoint
         self._config = config
+        self._shapes = config.shapes
         self._panel: int = code.panel_size()
         self._kept: list[torch.Tensor] = []
         self._work: list[Callable[[], None]] = []
@@ -93,18 +96,22 @@ class Weights:
         start = self._arena.data_ptr() + self._used * 4
         self._used += self._words(outputs, inputs)
         if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
-            self._work.append(self._packing(weights, start, 0, 1))
+            self._work.append(self._packing(names, weights, start, 0, 1))
             return NativeMatrix(start, self._bias(names), outputs, inputs)
         first = 0
         for index, weight in enumerate(weights):
-            self._work.append(
-                self._packing([weight], start, index if interleaved else first, len(weights) if interleaved else 1)
-            )
+            place, step = (index, len(weights)) if interleaved else (first, 1)
+            self._work.append(self._packing([names[index]], [weight], start, place, step))
             first += self._padded(len(weight)) // self._panel
         return NativeMatrix(start, self._bias(names), outputs, inputs)
 
-    def _packing(self, weights: list[torch.Tensor], start: int, first: int, step: int) -> Callable[[], None]:
+    def _packing(
+        self, names: list[str], weights: list[torch.Tensor], start: int, first: int, step: int
+    ) -> Callable[[], None]:
         def pack() -> None:
+            for name, weight in zip(names, weights, strict=True):
+                if not self._code.all_finite(weight.data_ptr(), weight.numel()):
+                    raise self._not_finite(f"{name}.weight")
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._code.pack(whole.data_ptr(), *whole.shape, start, first, step)
 
@@ -112,14 +119,22 @@ class Weights:
 
     def _bias(self, names: list[str]) -> int | None:
         """Return the bias in whole panels, zero beyond the outputs."""
-        present = [f"{name}.bias" for name in names if f"{name}.bias" in self._checkpoint]
-        if len(present) != len(names):
+        if not all(f"{name}.bias" in self._shapes for name in names):
             return None
-        bias = torch.cat([self._checkpoint.floats(name) for name in present])
+        bias = torch.cat([self._floats(f"{name}.bias") for name in names])
         return self._keep(functional.pad(bias, (0, self._padded(len(bias)) - len(bias))))
 
     def _vector(self, name: str) -> int:
-        return self._keep(self._checkpoint.floats(name))
+        return self._keep(self._floats(name))
+
+    def _floats(self, name: str) -> torch.Tensor:
+        values = self._checkpoint.floats(name)
+        if not values.isfinite().all():
+            raise self._not_finite(name)
+        return values
+
+    def _not_finite(self, name: str) -> EngineFailure:
+        return EngineFailure(f"{self._checkpoint.place(name)} has values that are not finite")
 
     def _keep(self, values: torch.Tensor) -> int:
         self._kept.append(values)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import logging as transformers_logging
 
+from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
@@ -18,7 +18,7 @@ from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
-from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config
+from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self.module = _load_module(config, self.hf_config, self.dtype, self.device)
+        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
         attends = ask(self.module, self.hf_config, self.context_length)
         self._adapt(config, attends)
         self.vocab_size = facts.vocab_size
@@ -119,20 +119,22 @@ def instruction_set(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def _load_module(config: EmbeddedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_module(
+    config: EmbeddedConfig, hf_config: PreTrainedConfig, facts: ModelFacts, dtype: torch.dtype, device: torch.device
+) -> Any:
     """Load transformers' model onto the device: weights go straight there from the files, or are random (`dummy`)."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.load_format == "dummy":
         with torch.device(device):
             return _random(hf_config, dtype)
-    module: Any = auto_class(hf_config).from_pretrained(
+    module = load_weights(
+        auto_class(hf_config),
         config.model,
+        facts,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
         device_map={"": device} if device.type != "cpu" else None,
     )
-    return drop_tower(module.eval())
+    return drop_tower(module)
 
 
 def _random(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:

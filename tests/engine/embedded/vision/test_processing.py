@@ -1,7 +1,9 @@
 """Images become what transformers makes of them: the same pixels, the same tokens in a prompt, the same embeddings."""
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +194,57 @@ def test_random_weights_for_measuring_are_the_same_everywhere(tmp_path: Path) ->
     assert not torch.equal(rows, others)
 
 
-def test_a_folder_without_the_towers_weights_is_refused(tmp_path: Path) -> None:
+TOWER = "vision_tower.encoder.layers.1.mlp.fc1.weight"
+"""The end of a tensor's name; files may have more before it."""
+
+
+def change_tensor(folder: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> str:
+    """Replace a tensor of the tower, or take it away, and return its name."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    [name] = [name for name in weights if name.endswith(TOWER)]
+    changed = change(weights.pop(name))
+    save_file(weights | ({} if changed is None else {name: changed}), file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: None, "the safetensors of .* lack what the model needs, 1 tensor: "),
+        (
+            lambda tensor: tensor[1:].contiguous(),
+            r"\.safetensors has the shape \[47, 32\], .* asks for \[48, 32\]",
+        ),
+        (lambda tensor: tensor.int(), r"model\.safetensors has the type I32"),
+        (
+            lambda tensor: tensor.index_fill(0, torch.tensor([3]), torch.inf),
+            r"\.safetensors has values that are not",
+        ),
+        (lambda tensor: torch.full_like(tensor, 3e38), "computes embeddings that are not finite in torch.float32"),
+    ],
+)
+def test_a_folder_with_a_damaged_tower_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     folder = build_llava(tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    lost = next(name for name in weights if "vision" in name)
-    save_file(
-        {name: value for name, value in weights.items() if name != lost},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.raises(EngineFailure, match="lack 1 weights of the vision tower"):
+    name = change_tensor(folder, change)
+    with pytest.raises(EngineFailure, match=message) as caught:
         new_encoder(folder)
+    assert str(folder) in str(caught.value) and (TOWER in str(caught.value)) == ("finite in" not in message), name
+
+
+def test_unexpected_tensors_of_the_tower_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build_llava(tmp_path)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"vision_tower.more": torch.ones(1)}, file, metadata={"format": "pt"})
+    new_encoder(folder)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == f"the model does not use all that {folder} has: 1 tensor: vision_tower.more"
+
+
+def test_a_damaged_tokenizer_is_refused_with_the_folder(tmp_path: Path) -> None:
+    (build_llava(tmp_path) / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(EngineFailure, match=f"the image processor of {tmp_path} cannot be loaded: "):
+        new_encoder(tmp_path)
 
 
 def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for_ever() -> None:

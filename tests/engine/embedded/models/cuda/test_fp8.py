@@ -28,8 +28,9 @@ from engine.errors import EngineFailure
     ],
 )
 def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(
-    tiny_model: Path, options: dict[str, Any], said: str
+    tiny_model: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(EngineFailure, match=said):
         load_runner(EmbeddedConfig(model=str(tiny_model), **options))
 

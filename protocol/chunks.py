@@ -1,0 +1,99 @@
+"""Chunks of streamed answers, for /openapi.json alone: the server writes them without these classes."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from protocol.chat import ChoiceLogprobs
+from protocol.common import CompletionTokensDetails, PromptTokensDetails
+from protocol.completions import CompletionLogprobs
+
+
+class ChunkUsage(BaseModel):
+    """Numbers of tokens: of the whole request or, with `continuous_usage_stats`, of the chunk's choice so far."""
+
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    completion_tokens: int
+    """Tokens generated."""
+    total_tokens: int
+    """The sum of both."""
+    prompt_tokens_details: PromptTokensDetails | None = None
+    """Of the whole request alone."""
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of the whole request alone."""
+
+
+class AnyChunk(BaseModel):
+    """What chunks of all answers have."""
+
+    id: str
+    """Id of the answer, the same in all its chunks."""
+    created: int
+    """Unix time in seconds."""
+    model: str
+    """Name of the model."""
+    system_fingerprint: str
+    """Changes when the server is started anew."""
+    usage: ChunkUsage | None = None
+    """There only if `stream_options` ask for it."""
+
+
+class ChatDelta(BaseModel):
+    """What is new in a choice. The first has the role, the last is empty."""
+
+    role: Literal["assistant"] | None = None
+    """Who says it."""
+    content: str | None = None
+    """Text that continues the text before."""
+
+
+class ChunkChoice(BaseModel):
+    """What is new in a choice."""
+
+    index: int
+    """Place among the choices."""
+    finish_reason: Literal["stop", "length"] | None
+    """Why the choice has ended, in its last chunk; null before."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it, an extension."""
+    token_ids: list[int] | None = None
+    """With `return_token_ids`, the new tokens."""
+
+
+class ChatChunkChoice(ChunkChoice):
+    """What is new in a choice."""
+
+    delta: ChatDelta
+    """The new text."""
+    logprobs: ChoiceLogprobs | None
+    """Of the new tokens; null unless the request asks for them."""
+
+
+class ChatCompletionChunk(AnyChunk):
+    """One event of a streamed answer to a chat."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    """Kind of this object."""
+    choices: list[ChatChunkChoice]
+    """One choice, or none in the chunk with the usage of the whole request."""
+
+
+class CompletionChunkChoice(ChunkChoice):
+    """What is new in a choice."""
+
+    text: str
+    """Text that continues the text before."""
+    logprobs: CompletionLogprobs | None
+    """Of the new tokens; null unless the request asks for them."""
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`, the prompt, in the first chunk."""
+
+
+class CompletionChunk(AnyChunk):
+    """One event of a streamed completion."""
+
+    object: Literal["text_completion"] = "text_completion"
+    """Kind of this object."""
+    choices: list[CompletionChunkChoice]
+    """One choice, or none in the chunk with the usage of the whole request."""

@@ -1,0 +1,66 @@
+"""Paths of requests: what they name, and what to say of those that name nothing or take another method."""
+
+from difflib import get_close_matches
+from http import HTTPStatus
+
+from fastapi import Request
+from fastapi.routing import iter_route_contexts
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from multimodal.errors import shown
+
+INTERNAL = frozenset({"/prefill", "/encode"})
+"""Routes between replicas, never for outside clients."""
+_LACKING = frozenset(
+    {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
+    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime", "responses"}
+    | {"threads", "uploads", "vector_stores", "videos"}
+)
+"""First segments of OpenAI's routes that this server lacks."""
+_MOST_CHARACTERS = 100
+"""Of a path that is compared with the routes."""
+_SIMILAR = 0.75
+"""Ratio of equal characters from which a path is taken for a mistyped route."""
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that routes are matched with: without the prefix of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def explained(error: HTTPException, request: Request) -> HTTPException:
+    """Return the 404 or 405 of a request that no route takes with a message that helps, others as they are."""
+    path = route_path(request.scope)
+    if error.detail != HTTPStatus(error.status_code).phrase:
+        return error
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and error.headers and "Allow" in error.headers:
+        message = f"{shown(path)} takes {error.headers['Allow']}, not {shown(request.method)}."
+    elif error.status_code == HTTPStatus.NOT_FOUND:
+        message = _unknown(path, request)
+    else:
+        return error
+    return HTTPException(error.status_code, message, error.headers)
+
+
+def _unknown(path: str, request: Request) -> str:
+    """Return what to say of a path that no route has."""
+    paths = (str(context.path) for context in iter_route_contexts(request.app.routes))
+    known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL}
+    core = _core(path)
+    if (segment := core.partition("/")[0]) in _LACKING:
+        return f"This server does not support OpenAI's /v1/{segment}."
+    if core.startswith("chat/completions/"):
+        return "This server does not support OpenAI's stored chat completions."
+    meant = known.get(core) or next((known[near] for near in get_close_matches(core, known, 1, _SIMILAR)), None)
+    return f"There is no route {shown(path)}" + (f"; did you mean {meant}?" if meant else ".")
+
+
+def _core(path: str) -> str:
+    """Return a path without what clients forget or repeat: /v1, slashes around it, and capitals."""
+    core = path[:_MOST_CHARACTERS].lower().strip("/")
+    while core == "v1" or core.startswith("v1/"):
+        core = core[3:].strip("/")
+    return core

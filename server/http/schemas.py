@@ -1,0 +1,274 @@
+"""Schemas of the wire types, completed: with descriptions, examples, ranges, defaults and marks on what is refused.
+
+Each comes from where it is written once: descriptions and examples from the docstrings in `protocol/`, ranges from
+`multimodal/sampling.py`, the settings and the engine, defaults from the neutral request, refusals from `routers/`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
+from multimodal.request import Ask
+from multimodal.sampling import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID
+from protocol import chat, chunks, common, completions, errors, models, tokenize
+from protocol.common import GenerationFields, Wire
+from routers.chat import REFUSED_PARTS
+from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
+from server.settings import Settings
+
+Schema = dict[str, Any]
+
+_MODULES: tuple[ModuleType, ...] = (common, chat, completions, tokenize, chunks, errors, models)
+_EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
+_KEYWORDS = {
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "not"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "not"),
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems", "items"),
+    "object": ("maxProperties", "propertyNames", "additionalProperties"),
+}
+"""Keywords that bound values of a type."""
+_TEXT: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+_ARRAY: Schema = {"type": "array"}
+_NULL: Schema = {"type": "null"}
+
+
+def _needs(**fields: Schema) -> Schema:
+    """Return the schema of an object that has these fields."""
+    return {"properties": fields, "required": list(fields)}
+
+
+_CONDITIONS: dict[str, Schema] = {
+    "ContentPart": {
+        "oneOf": [
+            _needs(type={"enum": ["text", "input_text"]}, text=_TEXT),
+            _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
+            _needs(type={"enum": ["image_url"]}, image_url={"type": ["object", "string"], "minLength": 1}),
+        ]
+    },
+    "ChatMessage": {
+        "oneOf": [
+            _needs(role={"enum": ["assistant"]}),
+            _needs(
+                role={"enum": ["system", "developer", "user", "tool", "function"]},
+                content={"type": ["string", "array"]},
+            ),
+        ]
+    },
+    "ResponseFormat": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["json_object"]}),
+            _needs(
+                type={"enum": ["json_schema"]},
+                json_schema=_OBJECT | _needs(schema={"type": ["object", "boolean"]}),
+            ),
+            _needs(type={"enum": ["regex"]}, regex=_TEXT),
+            _needs(type={"enum": ["grammar", "ebnf"]}, grammar=_TEXT),
+            _needs(type={"enum": ["choice"]}, choices=_ARRAY),
+        ]
+    },
+    "StructuredOutputs": {"maxProperties": 1},
+    "TokenizeRequest": {
+        "oneOf": [
+            _needs(prompt=_TEXT) | {"not": _needs(messages=_ARRAY)},
+            _needs(messages=_ARRAY) | {"not": _needs(prompt=_TEXT)},
+        ]
+    },
+}
+"""What fields of an object have to do with each other."""
+_DEPENDENT: Schema = {
+    "top_logprobs": _needs(logprobs={"const": True}),
+    "stream_options": _needs(stream={"const": True}),
+}
+"""Fields of a request that need others."""
+
+
+_REFUSED: dict[type[Wire], Collection[str]] = {
+    chat.ChatMessage: ("audio", "function_call"),
+    chat.ContentPart: REFUSED_PARTS,
+    common.StructuredOutputs: ("structural_tag",),
+}
+"""Fields, besides those of requests, that are not supported."""
+
+
+def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, info: EngineInfo | None) -> None:
+    """Complete the schemas of wire types, by name, for this server and, once it is known, its engine."""
+    kinds = GUIDE_KINDS if info is None else info.guides
+    ranges = _ranges(settings, info)
+    written = _all_texts()
+    for cls in wire_types():
+        if (schema := schemas.get(cls.__name__)) is None:
+            continue
+        properties: dict[str, Schema] = schema.get("properties", {})
+        texts = {name: text for base in reversed(cls.__mro__) for name, text in written.get(base.__name__, {}).items()}
+        for name, field in cls.model_fields.items():
+            found = properties.get(alias := field.alias or name)
+            if found is not None:
+                properties[alias] = _documented(found, texts.get(name, ""))
+        if issubclass(cls, Wire):
+            for name, found in properties.items():
+                properties[name] = _bounded(found, ranges.get(name, {}))
+            schema |= _CONDITIONS.get(cls.__name__, {})
+            for name, harmless in _refused(cls).items():
+                properties[name] = _marked(properties[name], "", harmless)
+            for name in _unguided(cls, kinds):
+                properties[name] = _marked(properties[name], " This server's engine does not support it.", ())
+            if "model" in properties:
+                properties["model"]["examples"] = [model_name]
+        if issubclass(cls, GenerationFields):
+            _finish_request(schema, settings)
+    form = schemas["ResponseFormat"]
+    form["oneOf"] = [case for case in form["oneOf"] if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
+
+
+def wire_types() -> Iterator[type[BaseModel]]:
+    """Yield the wire types."""
+    for module in _MODULES:
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__:
+                yield value
+
+
+def _all_texts() -> dict[str, dict[str, str]]:
+    """Return the docstrings below the fields of each class."""
+    found: dict[str, dict[str, str]] = {}
+    for module in _MODULES:
+        for cls in ast.parse(inspect.getsource(module)).body:
+            if isinstance(cls, ast.ClassDef):
+                found[cls.name] = dict(_texts(cls))
+    return found
+
+
+def _texts(cls: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, below in pairwise(cls.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            assert isinstance(below.value, ast.Constant), "a docstring"
+            yield field.target.id, " ".join(str(below.value.value).split())
+
+
+def _documented(schema: Schema, text: str) -> Schema:
+    """Return the schema of a field with its description and example."""
+    match = _EXAMPLE.fullmatch(text)
+    description, examples = (match[1], {"examples": [json.loads(match[2])]}) if match else (text, {})
+    plain = {key: value for key, value in schema.items() if key != "title" and (key, value) != ("default", None)}
+    return {"description": description, **plain, **examples}
+
+
+def _bounded(schema: Schema, keywords: Schema) -> Schema:
+    """Return the schema of a field with the keywords that its types have; a type or null becomes one schema."""
+    branches: list[Schema] = schema.get("anyOf", [schema])
+    branches = [_with(branch, keywords) for branch in branches]
+    if "anyOf" not in schema:
+        return branches[0]
+    rest: Schema = {key: value for key, value in schema.items() if key != "anyOf"}
+    typed = [branch for branch in branches if branch != _NULL]
+    if len(typed) == 1 and "type" in typed[0] and len(branches) == 2:
+        return rest | typed[0] | {"type": [typed[0]["type"], "null"]}
+    return rest | {"anyOf": branches}
+
+
+def _with(schema: Schema, keywords: Schema) -> Schema:
+    more = {key: keywords[key] for key in _KEYWORDS.get(schema.get("type", ""), ()) if key in keywords}
+    if "items" in more and isinstance(schema.get("items"), dict):
+        more["items"] = _with(schema["items"], more["items"])
+    return schema | more
+
+
+def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
+    """Return the keywords of fields whose values this server bounds."""
+    context = info.context_length if info is not None else MAX_TOKENS
+    last_id = (info.vocab_size if info is not None else MAX_TOKENS) - 1
+    logprobs = min(settings.max_top_logprobs, info.max_logprobs if info is not None else settings.max_top_logprobs)
+    most = settings.max_logit_bias
+    tokens: Schema = {"minimum": 1, "maximum": context}
+    alternatives: Schema = {"minimum": 0, "maximum": logprobs}
+    ids: Schema = {"minimum": 0, "maximum": last_id}
+    choices: Schema = {"minItems": 1, "items": {"minLength": 1}}
+    low, high = BIAS
+    bias: Schema = {"type": "number", "minimum": low, "maximum": high}
+    prompt: Schema = {"minLength": 1, "minItems": 1}
+    return {
+        **{name: {"minimum": low, "maximum": high} for name, (low, high) in RANGES.items()},
+        "top_p": {"exclusiveMinimum": RANGES["top_p"][0], "maximum": RANGES["top_p"][1]},
+        "n": {"minimum": 1, "maximum": settings.max_n},
+        "max_tokens": tokens,
+        "max_completion_tokens": tokens,
+        "min_tokens": tokens | {"minimum": 0},
+        "stop": {
+            "minLength": 1,
+            "maxLength": MAX_STRING,
+            "maxItems": settings.max_stop,
+            "items": {"minLength": 1, "maxLength": MAX_STRING},
+        },
+        "bad_words": {"maxItems": most, "items": {"maxLength": MAX_STRING}},
+        "allowed_token_ids": {"maxItems": last_id + 1, "items": ids},
+        "stop_token_ids": {"maxItems": most, "items": ids},
+        "tokens": {"items": ids},
+        "logit_bias": {
+            "maxProperties": most,
+            "propertyNames": {"pattern": f"^({TOKEN_ID.pattern})$"},
+            "additionalProperties": bias,
+        },
+        "logprobs": alternatives,
+        "top_logprobs": alternatives,
+        "prompt_logprobs": alternatives,
+        "truncate_prompt_tokens": {"minimum": -1, "maximum": context, "not": {"const": 0}},
+        "messages": {"maxItems": settings.max_messages},
+        "prompt": prompt | {"items": ids | prompt | {"items": ids}},
+        "chat_template_kwargs": {"propertyNames": {"enum": list(settings.chat_template_kwargs)}},
+        **dict.fromkeys(("choice", "choices", "guided_choice"), choices),
+    }
+
+
+def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
+    """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
+    if issubclass(cls, GenerationFields):
+        tools: dict[str, tuple[object, ...]] = (
+            {"tools": ([],), "tool_choice": ("none", "auto")} if "tools" in cls.model_fields else {}
+        )
+        return refused(cls) | tools
+    return dict.fromkeys(_REFUSED.get(cls, ()), ())
+
+
+def _unguided(cls: type[Wire], kinds: Collection[GuideKind]) -> Iterator[str]:
+    """Yield the fields of a class that constrain the output in a way that is none of `kinds`."""
+    if issubclass(cls, GenerationFields):
+        yield from (name for name, kind in GUIDES.items() if kind not in kinds)
+    elif cls is common.StructuredOutputs:
+        guides = {**STRUCTURED_OUTPUTS, "json_object": "json_object"}
+        yield from (name.strip("_") for name, kind in guides.items() if kind not in kinds)
+
+
+def _marked(schema: Schema, why: str, harmless: tuple[object, ...]) -> Schema:
+    return {
+        "description": schema["description"] + why,
+        "enum": [None, *harmless],
+        "deprecated": True,
+        "x-unsupported": True,
+    }
+
+
+def _finish_request(schema: Schema, settings: Settings) -> None:
+    """Add what is said of a whole request: its defaults, the model, fields that need others, and an example."""
+    properties: dict[str, Schema] = schema["properties"]
+    for field in dataclasses.fields(Ask):
+        found = properties.get(field.name, {})
+        if isinstance(field.default, bool | int | float) and "Default:" not in found.get("description", ""):
+            found["default"] = field.default
+    required: list[str] = schema["required"]
+    if not settings.model_optional:
+        required.insert(0, "model")
+        properties["model"] |= {"type": "string", "minLength": 1}
+    schema["dependentSchemas"] = {name: needs for name, needs in _DEPENDENT.items() if name in properties}
+    schema["examples"] = [{name: properties[name]["examples"][0] for name in dict.fromkeys(["model", *required])}]
