@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
+from engine.kit.work import begin_request
 from routers.state import ReplicaState
 from server.http.errors import printable, render
 from server.http.routes import INTERNAL, route_path
@@ -63,6 +64,7 @@ class RequestMiddleware:
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         token = logs.request_id.set(request_id)
+        begin_request()
         status = 0
 
         async def send_with_headers(message: Message) -> None:
