@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from engine.config import TrtllmEncoderConfig
 from engine.encoder import EncoderInfo
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineError, EngineNotReady, InvalidRequest
 from engine.media import Encoding, MediaInput
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
@@ -64,9 +64,7 @@ class TrtllmEncoder:
         except EngineError:
             raise
         except Exception as error:  # raised by TensorRT-LLM
-            failure = library.translate(error, started=False)
-            if isinstance(failure, EngineDied) and library.is_alive(encoder):
-                failure = EngineFailure(f"the encoder failed on this request: {type(error).__name__}: {error}")
+            failure = library.translate(encoder, error, started=False)
             if not isinstance(failure, InvalidRequest):
                 log.error("%s", failure, exc_info=error)
             raise failure from error

@@ -25,7 +25,7 @@ from engine.kv_events import KvEvent
 from engine.media import MediaFiles
 from engine.stats import IterationStats
 from engine.trtllm import library
-from engine.trtllm.disaggregation import held_of
+from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import iteration_stats, kv_capacity, poll_kv_events, poll_stats
@@ -190,16 +190,28 @@ class TrtllmEngine:
         context_only = (
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
+        asked = recomputed(request) if self._is_lost(request) else request
         try:
-            result = library.submit(self.llm, request, self._facts, images, context_only=context_only)
+            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
-        run = ActiveRequest(result, context_only=context_only, transferring=request.handoff is not None)
+        run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._keep(run.stream)
-        self._spawn(self._follow(request, run))
+        outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
+        self._spawn(self._follow(request, run, outputs))
         return run.stream
+
+    def _is_lost(self, request: GenerateRequest) -> bool:
+        """Return whether a handoff is of no use: its KV blocks are lost, or would come without log-probabilities.
+
+        1.2.1's generation worker has none for the first token, and then every response of the request raises
+        AssertionError. Newer versions pass it as `first_gen_log_probs` (#11727).
+        """
+        if request.handoff is None:
+            return False
+        return not request.handoff.state or (request.sampling.logprobs is not None and not self.info.handoff_logprobs)
 
     def _keep(self, stream: DeltaStream) -> None:
         """Track a stream until it ends."""
@@ -216,9 +228,8 @@ class TrtllmEngine:
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
-    async def _follow(self, request: GenerateRequest, run: ActiveRequest) -> None:
+    async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
-        outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
         started = False
         self.running += 1
@@ -232,11 +243,13 @@ class TrtllmEngine:
         except EngineError as error:
             stream.fail(error)
             run.abandon()
-        except Exception as error:  # RequestError concerns this request; all others mean that the engine has died
-            failure = library.translate(error, started=started)
+        except Exception as error:  # raised by TensorRT-LLM
+            failure = library.translate(self.llm, error, started=started)
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
+            else:
+                run.abandon()
         finally:
             self.running -= 1
             self._publish(self._newest)
@@ -297,6 +310,7 @@ class TrtllmEngine:
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
             guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
+            handoff_logprobs=False,
         )
 
     def _watch(self, llm: Any) -> None:

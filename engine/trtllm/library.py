@@ -149,17 +149,20 @@ def refusal(llm: Any, error: Exception) -> EngineError:
     return EngineFailure(f"the engine could not take this request: {said}")
 
 
-def translate(error: Exception, *, started: bool) -> EngineError:
+def translate(llm: Any, error: Exception, *, started: bool) -> EngineError:
     """Translate an error that a result raised.
 
     A RequestError concerns one request: before the first token the request was wrong, later the engine failed on it.
-    Everything else means that the executor has died.
+    So does anything else while the executor runs, for example an assertion about the result's own lists.
     """
     from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
 
     if isinstance(error, RequestError):
         return EngineFailure(f"the engine failed on this request: {error}") if started else InvalidRequest(str(error))
-    return EngineDied(f"the engine died: {type(error).__name__}: {error}")
+    said = f"{type(error).__name__}: {error}"
+    if is_alive(llm):
+        return EngineFailure(f"the engine failed on this request: {said}")
+    return EngineDied(f"the engine died: {said}")
 
 
 def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:

@@ -40,6 +40,8 @@ class Job:
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
     begun: bool = False
+    scored: set[int] = field(default_factory=set)
+    """Sequences that have had a response."""
     fault: str | None = None
     """What it is to fail of, in time."""
     streams: list[DeltaStream] = field(default_factory=list)
@@ -146,7 +148,7 @@ class Job:
         if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in named:
             response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
         if params.logprobs:
-            response.logprobs = [_entry(token) for token in delta.logprobs]
+            response.logprobs = self._scores(index, delta)
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
@@ -160,6 +162,13 @@ class Job:
             )
             response.disaggregated_params = self._context_params(delta.token_ids)
         return response
+
+    def _scores(self, index: int, delta: Delta) -> list[dict[int, Any]]:
+        """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token."""
+        entries = [_entry(token) for token in delta.logprobs]
+        skipped = int(self.kind == "generation_only" and index not in self.scored)
+        self.scored.add(index)
+        return entries[skipped:]
 
     def _context_params(self, token_ids: tuple[int, ...]) -> Any:
         """The request's own params with what a generation worker needs."""
