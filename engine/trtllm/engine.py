@@ -28,7 +28,7 @@ from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.polling import iteration_stats, kv_capacity, poll_kv_events, poll_stats
+from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
@@ -95,6 +95,7 @@ class TrtllmEngine:
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pollers: list[Poller[Any]] = []
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
         self.running = 0
@@ -137,9 +138,9 @@ class TrtllmEngine:
             await self.close()
             raise
         if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._spawn(poll_kv_events(self.llm, self._events.put))
+            self._pollers.append(kv_event_poller(self.llm, self._events.put))
         self._publish(stats)
-        self._spawn(poll_stats(self.llm, self._publish))
+        self._pollers.append(stats_poller(self.llm, self._publish))
         threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -167,6 +168,8 @@ class TrtllmEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=0.2)
+        pollers, self._pollers = self._pollers, []
+        await asyncio.gather(*(poller.stop() for poller in pollers))
         llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(library.shutdown, llm)
@@ -276,7 +279,7 @@ class TrtllmEngine:
         prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
             await library.warm_up(self.llm, prompt, self._facts)
-            first: dict[str, Any] = await anext(aiter(self.llm.get_stats_async(timeout=2)), {})
+            first: dict[str, Any] = next(iter(await asyncio.to_thread(self.llm.get_stats, timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
         try:

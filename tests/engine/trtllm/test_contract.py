@@ -28,7 +28,7 @@ HELD = {
 """Expressions of the adapter's that hold TensorRT-LLM's objects, by their text."""
 HELD_IN = {
     "outputs.py": {"value": "Logprob", "item[1]": "Logprob"},
-    "polling.py": {"call": "LLM.get_kv_cache_events_async"},  # or get_stats_async, of the same signature
+    "polling.py": {"self._call": "LLM.get_kv_cache_events"},  # or get_stats, of the same signature
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
@@ -63,7 +63,7 @@ def test_what_syntax_cannot_judge_is_what_the_other_tests_here_run() -> None:
     for name, expected in {
         "starred": {"LLM", "MultimodalEncoder", "SamplingParams", "GuidedDecodingParams", "DisaggregatedParams"},
         "dynamic": {"DisaggregatedParams"},
-        "passed_on": {"tensorrt_llm.LLM.get_stats_async", "tensorrt_llm.LLM.get_kv_cache_events_async"},
+        "passed_on": {"tensorrt_llm.LLM.get_stats", "tensorrt_llm.LLM.get_kv_cache_events"},
     }.items():
         assert {item for findings in adapter().values() for item in getattr(findings, name)} == expected
 

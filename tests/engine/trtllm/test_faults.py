@@ -3,14 +3,13 @@
 Each ends one request, one poll, or the engine.
 """
 
-import asyncio
-import contextlib
 import logging
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -28,7 +27,7 @@ from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.polling import poll_stats
+from engine.trtllm.polling import stats_poller
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
@@ -140,36 +139,25 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
         assert engine.healthy and await tokens(engine, request())
 
 
-async def items(*raws: Any) -> AsyncIterator[Any]:
-    for raw in raws:
-        yield raw
-
-
 async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken: list[Any] = [{"iter": "seven"}, {"kvCacheStats": {"maxNumBlocks": "x"}}, None]
-    polls = iter(
-        [
-            items(*broken, {"iter": 7}),
-            *[items({"iter": "x"}) for _ in range(10)],
-            raising(KeyError("type")),
-            items({"iter": 8}),
-        ]
+    polls: Iterator[Any] = iter(
+        [[*broken, {"iter": 7}], *[[{"iter": "x"}] for _ in range(10)], KeyError("type"), [{"iter": 8}]]
     )
 
     class Llm:
-        def get_stats_async(self, timeout: float) -> Any:
-            poll = next(polls, items())
-            return poll() if callable(poll) else poll
+        def get_stats(self, timeout: float) -> Any:
+            poll = next(polls, [])
+            if isinstance(poll, Exception):
+                raise poll
+            return poll
 
     published: list[int] = []
-    polling = asyncio.create_task(poll_stats(Llm(), lambda stats: published.append(stats.iteration)))
+    poller = stats_poller(Llm(), lambda stats: published.append(stats.iteration))
     await until(lambda: published == [7, 8])
-    assert not polling.done()
-    polling.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await polling
+    await poller.stop()
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [line.split(": ")[1] for line in warned] == [
         "ValueError",
@@ -181,19 +169,46 @@ async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
     assert "10 so far" in warned[3] and "a poll of the engine's statistics" in warned[4]
 
 
-async def test_a_poller_that_ends_is_the_engines_end(
+async def test_a_poll_that_waits_holds_up_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.2.1 blocks the thread that polls, for as long as nothing happens."""
+    done = threading.Event()
+    waiting: set[str] = set()
+
+    def waits(name: str) -> Callable[..., list[Any]]:
+        def call(self: Any, timeout: float | None = 2) -> list[Any]:
+            if first:
+                return []
+            waiting.add(name)
+            assert done.wait(20), "the event loop had no chance to end this"
+            return []
+
+        return call
+
+    first = True
+    for name in ("get_stats", "get_kv_cache_events"):
+        monkeypatch.setattr(found("tensorrt_llm.LLM"), name, waits(name))
+        monkeypatch.setattr(found("tensorrt_llm.LLM"), f"{name}_async", waits(name))
+    async with running(folder, kv_cache_config={"event_buffer_max_size": 100}) as engine:
+        first = False
+        try:
+            await until(lambda: len(waiting) == 2)
+            assert len(await tokens(engine, request())) == 6
+        finally:
+            done.set()
+
+
+async def test_a_task_that_ends_is_the_engines_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def ends(*args: Any) -> None:
-        await asyncio.sleep(0.05)
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(engine_module, "poll_stats", ends)
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
+        assert (await anext(stream)).token_ids
+        monkeypatch.setattr(TrtllmEngine, "_publish", raising(ZeroDivisionError("a bug")))
+        await tokens(engine, request(request_id="short"))
         with pytest.raises(EngineDied, match="internal task failed"):
             _ = [delta async for delta in stream]
         assert not engine.healthy and "a bug" in caplog.text
+        monkeypatch.undo()
 
 
 async def test_an_executor_that_cannot_say_whether_it_runs_does_not(

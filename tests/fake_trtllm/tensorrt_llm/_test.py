@@ -26,7 +26,7 @@ class Faults:
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
-    """Message of the AttributeError that the next poll of KV events raises."""
+    """Why the worker cannot serialise the events of the next poll, which are lost without an error."""
     construction_error: str | None = None
     """Message of the RuntimeError that the next LLM or encoder raises while it loads."""
     construction_seconds: float = 0.0
