@@ -98,6 +98,7 @@ class TrtllmEngine:
         self._pollers: list[Poller[Any]] = []
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
+        self._probe: asyncio.Task[None] | None = None
         self.running = 0
         """Requests that TensorRT-LLM computes."""
         self.aborted = 0
@@ -234,28 +235,45 @@ class TrtllmEngine:
     async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
         stream = run.stream
-        started = False
         self.running += 1
         try:
             async for response in run.result:
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
-                    started = True
                     await run.deliver(delta, request)
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
             stream.fail(error)
             run.abandon()
         except Exception as error:  # raised by TensorRT-LLM
-            failure = library.translate(self.llm, error, started=started)
+            failure = library.translate(self.llm, error)
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
             else:
                 run.abandon()
+                if isinstance(failure, EngineFailure):
+                    log.error("%s", failure, exc_info=error)
+                    self._suspect()
         finally:
             self.running -= 1
             self._publish(self._newest)
+
+    def _suspect(self) -> None:
+        """Find out whether a failure of unknown cause is of one request or of the engine, which says it is healthy."""
+        if self._probe is None or self._probe.done():
+            self._probe = self._spawn(self._probe_engine())
+
+    async def _probe_engine(self) -> None:
+        try:
+            await library.probe(self.llm, self._first_prompt, self._facts)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            self._die(EngineDied(f"the engine died: after a failure it cannot generate a token: {said}"), error)
+
+    @property
+    def _first_prompt(self) -> tuple[int, ...]:
+        return (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
 
     def _abort(self, run: ActiveRequest) -> None:
         if not run.result.finished:  # a finished request may still hold blocks for decode
@@ -276,9 +294,8 @@ class TrtllmEngine:
 
         Events and statistics exist from the first request on. Empty if there are none that can be read.
         """
-        prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
-            await library.warm_up(self.llm, prompt, self._facts)
+            await library.warm_up(self.llm, self._first_prompt, self._facts)
             first: dict[str, Any] = next(iter(await asyncio.to_thread(self.llm.get_stats, timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
@@ -334,10 +351,11 @@ class TrtllmEngine:
         for stream in list(self.streams):
             stream.fail(error)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """Report a task that ended with an error. Tasks handle expected errors, so this is a bug."""

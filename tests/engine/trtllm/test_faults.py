@@ -6,6 +6,7 @@ Each ends one request, one poll, or the engine.
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,14 @@ import msgspec
 import pytest
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+)
 from engine.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
@@ -32,7 +40,7 @@ from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
 from tests.support.http import application
-from tests.support.trtllm import found, handed_over, picture, registered
+from tests.support.trtllm import faults, found, handed_over, picture, registered
 from tests.support.trtllm_gotchas import request, running, tokens
 from tests.support.waiting import until
 
@@ -40,6 +48,7 @@ trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtu
 REFUSALS: list[tuple[Exception, type[EngineError]]] = [
     (AssertionError("no such thing"), InvalidRequest),
     (AssertionError(), InvalidRequest),
+    (RuntimeError("an internal error"), EngineFailure),
     (NotImplementedError("not with this model"), InvalidRequest),
     (RuntimeError("mrope_position_deltas_handle is missing"), InvalidRequest),
     (TypeError("wrong"), InvalidRequest),
@@ -78,6 +87,65 @@ async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_i
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied, match="shutting down"):
             await tokens(engine, request())
+        assert not engine.healthy
+
+
+CLASSES: list[tuple[str, type[EngineError]]] = [
+    ("The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)", InvalidRequest),
+    ("Token ID out of range", InvalidRequest),
+    ("Guided decoding error: invalid grammar: CUDA error", InvalidRequest),
+    ("Guided decoding error: internal error in _build", EngineFailure),
+    ("Error in kv cache transfer for generation requests", EngineUnavailable),
+    ("Request 7 timed out", EngineUnavailable),
+    ("total_num_tokens (9) should be less than 8", EngineFailure),
+    ("'NoneType' object is not subscriptable", EngineFailure),
+    ("CUDA error: an illegal memory access was encountered", EngineDied),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", EngineDied),
+    ("cudaErrorLaunchFailure", EngineDied),
+    ("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error", EngineDied),
+    ("NCCL watchdog: collective operation timed out", EngineDied),
+    ("Hang detected on rank 0 in PyExecutor.", EngineDied),
+]
+
+
+@pytest.mark.parametrize(("message", "kind"), CLASSES)
+async def test_a_request_error_is_whose_fault_its_message_says(
+    folder: Path, message: str, kind: type[EngineError]
+) -> None:
+    async with running(folder) as engine:
+        faults().request_error = message
+        with pytest.raises(EngineError, match=re.escape(message)) as caught:
+            await tokens(engine, request())
+        assert type(caught.value) is kind and engine.healthy == (kind is not EngineDied)
+        if kind is not EngineDied:
+            assert await tokens(engine, request())
+
+
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered", "an unknown error"])
+async def test_a_broken_gpu_ends_the_engine_though_its_executor_stays_healthy(folder: Path, message: str) -> None:
+    """1.2.1 answers an error of a step to every request, and goes on. An unknown one is put to the test."""
+    async with running(folder) as engine:
+        others = [engine.generate(request(request_id=str(number), max_tokens=4000)) for number in range(3)]
+        for other in others:
+            assert (await anext(other)).token_ids
+        faults().device_error = message
+        for other in others:
+            with pytest.raises((EngineDied, EngineFailure), match=message):
+                _ = [delta async for delta in other]
+        await until(lambda: not engine.healthy)
+        assert engine.llm._check_health()
+        with pytest.raises(EngineNotReady):
+            await tokens(engine, request())
+
+
+async def test_a_gpu_that_fails_in_our_process_is_not_the_requests_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(found("tensorrt_llm.LLM"), "generate_async", raising(RuntimeError("CUDA out of memory")))
+            with pytest.raises(EngineDied, match="out of memory"):
+                await tokens(engine, request())
         assert not engine.healthy
 
 

