@@ -31,6 +31,8 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """For images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
     leave it as it is."""
     kind: MediaKind = "image"
+    pixels: int = 0
+    """Of an image, by its header; 0 if nobody has looked."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from engine import trace
 from engine.base import Engine
+from engine.kit.work import NATIVE, off_loop
 from engine.types import GenerateRequest, SamplingParams
 from multimodal.answers.choices import Choice
 from multimodal.answers.generation import Generation
@@ -18,7 +19,7 @@ from multimodal.metrics import GenerationMetrics
 from multimodal.request import Ask
 from multimodal.sampling import Limits, Sampling
 from multimodal.text.messages import Conversation
-from multimodal.text.prompts import Prompts, off_loop
+from multimodal.text.prompts import Prompts
 
 
 @dataclass(eq=False)
@@ -88,10 +89,12 @@ class Processor:
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included. Raises RequestError."""
+        if len(ids) > (most := self.limits.tokens(self.engine.info)):
+            raise RequestError(f"'tokens' may have {most} entries at most; it has {len(ids)}.", "tokens")
         size = max(self.prompts.tokenizer.vocab_size, self.engine.info.vocab_size)  # ids that pad a model have no text
-        if any(token >= size for token in ids):
+        if max(ids, default=0) >= size:
             raise RequestError(f"'tokens' must be ids from 0 to {size - 1}.", "tokens")
-        return await off_loop(len(ids), lambda: self.prompts.tokenizer.decode(ids))
+        return await NATIVE.run(lambda: self.prompts.tokenizer.decode(ids))
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

@@ -47,9 +47,14 @@ class Limits:
     max_top_logprobs: int = 20
     max_schema_kb: int = 1024
     max_schema_depth: int = 32
+    max_tokenize_tokens: int = 0
     chat_template_kwargs: tuple[str, ...] = ()
     special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"
     request_timeout_seconds: float = 600.0
+
+    def tokens(self, info: EngineInfo) -> int:
+        """Return how many tokens /tokenize makes at most, and /detokenize takes."""
+        return self.max_tokenize_tokens or 4 * info.context_length
 
 
 @dataclass(frozen=True)

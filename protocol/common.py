@@ -16,6 +16,9 @@ TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
 # Bounds far above any use, checked before the values: a long list costs one error, not one for each of its values.
 MAX_MESSAGES = 1 << 14
+MAX_TEXT_BYTES = 4 << 20
+MAX_BODY_VALUES = 1 << 18
+"""The defaults of the settings that bound how long parsing a body may hold up the event loop: about 30 ms."""
 MAX_PROMPTS = 1 << 11
 TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 Strings = Annotated[list[str], Field(max_length=1 << 16, fail_fast=True)]

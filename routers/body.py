@@ -13,7 +13,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from routers.state import HttpOptions, state_of
+from engine.kit.work import NATIVE, PYTHON
+from protocol.common import MAX_BODY_VALUES, MAX_TEXT_BYTES
+from routers.state import HttpOptions, State, state_of
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -22,13 +24,17 @@ _DRAIN_SECONDS = 0.5
 _DRAIN_BYTES = 64 << 20
 _LARGE = 1 << 20
 """Bytes from which a body is joined in a thread, which releases the GIL."""
-_MAX_VALUES = 5 << 18
-"""Room for a prompt of a million token ids. Parsing more would hold up every other request for seconds."""
-_LONG = 1 << 16
+INLINE_BYTES = 1 << 16
+"""Bytes up to which a body is parsed and converted on the event loop, which takes at most about 20 ms."""
+_LONG = 1 << 12
 """Bytes from which a data URL is cut out."""
 _MAX_LOOKS = 1 << 10
 """Strings that are checked for a data URL; further ones are parsed with the rest."""
 _KEY_BYTES = 64
+_WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 21}
+"""What the marks of entries, fields and objects count, by how long these take to parse: an entry is a token id, say."""
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A text, with its end if it has one: else every quote after an open one would be searched from to the end."""
 _IMAGE = re.compile(rb'"(?:image_url|url)"\s*:\s*\Z')
 _MAX_ERRORS = 1000
 """Above this number errors are counted and not listed."""
@@ -42,7 +48,10 @@ def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
     async def parse(request: Request) -> M:
         _check_headers(request)
-        return await parsed(model, await read_body(request, state_of(request)["http"]))
+        options = state_of(request)["http"]
+        raw = await read_body(request, options)
+        work = parsed(model, raw, options.max_text_bytes, options.max_values)
+        return await (work if len(raw) <= INLINE_BYTES else while_connected(request, work))
 
     return parse
 
@@ -58,11 +67,8 @@ def _check_headers(request: Request) -> None:
     if content_type != "application/json" and not (
         content_type.startswith("application/") and content_type.endswith("+json")
     ):
-        raise HTTPException(
-            415,
-            "The body must be application/json, and the header content-type say so.",
-            {"accept": "application/json"},
-        )
+        message = "The body must be JSON: add the header 'Content-Type: application/json' (curl: -H)."
+        raise HTTPException(415, message, {"accept": "application/json"})
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 
@@ -86,7 +92,8 @@ async def read_body(request: Request, options: HttpOptions) -> bytes:
         raise HTTPException(
             408, f"The body did not arrive within {options.body_timeout:g} s.", {"connection": "close"}
         ) from None
-    return b"".join(chunks) if size < _LARGE else await asyncio.to_thread(b"".join, chunks)
+    state_of(request)["body_bytes"] = size
+    return b"".join(chunks) if size < _LARGE else await NATIVE.run(lambda: b"".join(chunks))
 
 
 async def _drain_body(request: Request) -> None:
@@ -137,15 +144,25 @@ class CutUrls:
         return len(self._restored) == len(self._urls)
 
 
-async def parsed(model: type[M], raw: bytes) -> M:
+async def parsed(
+    model: type[M], raw: bytes, max_text_bytes: int = MAX_TEXT_BYTES, max_values: int = MAX_BODY_VALUES
+) -> M:
     """Parse a body as a `model`. Raises RequestValidationError."""
-    short, urls = await _without_images(raw)
-    found = _validated(model, short, urls)
-    return found if urls.whole else _validated(model, raw, CutUrls())
+    urls = CutUrls()
+    kept = await _without_images(raw, urls)
+    if (size := sum(map(len, kept))) > max_text_bytes:
+        raise _one_error("too_large", f"The body has {size} bytes besides its images; it may have {max_text_bytes}")
+    short = b"".join(kept)
+
+    def work() -> M:
+        _refuse_many_values(short, max_values)
+        found = _validated(model, short, urls)
+        return found if urls.whole else _validated(model, raw, CutUrls())
+
+    return work() if size <= INLINE_BYTES else await PYTHON.run(work)
 
 
 def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
-    _refuse_many_values(raw)
     _refuse_non_finite(raw)
     try:
         return model.model_validate_json(raw, context=urls.restore)
@@ -153,12 +170,11 @@ def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
         raise _invalid(error, raw) from None
 
 
-async def _without_images(raw: bytes) -> tuple[bytes, CutUrls]:
-    """Return a body without the long data URLs of its images, and these.
+async def _without_images(raw: bytes, urls: CutUrls) -> list[bytes]:
+    """Cut the long data URLs of images out of a body, and return what is left of it.
 
     Each takes a millisecond, and the event loop runs after it.
     """
-    urls = CutUrls()
     kept: list[bytes] = []
     done = start = 0
     for _ in range(_MAX_LOOKS if len(raw) > _LONG else 0):
@@ -175,13 +191,30 @@ async def _without_images(raw: bytes) -> tuple[bytes, CutUrls]:
                     done = end
             await asyncio.sleep(0)
         start = max(end, start + 1)
-    return b"".join([*kept, raw[done:]]), urls
+    return [*kept, raw[done:]]
 
 
-def _refuse_many_values(raw: bytes) -> None:
-    """Refuse by punctuation, which is quick to count: a text with so much of it exceeds any context, too."""
-    if len(raw) > _MAX_VALUES and sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
-        raise _one_error("too_many", f"The body has more than {_MAX_VALUES} values")
+def _refuse_many_values(raw: bytes, most: int) -> None:
+    """Refuse a body by its punctuation, which is quick to count: texts are left out only where that decides."""
+    if _values(raw) <= most:
+        return
+    count = end = 0
+    for text in _TEXT.finditer(raw):
+        count += 1 + _values(raw[end : text.start()])
+        end = text.end()
+        if count > most:
+            break
+    else:
+        count += _values(raw[end:])
+    if count > most:
+        raise _one_error(
+            "too_many",
+            f"The body has more than {most} JSON values, of which a field of an object counts 4 and an object 20",
+        )
+
+
+def _values(raw: bytes) -> int:
+    return sum(weight * raw.count(mark) for mark, weight in _WEIGHTS.items())
 
 
 def _refuse_non_finite(raw: bytes) -> None:
@@ -203,6 +236,11 @@ def _invalid(error: ValidationError, raw: bytes) -> RequestValidationError:
 
 def _one_error(kind: str, message: str, context: dict[str, str] | None = None) -> RequestValidationError:
     return RequestValidationError([{"type": kind, "loc": (), "msg": message, "ctx": context or {}}])
+
+
+async def converted(state: State, convert: Callable[[], T]) -> T:
+    """Return the result of `convert`, which reads the parsed body: off the event loop, if that was large."""
+    return convert() if state.get("body_bytes", 0) <= INLINE_BYTES else await PYTHON.run(convert)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

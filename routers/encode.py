@@ -16,6 +16,7 @@ from engine.replicas.encode_answers import EncodeService
 from engine.transfer.arena import Place
 from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
+from routers.body import converted
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import EncodingDep, HttpOptions, PrefillService, ReplicaDep, RequestId, StateDep
@@ -44,7 +45,7 @@ async def encode(request: Request, state: StateDep, encoding: EncodingDep, reque
     service = _service(encoding)
     most = max(MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes)  # a prompt's images come together
     body = await read_message(request, options, most + _ENVELOPE_BYTES)
-    wanted, images = await asyncio.to_thread(_read, body, model, options)
+    wanted, images = await converted(state, lambda: _read(body, model, options))
     return LeasedAnswer(_EncodeWork(service, wanted, images, f"the embeddings of {request_id}"), state)
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
 from protocol.common import GenerationFields
-from routers.body import json_body, request_body, while_connected
+from routers.body import converted, json_body, request_body, while_connected
 from routers.sse import OPENAI, EventStream, Framing
 from routers.state import ChatService, ChatServiceDep, RequestId, StateDep
 
@@ -58,8 +58,12 @@ class Endpoint(Generic[B]):
             request_id: RequestId,
             body: Annotated[Any, Depends(parse)],
         ) -> Response:
-            service.fields.check(body)
-            ask = self.convert(body)
+
+            def convert() -> Ask:
+                service.fields.check(body)
+                return self.convert(body)
+
+            ask = await converted(state, convert)
             if not ask.stream:
                 content = await while_connected(request, self._complete(service, ask, request_id))
                 return Response(content, media_type="application/json")

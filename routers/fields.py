@@ -52,7 +52,7 @@ _SAME = tuple(
     sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
-_MAX_UNKNOWN = 1000
+_MAX_UNKNOWN = 100
 
 
 @cache

@@ -3,7 +3,6 @@
 Nothing here is in the OpenAPI document, and the middleware admits only clients with the internal secret.
 """
 
-import asyncio
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +15,7 @@ from engine.kit.stream import DeltaStream
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
+from routers.body import converted
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
 from routers.state import PrefillServiceDep, ReplicaDep, StateDep
@@ -24,8 +24,6 @@ router = APIRouter(include_in_schema=False)
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)
-_LARGE = 1 << 20
-"""Bytes from which a body is decoded in a thread."""
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 
@@ -45,7 +43,7 @@ async def prefill(request: Request, state: StateDep, service: PrefillServiceDep)
     images = options.max_images * max(MAX_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
     model = state["replica"].model_name
-    wanted = await asyncio.to_thread(_read, body, model) if len(body) > _LARGE else _read(body, model)
+    wanted = await converted(state, lambda: _read(body, model))
     return LeasedAnswer(_PrefillWork(wanted, service.engine), state)
 
 

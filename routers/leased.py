@@ -79,6 +79,8 @@ class LeasedAnswer(Response):
         self._lease_is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # During a lease only the end of its input shows that the client has gone (`server/http/connection.py`).
+        scope.setdefault("state", {})["lease"] = True
         computing = asyncio.create_task(self._work.compute())
         answering = asyncio.create_task(self._answer(send, computing))
         gone = asyncio.create_task(disconnect(receive))

@@ -24,7 +24,7 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedReplica
 from multimodal.errors import RequestError
-from routers.body import disconnect, parsed, read_body, while_connected
+from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import Endpoint
 from routers.endpoints import ENDPOINTS
 from routers.sse import OPENAI, Framing
@@ -97,13 +97,14 @@ class _Exchange:
 
     async def _prompt(self) -> RoutedPrompt:
         """Return the prompt of a request that generates; an empty one for other requests."""
-        if self._endpoint is None:
+        if (endpoint := self._endpoint) is None:
             return RoutedPrompt(count=1)
+        state = state_of(self._request)
         started = time.perf_counter()
         try:
-            prompt = await self._router.prompts.of(
-                self._endpoint.convert(await parsed(self._endpoint.body, self._body))
-            )
+            options = state["http"]
+            body = await parsed(endpoint.body, self._body, options.max_text_bytes, options.max_values)
+            prompt = await self._router.prompts.of(await converted(state, lambda: endpoint.convert(body)))
         except RequestValidationError:  # a replica will refuse it
             return RoutedPrompt(count=1)
         except RequestError:  # the same

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from sse_starlette import EventSourceResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from routers.body import disconnect
@@ -40,7 +41,7 @@ class EventStream(EventSourceResponse):
     """A stream of JSON `payloads`, or of one error event if they fail midway.
 
     What `payloads` raises before the first is raised from here, with nothing sent. They are closed as soon as the
-    client has gone.
+    client has gone; ClientDisconnect is raised if that is before the first.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EventStream(EventSourceResponse):
         self._payloads = payloads
         self._framing = framing
         self._render_error = render_error
+        self._started = False
         self._last_sent = math.inf
         """By the loop's clock; infinite until the headers are sent."""
 
@@ -71,6 +73,8 @@ class EventStream(EventSourceResponse):
             await asyncio.wait(tasks)
         if not sending.cancelled():
             await send({"type": "http.response.body", "body": sending.result(), "more_body": False})
+        elif not self._started:
+            raise ClientDisconnect
 
     async def _send_events(self, send: Send) -> bytes:
         """Send all but the end of the stream, which is returned."""
@@ -78,6 +82,7 @@ class EventStream(EventSourceResponse):
         frame = self._framing.event
         async with aclosing(self._payloads) as payloads:
             payload = await anext(payloads)
+            self._started = True
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await send({"type": "http.response.body", "body": frame(payload), "more_body": True})

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypedDict, cast
+from typing import Annotated, NotRequired, TypedDict, cast
 
 from fastapi import Depends, Request
 
@@ -159,10 +159,16 @@ class HttpOptions:
     """How long KV blocks and embeddings are held for another replica."""
     max_images: int
     max_image_bytes: int
+    max_text_bytes: int
+    """Bytes of a body besides its images."""
+    max_values: int
+    """JSON values of a body."""
 
 
 class State(TypedDict):
-    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy."""
+    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy;
+    `body_bytes` is there once the body has been read.
+    """
 
     version: str
     replica: ReplicaState
@@ -174,6 +180,7 @@ class State(TypedDict):
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
     """Without secrets."""
+    body_bytes: NotRequired[int]
 
 
 def state_of(request: Request) -> State:

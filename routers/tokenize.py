@@ -2,31 +2,47 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
 
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from routers.body import json_body, request_body, while_connected
+from routers.body import converted, json_body, request_body, while_connected
 from routers.chat import conversation
-from routers.state import ChatServiceDep
+from routers.state import ChatServiceDep, StateDep
 
 router = APIRouter(tags=["tokens"])
 PATHS = ("/tokenize", "/detokenize")
 BODIES = (TokenizeRequest, DetokenizeRequest)
 
 
-@router.post("/tokenize", summary="Text or chat to token ids", openapi_extra=request_body(TokenizeRequest))
-@router.post("/v1/tokenize", summary="Text or chat to token ids", openapi_extra=request_body(TokenizeRequest))
+@router.post(
+    "/tokenize",
+    response_model=TokenizeResponse,
+    summary="Text or chat to token ids",
+    openapi_extra=request_body(TokenizeRequest),
+)
+@router.post(
+    "/v1/tokenize",
+    response_model=TokenizeResponse,
+    summary="Text or chat to token ids",
+    openapi_extra=request_body(TokenizeRequest),
+)
 async def tokenize(
-    request: Request, service: ChatServiceDep, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
-) -> TokenizeResponse:
+    request: Request,
+    state: StateDep,
+    service: ChatServiceDep,
+    body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))],
+) -> Response:
     """The token ids of a prompt, or of messages rendered by the chat template, which may have images."""
     service.fields.check_model(body.model)
-    ids = await while_connected(request, service.processor.tokenize(convert(body)))
+    ask = await converted(state, lambda: convert(body))
+    ids = await while_connected(request, service.processor.tokenize(ask))
     strings = await service.processor.strings(ids) if body.return_token_strs else None
     length = service.engine.info.context_length
-    return TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
+    answer = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
+    return Response(msgspec.json.encode(answer), media_type="application/json")  # not validated: it may be long
 
 
 @router.post("/detokenize", summary="Token ids to text", openapi_extra=request_body(DetokenizeRequest))

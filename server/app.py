@@ -11,7 +11,7 @@ from routers import operations
 from server import __version__
 from server.compose.model import served_name
 from server.http import errors, openapi
-from server.http.middleware import ApiKeyMiddleware, GateMiddleware, RequestMiddleware
+from server.http.middleware import ApiKeyMiddleware, GateMiddleware, HeadMiddleware, RequestMiddleware
 from server.lifespan import make_lifespan
 from server.metrics import http as http_metrics
 from server.metrics.page import ServerMetrics
@@ -56,6 +56,7 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
 
 def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
     """Add the middleware, innermost first."""
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(GateMiddleware)
     http_metrics.instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
@@ -66,7 +67,7 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
         )

@@ -29,7 +29,7 @@ HOMES = {
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
-    "httptools": ("engine/replicas/client.py",),
+    "httptools": ("engine/replicas/client.py", "server/http/connection.py"),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),

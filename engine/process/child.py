@@ -6,17 +6,16 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from engine.errors import EngineFailure
 from engine.process.engine_service import ENGINE
+from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.sockets import remove_socket_file
 from engine.process.supervisor import End, Supervisor
@@ -26,8 +25,6 @@ _STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
 _LAST_LINES = 20
 _LAST_CHARACTERS = 16384
-_LONGEST_PATH = 100
-"""Maximum bytes in the path of a Unix socket; the system's own limit is 107."""
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +44,11 @@ class ServiceProcess:
         on_death: Literal["restart", "exit"] = "restart",
         log_level: str = "info",
     ) -> None:
-        self._folder = None if address else _private_folder()
-        self.address = address or f"ipc://{self._folder}/service.sock"
+        self._folder: PrivateFolder | None = None
+        if not address:
+            self._folder = PrivateFolder()
+            address = f"ipc://{self._folder.path}/service.sock"
+        self.address = address
         options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, log_level)
         self._interface = interface
         self._options = msgspec.json.encode(options) + b"\n"
@@ -92,8 +92,8 @@ class ServiceProcess:
             self._host = None
         remove_socket_file(self.address)
         if self._folder is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._folder.rmdir()
+            self._folder.close()
+            self._folder = None
 
     async def _live(self) -> End:
         """Wait for the end of one host: the one that `start` has spawned, or else a new one."""
@@ -196,7 +196,8 @@ class _Host:
         except BlockingIOError:
             return
         text = chunk.decode(errors="replace")
-        sys.stderr.write(text)
+        with contextlib.suppress(OSError):  # a terminal that has closed
+            sys.stderr.write(text)
         self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
         if not chunk:
             self._close_log()
@@ -206,12 +207,3 @@ class _Host:
             self._log_ended.set()
             asyncio.get_running_loop().remove_reader(self._log_pipe)
             os.close(self._log_pipe)
-
-
-def _private_folder() -> Path:
-    """Create a folder that only this user may enter, with a path short enough for a Unix socket."""
-    folder = Path(tempfile.mkdtemp(prefix="trellis-"))
-    if len(str(folder)) < _LONGEST_PATH - len("/service.sock"):
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="trellis-", dir="/tmp"))

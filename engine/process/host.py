@@ -3,8 +3,8 @@
 It is started by `python -m engine.process.host MODULE:INTERFACE`.
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served. SIGTERM and SIGINT are ignored: a service manager sends them to
-the parent too, which still drains.
+`ready` on standard output says that clients are served. SIGTERM, SIGINT and SIGHUP are ignored: a service manager sends
+them to the parent too, which still drains.
 """
 
 import asyncio
@@ -352,7 +352,7 @@ class _HostProcess:
 
 
 def main(interface: Interface[Any, Any]) -> int:
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # child processes inherit that
     sys.setswitchinterval(_SWITCH_SECONDS)
     channel = _take_pipes()

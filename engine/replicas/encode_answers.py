@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from engine import handoff
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
+from engine.kit.work import NATIVE
 from engine.media import ITEM_BYTES, EncodedMedia, Encoding, MediaInput
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
@@ -156,7 +157,7 @@ class EmbeddingStore:
             arena.write(place, parts)
             return _digest(parts)
 
-        writing = asyncio.ensure_future(asyncio.to_thread(write))
+        writing = asyncio.ensure_future(NATIVE.run(write))
         try:
             return await asyncio.shield(writing)
         except BaseException:
@@ -209,7 +210,7 @@ async def fetch(found: EncodeAnswer, arena: Arena | None, seconds: float) -> lis
     if arena is None:
         raise TransferError("this replica reads nothing by transfer")
     parts = await arena.read(found.offers, found.offset, found.sizes, seconds)
-    if await asyncio.to_thread(_digest, [readable(part) for part in parts]) != found.digest:
+    if await NATIVE.run(lambda: _digest([readable(part) for part in parts])) != found.digest:
         raise TransferError("they were given up before they had been read")
     return [replace(media, data=part) for media, part in zip(found.media, parts, strict=True)]
 

@@ -1,12 +1,12 @@
 """Prefill replicas, chosen by what they would have to compute before the first token."""
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.errors import EngineError
+from engine.kit.work import PYTHON
 from engine.media import Unexpanded, overlaps_of
 from engine.replicas.ask import PREFILL, RemoteAnswer
 from engine.replicas.block_keys import block_keys, root_key
@@ -72,7 +72,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         """
         keys = prompt_keys(request, mine.block_size)
         bare, data = request.detach()
-        parts = await asyncio.to_thread(lambda: [bytes(readable(part)) for part in data]) if data else []
+        parts = await PYTHON.run(lambda: [bytes(readable(part)) for part in data]) if data else []
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from engine.kit.work import PYTHON
 from engine.transfer.base import Offer, Read, Region, Transfer, TransferError
 from engine.transfer.shared_bytes import Data, shared_or_copied
 from engine.transfer.shared_memory import shared_memory
@@ -121,7 +122,7 @@ class Arena:
         try:
             while not transfer.done():  # noqa: ASYNC110 - it is polled
                 await asyncio.sleep(_POLL_SECONDS)
-            return await asyncio.to_thread(self._parts, place, sizes)
+            return await PYTHON.run(lambda: self._parts(place, sizes))
         finally:
             self.free(place)
 

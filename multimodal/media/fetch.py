@@ -9,11 +9,11 @@ checked for another.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 
 import httpx
 
+from engine.kit.work import NAMES
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout
 from multimodal.media.limits import MediaLimits
 from multimodal.media.url import Address, Url, host_allowed, may_fetch, redirected
@@ -23,6 +23,9 @@ Resolver = Callable[[str, int], Awaitable[list[str]]]
 MAX_REDIRECTS = 3
 CONNECT_SECONDS = 5.0
 """Time to connect to each address."""
+SLOW_SECONDS = 5.0
+MIN_RATE = 4096
+"""Bytes a second that a body has to come at on average, after the first seconds: others wait for its place."""
 _MAX_ADDRESSES = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -48,9 +51,7 @@ class Fetcher:
         self, limits: MediaLimits, resolve: Resolver | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self._limits = limits
-        # Not the event loop's threads: names that nobody answers for must not delay other work there.
-        self._threads = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="media-names")
-        self._resolve = resolve or self._look_up
+        self._resolve = resolve or _look_up
         self._transport = transport or Transport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     async def fetch(self, url: Url) -> bytes:
@@ -71,7 +72,6 @@ class Fetcher:
     async def aclose(self) -> None:
         """Close all connections. Threads that still resolve names end by themselves."""
         await self._transport.aclose()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _get(self, url: Url) -> bytes | Url:
         """Return the body, or the URL that the response redirects to."""
@@ -138,16 +138,20 @@ class Fetcher:
             raise too_large
         size = 0
         chunks: list[bytes] = []
-        async for chunk in response.aiter_raw():
-            size += len(chunk)
-            if size > limit:
-                raise too_large
-            chunks.append(chunk)
+        until = asyncio.get_running_loop().time() + SLOW_SECONDS
+        try:
+            async with asyncio.timeout_at(until) as pace:
+                async for chunk in response.aiter_raw():
+                    size += len(chunk)
+                    if size > limit:
+                        raise too_large
+                    chunks.append(chunk)
+                    pace.reschedule(until + size / MIN_RATE)
+        except TimeoutError as error:
+            raise MediaTimeout(f"An image comes at less than {MIN_RATE} bytes a second.") from error
         return b"".join(chunks)
 
-    async def _look_up(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
-        return [str(entry[4][0]) for entry in found]
+
+async def _look_up(host: str, port: int) -> list[str]:
+    found = await NAMES.run(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    return [str(entry[4][0]) for entry in found]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from engine.config import MAX_IMAGE_PIXELS
 
+MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS
+"""Default limit for all images of a request together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:

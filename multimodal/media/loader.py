@@ -7,10 +7,10 @@ Concurrent requests for one http URL share a fetch. Files are not kept; the cach
 import asyncio
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from engine.errors import EngineNotReady
+from engine.kit.work import FILES, Turns, off_loop
 from engine.media import MediaInput, MediaKind
 from multimodal.errors import MediaError, UnsupportedMedia
 from multimodal.media.embeddings import Embeddings, read_embeddings
@@ -25,10 +25,11 @@ Kind = MediaKind | Literal["embeddings"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
 """Extensions of files that are pickles, or may contain one."""
-_CHECKS: dict[MediaKind, Callable[[bytes, MediaLimits], object]] = {
-    "image": lambda data, limits: check_image(data, limits.max_image_pixels)
-}
-"""How a file of each kind is checked. Each raises MediaError."""
+SHARES = 4
+"""Requests that it takes to have all files fetched that may be fetched at once, and hosts."""
+_UNLIMITED = 1 << 30
+_BYTES_PER_LENGTH = 64
+"""Of a file, for `off_loop`: decoding and checking small ones takes less than a turn."""
 
 
 class MediaLoader:
@@ -43,9 +44,10 @@ class MediaLoader:
         self._limits = limits
         self._hidden_size = hidden_size
         self._fetcher = fetcher or Fetcher(limits)
-        self._turns = asyncio.Semaphore(limits.concurrency)
-        # One thread: its work needs the GIL, and with several the event loop would wait for each in turn.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
+        share = max(1, limits.concurrency // SHARES)
+        self._of_request = Turns(_UNLIMITED, share)
+        self._of_host = Turns(_UNLIMITED, share)
+        self._turns = Turns(limits.concurrency, limits.concurrency)
         self._fetches: InFlight[tuple[Kind, str], MediaInput | Embeddings] = InFlight()
         self._closed = False
 
@@ -60,7 +62,7 @@ class MediaLoader:
         try:
             scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
             if scheme == "data":  # not limited by `concurrency`: slow servers may have all turns
-                return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), kind)
+                return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), kind, len(url))
             if scheme in ("http", "https"):
                 parsed = parse_url(url)
                 found = self._kind(parsed.path, kind)
@@ -78,12 +80,11 @@ class MediaLoader:
         self._closed = True
         await self._fetches.aclose()
         await self._fetcher.aclose()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _fetched(self, url: Url, kind: Kind) -> MediaInput | Embeddings:
-        async with self._turns:
+        async with self._of_request.place(), self._of_host.place(request=url.host), self._turns.place():
             data = await self._fetcher.fetch(url)
-            return await self._checked(lambda: data, kind)
+            return await self._checked(lambda: data, kind, len(data))
 
     async def _local(self, url: str, scheme: str, kind: MediaKind) -> MediaInput | Embeddings:
         folder = self._limits.local_folder
@@ -93,9 +94,8 @@ class MediaLoader:
             raise MediaError(f"An image's path has more than {MAX_LENGTH} characters.")
         path = local_path(url)
         found = self._kind(path, kind)
-        async with self._turns:
-            data = await asyncio.to_thread(read_file, path, folder, self._limits.max_image_bytes)
-            return await self._checked(lambda: data, found)
+        data = await FILES.run(lambda: read_file(path, folder, self._limits.max_image_bytes))
+        return await self._checked(lambda: data, found, len(data))
 
     def _kind(self, path: str, kind: MediaKind) -> Kind:
         """Return `kind`, or what the path's ending says instead. Raises UnsupportedMedia."""
@@ -108,14 +108,14 @@ class MediaLoader:
             raise UnsupportedMedia("This server takes no embeddings in place of images.")
         return "embeddings"
 
-    async def _checked(self, read: Callable[[], bytes], kind: Kind) -> MediaInput | Embeddings:
-        """Read and check a file, both in the thread."""
+    async def _checked(self, read: Callable[[], bytes], kind: Kind, size: int) -> MediaInput | Embeddings:
+        """Read and check a file of about `size` bytes, off the event loop if it is large."""
 
         def work() -> MediaInput | Embeddings:
             data = read()
             if kind == "embeddings":
                 return read_embeddings(data, self._hidden_size)
-            _CHECKS[kind](data, self._limits)
-            return MediaInput(data, kind=kind)
+            width, height = check_image(data, self._limits.max_image_pixels)
+            return MediaInput(data, kind=kind, pixels=width * height)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await off_loop(size // _BYTES_PER_LENGTH, work)

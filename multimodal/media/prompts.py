@@ -1,6 +1,5 @@
 """Prompts with media: encoded and expanded here for engines that take embeddings, or left to the backend."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,11 +11,13 @@ from engine import trace
 from engine.encoder import Encoder
 from engine.errors import InvalidRequest, QueueFull
 from engine.kit.tasks import all_of
+from engine.kit.work import NATIVE
 from engine.media import Detail, EncodedMedia, Encoding, MediaFiles, MediaInput, MediaKind, MediaSpan, MediaSpans
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
+from multimodal.media.limits import MAX_REQUEST_PIXELS
 from multimodal.media.loader import MediaLoader
 from multimodal.text.control import ControlTokens
 from multimodal.text.messages import MediaRef, check_count
@@ -26,6 +27,9 @@ from multimodal.text.tokenizer import Tokenizer
 MAX_WAITING = 1 << 30
 """Bytes of files that may wait to be encoded. One file more is refused, as a request is when too many wait for the
 engine."""
+
+_SMALL_FILE = 1 << 16
+"""Bytes up to which a file is hashed on the event loop."""
 
 Keyed = tuple[str, EncodedMedia]
 """Encoded media and the key that names them in caches."""
@@ -44,12 +48,14 @@ class EncodedPrompts:
     tokenizer: Tokenizer
     control: ControlTokens
     max_images: int
+    max_pixels: int = MAX_REQUEST_PIXELS
     _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
     _waiting: int = field(default=0, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         check_count(refs, self.max_images)
-        media = await all_of(self._load(ref) for ref in refs)
+        budget = _Pixels(self.max_pixels)
+        media = await all_of(self._load(ref, budget) for ref in refs)
         ids = await tokenise(self._expanded(text, media))
         return Prompt(ids, MediaSpans(self._spans(ids, media)))
 
@@ -63,11 +69,11 @@ class EncodedPrompts:
     def _image_token(self) -> str:
         return self.tokenizer.decode([self.encoder.info.image_token_id])
 
-    async def _load(self, ref: MediaRef) -> Keyed:
+    async def _load(self, ref: MediaRef, budget: "_Pixels") -> Keyed:
         """Fetch a file, then take its encoding from the cache or have it encoded."""
-        loaded = await _fetched(self.loader, ref)
+        loaded = await _fetched(self.loader, ref, budget)
         file = loaded.file if isinstance(loaded, Embeddings) else loaded.data
-        key = await asyncio.to_thread(media_key, file, self.encoder.info.fingerprint, ref.kind, ref.detail)
+        key = await _key(file, self.encoder.info.fingerprint, ref)
         if (known := self.cache.get(key)) is not None:
             return key, known
         if isinstance(loaded, Embeddings):
@@ -148,11 +154,13 @@ class BackendPrompts:
     max_images: int
     encoder: Encoder | None
     control: ControlTokens
+    max_pixels: int = MAX_REQUEST_PIXELS
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         ids = await self.tokens(text, refs, tokenise)
         text = self.control.defused(text)  # the backend tokenises it again
-        media = await all_of(self._load(ref) for ref in refs)
+        budget = _Pixels(self.max_pixels)
+        media = await all_of(self._load(ref, budget) for ref in refs)
         if self.encoder is None or choices > 1:  # an encoding can be read once
             return Prompt(ids, MediaFiles(text, tuple(media)))
         try:
@@ -170,15 +178,45 @@ class BackendPrompts:
     async def aclose(self) -> None:
         await self.loader.aclose()
 
-    async def _load(self, ref: MediaRef) -> MediaInput:
-        loaded = await _fetched(self.loader, ref)
+    async def _load(self, ref: MediaRef, budget: "_Pixels") -> MediaInput:
+        loaded = await _fetched(self.loader, ref, budget)
         assert isinstance(loaded, MediaInput), "a loader without a hidden size takes no embeddings"
         return replace(loaded, detail=ref.detail)
 
 
-async def _fetched(loader: MediaLoader, ref: MediaRef) -> MediaInput | Embeddings:
+class _Pixels:
+    """The pixels that the images of one request may have together. A single image is limited by itself."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._images = 0
+        self._spent = 0
+
+    def spend(self, pixels: int) -> None:
+        """Raise RequestError if an image of so many pixels is too much."""
+        self._images += 1
+        self._spent += pixels
+        if self._images > 1 and self._spent > self._most:
+            raise RequestError(
+                f"The images have {self._spent} pixels or more; those of a request may have {self._most} in all.",
+                "messages",
+                "too_many_pixels",
+            )
+
+
+async def _fetched(loader: MediaLoader, ref: MediaRef, budget: _Pixels) -> MediaInput | Embeddings:
     with trace.span("fetch"):
-        return await loader.load(ref.url, ref.param, ref.kind)
+        loaded = await loader.load(ref.url, ref.param, ref.kind)
+    if isinstance(loaded, MediaInput):
+        budget.spend(loaded.pixels)
+    return loaded
+
+
+async def _key(file: bytes, fingerprint: str, ref: MediaRef) -> str:
+    def work() -> str:
+        return media_key(file, fingerprint, ref.kind, ref.detail)
+
+    return work() if len(file) <= _SMALL_FILE else await NATIVE.run(work)
 
 
 def media_key(file: bytes, fingerprint: str, kind: MediaKind = "image", detail: Detail = "auto") -> str:

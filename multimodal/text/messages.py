@@ -8,6 +8,9 @@ from typing import Any
 from engine.media import Detail, MediaKind
 from multimodal.errors import RequestError
 
+_MARKUP = 32
+"""Characters that templates write for a message, or a part of one, besides its text."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
@@ -39,8 +42,14 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """Rough length of all contents."""
-        return sum(len(str(message["content"])) for message in self.messages)
+        """Rough length of all contents, of which each message and part has some."""
+        return sum(map(_length, (message["content"] for message in self.messages)))
+
+
+def _length(content: str | list[dict[str, Any]]) -> int:
+    if isinstance(content, str):
+        return _MARKUP + len(content)
+    return sum(_MARKUP + len(part.get("text", "")) for part in content)
 
 
 def template_variables(chat: Conversation, allowed: Sequence[str]) -> dict[str, Any]:

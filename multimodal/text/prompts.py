@@ -1,11 +1,11 @@
 """Prompts: chats rendered by the model's template, texts tokenised."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from engine.errors import ContextOverflow
+from engine.kit.work import off_loop
 from engine.media import PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
@@ -13,15 +13,13 @@ from multimodal.request import Ask
 from multimodal.sampling import Limits
 from multimodal.text.control import unmarked
 from multimodal.text.messages import Conversation, MediaRef, check_forged, template_variables
+from multimodal.text.slices import Encode, encoded
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 Tokenise = Callable[[str], Awaitable[list[int]]]
 """Return the token ids of a prompt's text, within the limits of its request."""
 
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
 _OWN_TOKENS = 64
 """Tokens that a tokenizer may add to a text."""
 
@@ -65,23 +63,37 @@ class Prompts:
         """
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
-        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+        text = await self._rendered(ask.prompt, limits)
+
+        async def tokenise(text: str) -> list[int]:
+            return await self._encoded(text, ask, info)
+
         if self.images is not None and ask.prompt.media:
             return [await self.images.prompt(text, ask.prompt.media, tokenise, ask.n)]
         return [Prompt(await tokenise(text))]
 
     async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
-        """Return the token ids of a request's one prompt. Raises as `of` does."""
+        """Return the token ids of a request's one prompt, up to the limit for them. Raises as `of` does."""
+        most = limits.tokens(info)
+
+        async def tokenise(text: str) -> list[int]:
+            if (length := _length(text, ask)) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
+                raise _too_long(f"{length} characters, which are more tokens than that at any rate", most, ask)
+            ids = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=self._encode_of(ask), most=most)
+            if len(ids) > most:
+                raise _too_long("more", most, ask)
+            return ids
+
         if not isinstance(ask.prompt, Conversation):
             (prompt,) = ask.prompt
-            return await self._encoded(prompt, ask) if isinstance(prompt, str) else prompt
-        text, tokenise = await self._rendered(ask, ask.prompt, info, limits)
+            return await tokenise(prompt) if isinstance(prompt, str) else prompt
+        text = await self._rendered(ask.prompt, limits)
         if self.images is not None and ask.prompt.media:
             return await self.images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
-    async def _rendered(self, ask: Ask, chat: Conversation, info: EngineInfo, limits: Limits) -> tuple[str, Tokenise]:
-        """Return the text of a chat, and what tokenises it, with its images expanded or without."""
+    async def _rendered(self, chat: Conversation, limits: Limits) -> str:
+        """Return the text of a chat. Raises RequestError."""
         template = self.template
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -98,53 +110,61 @@ class Prompts:
                 check_forged(chat.messages, control.forged(text))
             return text
 
-        def encode(text: str) -> list[int]:
-            self._check_length(unmarked(text), ask, info)
-            return (control or self.tokenizer).encode(text, ask.add_special_tokens)
-
-        async def tokenise(text: str) -> list[int]:
-            return _truncated(await off_loop(len(text), lambda: encode(text)), ask, info)
-
-        return await off_loop(chat.characters, render), tokenise
+        return await off_loop(chat.characters, render)
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""
         if isinstance(prompt, str):
-            self._check_length(prompt, ask, info)
-            return Prompt(_truncated(await self._encoded(prompt, ask), ask, info))
-        ids = _truncated(prompt, ask, info)
+            return Prompt(await self._encoded(prompt, ask, info))
+        ids = _last(prompt, _kept(ask, info))
         if max(ids, default=0) >= info.vocab_size:
             raise RequestError(f"'prompt' must have token ids from 0 to {info.vocab_size - 1}.", "prompt")
         return Prompt(ids)
 
-    async def _encoded(self, text: str, ask: Ask) -> list[int]:
-        return await off_loop(len(text), lambda: self.tokenizer.encode(text, ask.add_special_tokens))
+    async def _encoded(self, text: str, ask: Ask, info: EngineInfo) -> list[int]:
+        """Return the token ids of a prompt, truncated as the request says."""
+        keep = _kept(ask, info)
+        if keep is None:
+            self._check_length(text, ask, info)
+        encode = self._encode_of(ask)
+        return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode, last=keep), keep)
+
+    def _encode_of(self, ask: Ask) -> Encode:
+        """Return what tokenises the prompt: that of a chat has marks around its control tokens."""
+        control = self.template.control if self.template is not None else None
+        return (control if control is not None and isinstance(ask.prompt, Conversation) else self.tokenizer).encode
 
     def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
         """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
         context = info.context_length
-        if ask.truncate_prompt_tokens is None and len(text) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
+        if (length := _length(text, ask)) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
             raise ContextOverflow(
                 f"This model's context is {context} tokens; "
-                f"the prompt's {len(text)} characters are more than that at any rate.",
+                f"the prompt's {length} characters are more than that at any rate.",
                 ask.spelled("prompt"),
             )
 
 
-def _truncated(prompt: list[int], ask: Ask, info: EngineInfo) -> list[int]:
-    """Return the last `truncate_prompt_tokens` tokens. The others are not looked at."""
+def _length(text: str, ask: Ask) -> int:
+    """Return the length of a prompt's text, which in a chat may have marks."""
+    return len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)
+
+
+def _kept(ask: Ask, info: EngineInfo) -> int | None:
+    """Return how many of the last tokens `truncate_prompt_tokens` keeps; None without it."""
     keep = ask.truncate_prompt_tokens
-    if keep is None:
-        return prompt
     if keep == -1:
         keep = info.context_length - (ask.max_tokens or ask.default_max_tokens or 1)
-    if not 1 <= keep <= info.context_length:
+    if keep is not None and not 1 <= keep <= info.context_length:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or from 1 to {info.context_length}.", "truncate_prompt_tokens"
         )
-    return prompt[-keep:]
+    return keep
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do short work here and long work in a thread."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+def _last(ids: list[int], keep: int | None) -> list[int]:
+    return ids if keep is None else ids[-keep:]
+
+
+def _too_long(found: str, most: int, ask: Ask) -> RequestError:
+    return RequestError(f"This server tokenises {most} tokens at most; the text has {found}.", ask.spelled("prompt"))

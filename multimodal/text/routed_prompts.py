@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.kit.work import off_loop
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
 from multimodal.request import Ask
 from multimodal.text.messages import Conversation, template_variables
-from multimodal.text.prompts import off_loop
+from multimodal.text.slices import encoded
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ class RoutedPrompts:
     ) -> RoutedPrompt:
         if len(text) > _MOST_CHARACTERS:
             return RoutedPrompt()
-        tokens = await off_loop(len(text), lambda: encode(text, ask.add_special_tokens))
+        tokens = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode)
         return self._known(tokens, ask, has_image)
 
     def _known(self, tokens: list[int], ask: Ask, has_image: bool) -> RoutedPrompt:

@@ -36,7 +36,9 @@ def image_prompts(
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
         watch_cache(to.metrics.polled, cache)
         loader = MediaLoader(limits, hidden_size)
-        return EncodedPrompts(encoder, loader, cache, tokenizer, control, settings.max_images)
+        return EncodedPrompts(
+            encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
+        )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control)
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control, settings.max_request_pixels)
     return None

@@ -1,20 +1,39 @@
-"""An HTTP/1.1 connection of uvicorn (httptools) that limits the head of a request and answers with our errors."""
+"""An HTTP/1.1 connection of uvicorn (httptools) that limits heads, answers with our errors, and loses no answer that is
+due.
+"""
 
 import asyncio
+import socket
 import uuid
 from typing import Any, cast
 
+import httptools
 from fastapi import HTTPException
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.http.errors import render
 
 MAX_HEAD_BYTES = 64 << 10
+_PIECE = 4 << 10
+"""Bytes that are parsed at once. The piece in which a head begins is not counted, so that a head may have that much
+more.
+"""
+_LINGER_SECONDS = 5.0
+"""Seconds that a client may take to read a refusal and to close."""
+_FIRST_PROBE, _LONGEST_PROBE = 0.01, 1.0
+"""Seconds from one probe of a half-closed connection to the next: each time twice as long."""
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Clients ignore it, also those that did not ask for it (RFC 9110, 15.2), and any number of it."""
+_MALFORMED = "This is not a valid HTTP request."
 
 
 class HttpConnection(HttpToolsProtocol):
     """Answers 431 to a head (request line and headers) that is too large, 408 to one that does not end within
-    `head_seconds`, 400 to what is not HTTP, and then closes.
+    `head_seconds`, 505 to another version of HTTP, 400 to what is not HTTP, and then closes.
+
+    Requests that came before are answered first. The close waits for the client, since bytes that are unread at the
+    close would reset the connection, and the answer with it (RFC 9112, 9.6).
 
     It also closes a connection that is idle for the keep-alive time, even before the first request, and aborts one
     whose client leaves an answer unread for `send_seconds`: what waits for it takes memory.
@@ -27,6 +46,17 @@ class HttpConnection(HttpToolsProtocol):
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self.parser.set_dangerous_leniencies(lenient_version=True)  # other versions get 505
+        self._in_body = False
+        """Whether more of the body of the newest request is to come."""
+        self._unparsed = b""
+        """What came behind a request that waits for the answer to an earlier one."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or the last that was; `cycle` is the newest."""
+        self._refusal: bytes | None = None
+        """The last answer, empty once it is sent; nothing is parsed any more."""
+        self._half_closed = False
+        """Whether the client has ended its side of the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -36,6 +66,9 @@ class HttpConnection(HttpToolsProtocol):
         self._end_send()
         self._end_head()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._running is not None:
+            _disconnect(self._running)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -56,35 +89,111 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self._head_seconds, self._head_too_slow)
+        self._time_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        """Start the request, or queue it. Raises HTTPException for one that is to be refused."""
         self._end_head()
+        if self._is_upgrade:
+            return
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise HTTPException(505, f"The server speaks HTTP/1.1, not HTTP/{version}.")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise HTTPException(400, f"A request must have one Host header; this one has {hosts}.")
         super().on_headers_complete()
+        self._in_body = True
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            self._in_body = False
+            super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing():
+        if self._refusal is not None:
             return
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HTTPException(431, f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes."))
-        elif self._idle:
+        self._unparsed += data
+        self._parse()
+        if self._idle and self._head_timer is None and self._refusal is None:
             self._close_when_idle()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser cannot read; uvicorn calls this."""
-        self._refuse(HTTPException(400, "This is not a valid HTTP request."))
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio documents it
+        """Keep a half-closed connection for the answers that are due.
+
+        A client that has left looks the same at first. But it resets the connection as soon as something is sent to it:
+        tokens of a stream, and interim responses before (`_probe`). Where these are not possible, it counts as gone.
+        """
+        self._half_closed = True
+        self._settle()
+        if self._running is not None and not _can_be_probed(self._running):
+            self.transport.close()
+        if self.transport.is_closing():
+            return False
+        self._probe(_FIRST_PROBE)
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._parse()
+            self._settle()
+
+    def shutdown(self) -> None:
+        if self._idle:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_upgrade(self) -> bool:
+        """Whether the parser stops after this head, without the body, for another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     @property
     def _idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        """Whether no request waits for its answer."""
+        running = self._running
+        return not self.pipeline and (running is None or running.response_complete or running.disconnected)
+
+    def _parse(self) -> None:
+        """Parse what has come, up to a request that has to wait for the answer to an earlier one."""
+        rest = memoryview(self._unparsed)
+        while rest and not self.pipeline and self._refusal is None and not self.transport.is_closing():
+            piece = rest[:_PIECE]
+            rest = rest[_PIECE:]
+            self._unset_keepalive_if_required()
+            self._head_bytes += len(piece)  # where a head begins in it, the callback starts over
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as offer:
+                rest = memoryview(self._head_without_upgrade() + bytes(piece[offer.args[0] :]) + bytes(rest))
+            except httptools.HttpParserError as error:
+                cause = error.__context__
+                self._refuse(cause if isinstance(cause, HTTPException) else HTTPException(400, _MALFORMED))
+            if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(HTTPException(431, f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes."))
+        self._unparsed = bytes(rest) if self._refusal is None else b""
+        if self._unparsed:
+            self.flow.pause_reading()
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head that was parsed last, without its offer of another protocol (Java's client makes one)."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _close_when_idle(self) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _time_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._head_seconds, self._head_too_slow)
 
     def _end_head(self) -> None:
         if self._head_timer is not None:
@@ -92,20 +201,83 @@ class HttpConnection(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_too_slow(self) -> None:
-        self._refuse(HTTPException(408, f"The headers did not arrive within {self._head_seconds:g} s."))
+        if self.pipeline:  # its rest is not read yet
+            self._time_head()
+        else:
+            self._refuse(HTTPException(408, f"The headers did not arrive within {self._head_seconds:g} s."))
 
     def _refuse(self, error: HTTPException) -> None:
-        """Answer and close; only close if an earlier request's answer is being sent."""
+        """Answer `error` after the answers that are due, and close; what comes later is discarded."""
         self._end_head()
-        if self._idle and not self.transport.is_closing():
-            answer = render(error)
-            headers = {
-                **answer.headers,
-                "content-type": "application/json",
-                "content-length": str(len(answer.body)),
-                "x-request-id": uuid.uuid4().hex,
-                "connection": "close",
-            }
-            head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-            self.transport.write(STATUS_LINE[answer.status] + head.encode() + b"\r\n" + answer.body)
-        self.transport.close()
+        has_answer = self._in_body and self.cycle.response_complete
+        self._refusal = b"" if has_answer else _rendered(error)
+        self._drop_unfinished()
+        self._settle()
+
+    def _drop_unfinished(self) -> None:
+        """Give up the request whose body will not come."""
+        if not self._in_body:
+            return
+        self._in_body = False
+        if self.pipeline:
+            self.pipeline.popleft()
+        elif not self.cycle.response_complete:
+            if self.cycle.response_started:
+                self.transport.close()
+            _disconnect(self.cycle)
+
+    def _settle(self) -> None:
+        """Once every answer has been sent: send the refusal, and close what is refused or half-closed."""
+        if self._half_closed and not self._unparsed:
+            self._end_head()
+            self._drop_unfinished()
+        if not self._idle or self.transport.is_closing():
+            return
+        if self._refusal:
+            self.transport.write(self._refusal)
+            self._refusal = b""
+        if self._half_closed:
+            self.transport.close()
+        elif self._refusal is not None:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+            self.flow.resume_reading()
+            self.transport.write_eof()
+
+    def _probe(self, pause: float) -> None:
+        """Close a half-closed connection once its client has gone."""
+        if self.transport.is_closing() or self._running is None:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            _disconnect(self._running)
+            self.transport.abort()
+            return
+        if not self._running.response_started:
+            self.transport.write(_INTERIM)
+        self.loop.call_later(pause, self._probe, min(2 * pause, _LONGEST_PROBE))
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Have the application see that the client has gone, and drop what it still answers."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+
+def _can_be_probed(cycle: RequestResponseCycle) -> bool:
+    """Whether something can be sent to the client at any time: not in HTTP/1.0, nor during the lease of an answer."""
+    return cycle.scope["http_version"] != "1.0" and not (cycle.response_started and "lease" in cycle.scope["state"])
+
+
+def _rendered(error: HTTPException) -> bytes:
+    """Return the answer to what has reached no application."""
+    answer = render(error)
+    headers = {
+        **answer.headers,
+        "content-type": "application/json",
+        "content-length": str(len(answer.body)),
+        "x-request-id": uuid.uuid4().hex,
+        "connection": "close",
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[answer.status] + head.encode() + b"\r\n" + answer.body

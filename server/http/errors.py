@@ -145,6 +145,8 @@ def _http_rule(error: HTTPException) -> Rule:
 
 def _headers(rule: Rule, error: Exception) -> dict[str, str]:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"  # `HeadMiddleware`
     if rule.retry_after is not None:
         headers["retry-after"] = str(rule.retry_after)
     if rule.retry is not None:

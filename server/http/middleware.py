@@ -1,4 +1,4 @@
-"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; the gate.
+"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; the gate; HEAD.
 
 Pure ASGI: no request is buffered.
 """
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
+from engine.kit.work import begin_request
 from routers.state import ReplicaState
 from server.http.errors import printable, render
 from server.http.routes import INTERNAL, route_path
@@ -63,6 +64,7 @@ class RequestMiddleware:
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         token = logs.request_id.set(request_id)
+        begin_request()
         status = 0
 
         async def send_with_headers(message: Message) -> None:
@@ -138,6 +140,17 @@ class GateMiddleware:
             await self._app(scope, receive, send)
         finally:
             replica.leave()
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET; the connection leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 class Turnstile:

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.admission import AdmissionEngine
+from engine.kit.work import LANES
 from engine.stats import IterationStats
 from engine.types import EngineInfo
 from server.metrics.engine import info_metrics, stats_metrics
@@ -46,6 +47,12 @@ class ServerMetrics(PushedMetrics):
             "trtllm_num_requests_queued",
             "Sequences that wait in the API processes for the engine",
             lambda: self._engine.waiting if self._engine is not None else 0,
+            "livesum",
+        )
+        self.polled_unlabelled.gauge(
+            "trellis_work_waiting",
+            "Jobs that wait for a thread: tokenising, decoding, hashing, look-ups of names and the like",
+            lambda: sum(lane.waiting for lane in LANES),
             "livesum",
         )
         self._lag = Histogram(

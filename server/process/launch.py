@@ -6,17 +6,14 @@ evenly. Metrics are kept in a private folder, from which any child reports the s
 
 import asyncio
 import logging
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
@@ -26,6 +23,7 @@ from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
 from engine.process.engine_service import ENGINE
+from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
@@ -44,21 +42,21 @@ def launch(settings: Settings, arguments: Sequence[str], listener: socket.socket
 
     `listener` only reserves the port.
     """
-    folder = Path(tempfile.mkdtemp(prefix="trellis-"))
-    try:
+    with closing(PrivateFolder()) as folder:
         return asyncio.run(Launcher(settings, arguments, listener, folder).run())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Launcher:
     """The parent of the API processes and of the engine."""
 
-    def __init__(self, settings: Settings, arguments: Sequence[str], listener: socket.socket, folder: Path) -> None:
+    def __init__(
+        self, settings: Settings, arguments: Sequence[str], listener: socket.socket, folder: PrivateFolder
+    ) -> None:
         self._settings = settings
         self._host, self._port = listener.getsockname()[:2]
-        self._address = settings.engine_address or f"ipc://{folder}/engine.sock"
-        self._metrics = folder / "metrics"
+        self._address = settings.engine_address or f"ipc://{folder.path}/engine.sock"
+        self._lock = folder.lock
+        self._metrics = folder.path / "metrics"
         self._metrics.mkdir()
         self._flags = [*arguments, "--engine-address", self._address]
         self._children: set[Process] = set()
@@ -72,6 +70,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._drain)
         async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
             for supervisor in self._supervisors:
                 group.create_task(supervisor.run())
@@ -114,7 +114,7 @@ class Launcher:
             command = [sys.executable, "-m", "server.process.child", str(descriptor), metrics, *self._flags]
             environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
             child = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, pass_fds=(descriptor,), env=environment, start_new_session=True
+                *command, stdin=PIPE, pass_fds=(descriptor, self._lock), env=environment, start_new_session=True
             )
         self._children.add(child)
         if self._stops:  # stopped while it was being spawned
@@ -123,6 +123,9 @@ class Launcher:
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
+        self._drain()
+
+    def _drain(self) -> None:
         if not self._stops:
             self._stop()
 

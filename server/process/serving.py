@@ -9,6 +9,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -57,7 +59,15 @@ def serve(
     limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    config = uvicorn.Config(
+    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings.shutdown_grace_seconds, started)
+    if parent is not None:
+        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uvicorn.Config:
+    return uvicorn.Config(
         create_app(settings, metrics_folder),
         http=partial(  # type: ignore[arg-type]
             HttpConnection, head_seconds=settings.body_timeout_seconds, send_seconds=settings.send_timeout_seconds
@@ -72,11 +82,6 @@ def serve(
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    server = DrainingServer(config, settings.shutdown_grace_seconds, started)
-    if parent is not None:
-        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
-    server.run(sockets=[listener])
-    return server.exit_code
 
 
 def listen(host: str, port: int, share: bool = False) -> socket.socket:
@@ -108,6 +113,8 @@ class DrainingServer(uvicorn.Server):
 
     The first signal lets running requests finish within the grace period. At its end, or at a second signal, the engine
     is closed and they end with an error. A third signal kills the process; the engine process notices and ends too.
+    SIGHUP, of a terminal that closes, begins to drain and does not count as another signal: shell and kernel both send
+    it. It stays ignored if it is (nohup).
     """
 
     def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
@@ -123,6 +130,13 @@ class DrainingServer(uvicorn.Server):
     def _replica(self) -> ReplicaState:
         replica: ReplicaState = self.lifespan.state["replica"]
         return replica
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, lambda *_: self._drain())
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from multimodal.sampling import Limits
-from protocol.common import MAX_MESSAGES
+from protocol.common import MAX_BODY_VALUES, MAX_MESSAGES, MAX_TEXT_BYTES
 from server.settings.types import EMBEDDED, Names, Secret, Secrets, Section
 
 
@@ -26,7 +26,9 @@ class HttpSettings(Section):
     internal_secret: Secret = None
     """Secret of the internal routes between replicas."""
     cors_origins: Names = ()
-    """Comma-separated origins that browsers may call from; empty allows none."""
+    """Comma-separated origins of web pages that may call the server (CORS), such as https://chat.example.com; * allows
+    all, empty none.
+    """
     docs: bool = True
     """Serve /docs and /openapi.json."""
     keep_alive_seconds: int = Field(75, ge=1)
@@ -34,11 +36,19 @@ class HttpSettings(Section):
     sse_ping_seconds: float = Field(15.0, ge=0)
     """Seconds of silence in a stream before a keep-alive comment; 0 sends none."""
     shutdown_grace_seconds: float = Field(30.0, ge=0)
-    """Seconds that running requests may continue after SIGTERM."""
+    """Seconds that running requests may continue after SIGTERM, SIGINT or SIGHUP."""
 
     # Limits
     max_body_mb: float = Field(64.0, gt=0)
     """Maximum size of a request body in MiB."""
+    max_text_mb: float = Field(MAX_TEXT_BYTES / (1 << 20), gt=0)
+    """Maximum size of the JSON in a request body in MiB, the data URLs of images not counted. Parsing it blocks the
+    server: 4 MiB take about 30 ms.
+    """
+    max_body_values: int = Field(MAX_BODY_VALUES, ge=1)
+    """Maximum number of JSON values in a request body; a field of an object counts 4, an object itself 20. Parsing them
+    blocks the server: 262144 take about 30 ms.
+    """
     body_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a client may take to send its headers, and again to send its body."""
     send_timeout_seconds: float = Field(60.0, gt=0)
@@ -56,7 +66,9 @@ class HttpSettings(Section):
     max_n: int = Field(Limits.max_n, ge=1)
     """Maximum number of choices in one request: prompts multiplied by n."""
     max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
-    """Maximum number of messages in a chat."""
+    """Maximum number of messages in a chat. MAX_BODY_VALUES bounds them, too."""
+    max_tokenize_tokens: int = Field(Limits.max_tokenize_tokens, ge=0)
+    """Maximum number of tokens that /tokenize returns and /detokenize takes; 0 takes four times the context length."""
     max_stop: int = Field(Limits.max_stop, ge=0)
     """Maximum number of stop strings."""
     max_logit_bias: int = Field(Limits.max_logit_bias, ge=0)

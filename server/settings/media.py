@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from multimodal.media.limits import MediaLimits
+from multimodal.media.limits import MAX_REQUEST_PIXELS, MediaLimits
 from server.settings.types import Names, PathOrNone, Section, Urls
 
 
@@ -19,10 +19,12 @@ class MediaSettings(Section):
     """Maximum size of an image file in MiB."""
     max_image_pixels: int = Field(MediaLimits.max_image_pixels, ge=1)
     """Maximum size of an image in pixels: width times height, of all its frames."""
+    max_request_pixels: int = Field(MAX_REQUEST_PIXELS, ge=1)
+    """Maximum size of all images of a chat in pixels; at least one image of MAX_IMAGE_PIXELS is always taken."""
     media_timeout_seconds: float = Field(MediaLimits.timeout_seconds, gt=0)
-    """Seconds that fetching an image may take."""
+    """Seconds that fetching an image may take; one that comes at less than 4 KiB a second is given up after 5."""
     media_concurrency: int = Field(MediaLimits.concurrency, ge=1, le=1024)
-    """Maximum number of images that are fetched at the same time."""
+    """Maximum number of images that are fetched at the same time; of one request, and from one host, a quarter."""
     media_allowed_hosts: Names = MediaLimits.allowed_hosts
     """Comma-separated hosts to fetch images from; empty allows all public hosts."""
     media_allow_private: bool = MediaLimits.allow_private

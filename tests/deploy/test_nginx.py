@@ -244,6 +244,38 @@ async def test_bodies_are_limited_and_not_held_back(tmp_path: Path) -> None:
 
 
 @needs_nginx
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"garbage\r\n\r\n", 400, None),
+        (b"GET /x HTTP/1.1\r\n\r\n", 400, None),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, None),
+        (b"GET /%00 HTTP/1.1\r\nHost: x\r\n\r\n", 400, None),
+        (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", 400, None),
+        (b"TRACE /x HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "headers_too_large"),
+        (b"GET /x HTTP/1.1\r\nHost: x\r\na: " + b"x" * 20_000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n", 501, None),
+        (b"GET /x HTTP/2.0\r\nHost: x\r\n\r\n", 505, None),
+    ],
+)
+async def test_what_nginx_refuses_gets_the_envelope(tmp_path: Path, sent: bytes, status: int, code: str | None) -> None:
+    """Also behind a request that is answered."""
+    async with behind_nginx(tmp_path) as (_, port):
+        for before in (b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"):
+            async with client(port) as http:
+                http.writer.write(before + sent)
+                for expected in (200, status) if before else (status,):
+                    found, headers = await http.head()
+                    assert (found, headers["content-type"]) == (expected, "application/json")
+                    body = json.loads(await http.reader.readexactly(int(headers["content-length"])))
+                error = body["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+                assert error["code"] == code
+
+
+@needs_nginx
 async def test_a_server_that_is_away_is_worth_another_try(tmp_path: Path) -> None:
     async with nginx_before(f"127.0.0.1:{free_port()}", tmp_path) as port, client(port) as http:
         status, headers = await http.request("GET /v1/models")

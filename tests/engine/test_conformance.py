@@ -225,7 +225,7 @@ async def test_a_slow_consumer_gets_merged_deltas(engine: Engine) -> None:
     deltas = [await anext(stream)]
     await idle(engine, before)
     deltas += [delta async for delta in stream]
-    assert len(deltas) <= 3
+    assert len(deltas) <= 4  # the first, two parts of at most 64 merged ones, and one that came late
     assert len(tokens_of(deltas)) == 100
     assert [entry[0].token_id for delta in deltas for entry in delta.logprobs] == tokens_of(deltas)
 

@@ -129,10 +129,33 @@ def test_a_long_list_of_wrong_values_is_one_error() -> None:
 
 async def test_a_body_of_millions_of_values_is_refused() -> None:
     async with application() as (client, _):
-        for body in ('{"prompt": [' + "[]," * 700_000 + "[]]}", '{"prompt": "' + "," * 1_400_000 + '"}'):
+        for body, reason in (
+            ('{"prompt": [' + "[]," * 700_000 + "[]]}", "values"),
+            ('{"prompt": "' + "," * 1_400_000 + '"}', "characters"),  # text, whatever it consists of
+            ('{"prompt": "' + '\\"[],' * 200_000 + '"}', "characters"),
+            ('{"prompt": "' + '\\"[],' * 200_000, "JSON"),
+            ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', "values"),
+            ('{"prompt": "' + "x" * 4_200_000 + '"}', "bytes"),
+        ):
             response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
             assert response.status_code == 400
-            assert "values" in response.json()["error"]["message"]
+            assert reason in response.json()["error"]["message"]
+
+
+async def test_tokens_of_tokenize_and_detokenize_are_limited() -> None:
+    """By numbers that the error names. A text that cannot fit is refused before it is tokenised."""
+    async with application(max_tokenize_tokens=100) as (client, _):
+        for path, body, found in (
+            ("/tokenize", {"prompt": "x" * 101}, "tokenises 100 tokens at most; the text has more"),
+            ("/tokenize", {"prompt": "x" * 50_000}, "tokenises 100 tokens at most; the text has 50000 characters"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 50_000}]}, "tokenises 100 tokens at most"),
+            ("/detokenize", {"tokens": [7] * 101}, "100 entries at most; it has 101"),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400 and found in response.json()["error"]["message"]
+        ids = (await client.post("/tokenize", json={"prompt": "x" * 100})).json()["tokens"]
+        assert len(ids) == 100
+        assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "x" * 100}
 
 
 def guide(**fields: Any) -> Guide | None:

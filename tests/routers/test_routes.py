@@ -266,19 +266,48 @@ async def test_no_cors_by_default() -> None:
 
 
 @pytest.mark.parametrize("origins", ["https://good", "*"])
-async def test_cors_is_never_with_credentials(origins: str) -> None:
+async def test_cors_preflight(origins: str) -> None:
+    """It takes no key, allows the headers of OpenAI's client, and never credentials."""
     async with application(wait=False, cors_origins=origins, api_keys=KEYS) as (client, _):
         preflight = {
             "origin": "https://good",
             "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization",
+            "access-control-request-headers": "authorization,content-type,x-stainless-lang",
         }
         response = await client.options("/v1/chat/completions", headers=preflight)
         assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] in ("https://good", "*")
+        assert response.headers["access-control-allow-origin"] == ("*" if origins == "*" else "https://good")
+        assert response.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
+        assert "POST" in response.headers["access-control-allow-methods"]
         assert "access-control-allow-credentials" not in response.headers
-        other = await client.get("/health/live", headers={"origin": "https://evil"})
-        assert other.headers.get("access-control-allow-origin") == ("*" if origins == "*" else None)
+        response = await client.options("/v1/chat/completions", headers={**preflight, "origin": "https://evil"})
+        assert (response.status_code == 200) == (origins == "*")
+        assert response.headers.get("access-control-allow-origin") == ("*" if origins == "*" else None)
+
+
+@pytest.mark.parametrize("origins", ["https://good", "*"])
+async def test_cors_of_answers(origins: str) -> None:
+    """A page reads whole answers, streams and errors, with the headers that it may act on."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    key = {"authorization": "Bearer first-key"}
+    async with application(cors_origins=origins, api_keys=KEYS) as (client, _):
+        for origin in ("https://good", "https://evil"):
+            for status, body, headers in (
+                (200, chat, key),
+                (200, {**chat, "stream": True}, key),
+                (400, {}, key),
+                (401, chat, {}),
+            ):
+                response = await client.post("/v1/chat/completions", json=body, headers={**headers, "origin": origin})
+                assert response.status_code == status
+                allowed = response.headers.get("access-control-allow-origin")
+                if origins == "*":
+                    assert allowed == "*"
+                else:
+                    assert allowed == (origin if origin == origins else None)
+                    assert "origin" in response.headers["vary"].lower()
+                assert "retry-after" in response.headers["access-control-expose-headers"]
+                assert "access-control-allow-credentials" not in response.headers
 
 
 async def test_root_path_of_a_proxy() -> None:

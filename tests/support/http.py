@@ -8,15 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import uvicorn
 
+from routers.state import ReplicaState
 from server.app import create_app
+from server.process.serving import listen, url_of, uvicorn_config
 from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,13 +44,45 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
             yield client, dict(state)
 
 
+class ServerThread:
+    """A ready server on the fake engine, in a thread of this process, for tests that need its connections alone."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._server = uvicorn.Server(uvicorn_config(Settings(engine="fake", engine_process=False, **settings)))
+        self._listener = listen("127.0.0.1", 0)
+        self.url = url_of(self._listener)
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+
+    @property
+    def replica(self) -> ReplicaState:
+        replica: ReplicaState = self._server.lifespan.state["replica"]
+        return replica
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        while not (self._server.started and self.replica.ready):
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+
 class ServerProcess:
     """`python -m server` with its log; `url` once it is ready."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, preexec_fn: Callable[[], None] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *flags]
         variables = {**os.environ, **(environment or {})}
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=preexec_fn
+        )
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
@@ -91,15 +126,23 @@ class ServerProcess:
         return next(child for child in self.children() if module in child.cmdline())
 
     def metric(self, name: str) -> float:
-        """Sum of the samples of a metric."""
-        page = httpx.get(f"{self.url}/metrics").text
-        return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
+        return metric(self.url, name)
 
     def wait_metric(self, name: str, value: float, timeout: float = 20) -> None:
-        deadline = time.monotonic() + timeout
-        while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.05)
+        wait_metric(self.url, name, value, timeout)
+
+
+def metric(url: str, name: str) -> float:
+    """Sum of the samples of a metric."""
+    page = httpx.get(f"{url}/metrics").text
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
+
+
+def wait_metric(url: str, name: str, value: float, timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while (now := metric(url, name)) != value:
+        assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ NARROWED = {
     "max_completion_tokens": {"maximum": 32},
     "min_tokens": {"maximum": 4},  # at most max_tokens
     "n": {"maximum": 8},
-    "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,2})$"}, "maxProperties": 9},  # below 512, below
+    "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]?|[1-4][0-9]{2})$"}, "maxProperties": 9},  # below 512
 }
 """What a schema cannot say since it depends on other fields, or what would take long."""
 _json_values = st.recursive(

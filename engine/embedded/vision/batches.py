@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 
 import torch
 from PIL import Image
@@ -22,6 +23,8 @@ from engine.media import EncodedMedia, MediaInput
 from engine.transfer.shared_bytes import readable
 
 _THREADS = min(16, max(4, compute_threads() // 2))
+_LARGE_THREADS = min(16, max(1, compute_threads() // 2))
+"""Threads for large images, each of which keeps a core busy for seconds."""
 _GPU_IMAGES = 8
 """Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
@@ -40,8 +43,9 @@ class BatchEncoder:
         assert facts.image_tokens is not None
         self.processing = ImageProcessing(config, facts)
         self.tower = Tower(config)
-        self._at_once = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
-        self._pool = ThreadPoolExecutor(_THREADS)
+        self.together = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
+        self._pools = [ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_LARGE_THREADS)]
+        self._computing = Lock()
         self.info = EncoderInfo(
             fingerprint=self.tower.fingerprint(self.processing.description),
             placeholder=self.processing.placeholder,
@@ -55,17 +59,17 @@ class BatchEncoder:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[MediaInput]) -> Iterator[Prepared | EngineError]:
-        """Begin the work before the tower, in other threads. Callable from any thread."""
-        return self._pool.map(self._prepare, images)
+    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | EngineError]:
+        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread."""
+        return self._pools[lane].map(self._prepare, images)
 
     def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
-        """Yield the outcome of each image, with its index, as soon as it is known.
+        """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
         Raises torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
-        while some := list(islice(prepared, self._at_once)):
+        while some := list(islice(prepared, self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
@@ -82,7 +86,8 @@ class BatchEncoder:
 
     def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
         try:
-            data = self.tower.encode([*images.values()])
+            with self._computing:
+                data = self.tower.encode([*images.values()])
         except EngineError as error:
             return [(index, error) for index in images]
         except torch.AcceleratorError:

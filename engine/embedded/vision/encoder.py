@@ -1,28 +1,32 @@
 """The embedded engine's encoder: a vision tower in a process of its own, which neither HTTP nor the engine waits for.
 
-This side keeps the queue and moves bytes. The process has at most two small batches at a time: one to compute, and the
-next. Cancelled images that have not been sent are skipped.
+This side keeps the queue and moves bytes. Requests take turns, image by image, however many images each has. Large
+images are in a lane of their own, so that small ones pass them while they are decoded. Of each lane the process has at
+most two batches at a time: one to compute, and the next. Cancelled images that have not been sent are skipped.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.config import EncoderConfig
-from engine.embedded.vision.messages import Options
+from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.kit.tasks import cancel
+from engine.kit.work import current_request
 from engine.media import EncodedMedia, MediaInput
 from engine.process.supervisor import End, Supervisor
 
 _BATCHES = 2
-_BATCH_IMAGES = 8
 _BATCH_BYTES = 32 << 20
+_BATCH_PIXELS = 1 << 25
+_LARGE_BYTES = 1 << 20
+"""As LARGE_PIXELS, for images of which nobody has counted the pixels."""
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +34,66 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Job:
     image: MediaInput
+    request: Hashable
     done: asyncio.Future[EncodedMedia]
-    alone: bool = False
-    """Send in a batch of its own: it was in a batch that ended the process or took too long, and may be the cause."""
+
+    @property
+    def lane(self) -> int:
+        pixels = self.image.pixels
+        return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
+
+
+class _ImageLane:
+    """Images that wait, by request in the order of their turns, and the batches that the process has."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Hashable, deque[_Job]] = {}
+        self.sent: deque[dict[int, _Job]] = deque()
+        self.timer: asyncio.TimerHandle | None = None
+        self.hung = False
+
+    def add(self, job: _Job) -> None:
+        self.waiting.setdefault(job.request, deque()).append(job)
+
+    def put_back(self, jobs: Sequence[_Job]) -> None:
+        """Put images that were in a batch in front of all others."""
+        waiting, self.waiting = self.waiting, {}
+        for job in [*jobs, *(job for entries in waiting.values() for job in entries)]:
+            self.add(job)
+
+    def next_batch(self, most: int) -> list[_Job]:
+        """Take up to `most` images, in turns, without those that nobody waits for any more."""
+        batch: list[_Job] = []
+        size = pixels = 0
+        while self.waiting and len(batch) < most:
+            request, entries = next(iter(self.waiting.items()))
+            job = entries[0]
+            if not job.done.done():
+                size += len(job.image.data)
+                pixels += job.image.pixels
+                if batch and (size > _BATCH_BYTES or pixels > _BATCH_PIXELS):
+                    break
+                batch.append(job)
+            entries.popleft()
+            del self.waiting[request]
+            if entries:
+                self.waiting[request] = entries
+        return batch
+
+    def unfinished(self) -> list[list[_Job]]:
+        """Forget the batches that the process had; return the images of each that still have waiters."""
+        batches = [[job for job in batch.values() if not job.done.done()] for batch in self.sent]
+        self.sent.clear()
+        return batches
 
 
 class EmbeddedEncoder:
     """An `Encoder` whose process is restarted when it dies, after pauses that grow from 0.5 to 30 seconds.
 
-    A process that is busy but silent for `timeout_seconds` is killed. The images of its batch are then retried one by
-    one; others are not affected. An image that takes too long by itself raises EngineFailure, one that has ended the
-    process twice raises EngineDied. If the process does not start again, all do.
+    A process that is busy with a lane but silent about it for `timeout_seconds` is killed. The images of the batch are
+    then retried one by one, with nothing else beside them; others lose nothing but time. An image that takes too long
+    by itself raises EngineFailure, one that has ended the process twice raises EngineDied. If the process does not
+    start again, all do.
     """
 
     def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
@@ -50,11 +103,12 @@ class EmbeddedEncoder:
         self._process: EncoderProcess | None = None
         self._serving = False
         self._supervision: asyncio.Task[None] | None = None
-        self._waiting: deque[_Job] = deque()
-        self._sent: deque[dict[int, _Job]] = deque()
+        self._lanes = [_ImageLane() for _ in range(LANES)]
+        self._suspects: deque[_Job] = deque()
+        """Images of batches that ended the process or took too long, one of which may be the cause."""
+        self._suspect: _Job | None = None
+        """The one that is tried again now."""
         self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._hung = False
 
     @property
     def info(self) -> EncoderInfo:
@@ -79,8 +133,10 @@ class EmbeddedEncoder:
         if not self.healthy:
             raise EngineNotReady("the encoder is starting, restarting or closing")
         loop = asyncio.get_running_loop()
-        jobs = [_Job(image, loop.create_future()) for image in media]
-        self._waiting.extend(jobs)
+        request = current_request()
+        jobs = [_Job(image, request, loop.create_future()) for image in media]
+        for job in jobs:
+            self._lanes[job.lane].add(job)
         self._wake.set()
         try:
             return await asyncio.gather(*(job.done for job in jobs))
@@ -105,7 +161,6 @@ class EmbeddedEncoder:
             await Supervisor(self._live).run()
         finally:
             self._serving = False
-            self._disarm()
             self._fail_all(EngineNotReady("the encoder is closing"))
             if self._process is not None:
                 await self._process.stop()
@@ -143,19 +198,35 @@ class EmbeddedEncoder:
     async def _send(self, process: EncoderProcess) -> None:
         while True:
             self._wake.clear()
-            while len(self._sent) < _BATCHES and (batch := self._next_batch()):
-                self._sent.append(dict(enumerate(batch)))
-                if len(self._sent) == 1:
-                    self._arm(process)
-                if not await process.send([job.image for job in batch]):
+            for index, batch in self._batches(process):
+                lane = self._lanes[index]
+                lane.sent.append(dict(enumerate(batch)))
+                if len(lane.sent) == 1:
+                    self._arm(lane, process)
+                if not await process.send(index, [job.image for job in batch]):
                     return
             await self._wake.wait()
 
+    def _batches(self, process: EncoderProcess) -> Iterator[tuple[int, list[_Job]]]:
+        """Yield what the process is to have now: a suspect alone, or batches of the lanes."""
+        while self._suspects and self._suspects[0].done.done():
+            self._suspects.popleft()
+        if self._suspects or self._suspect is not None:
+            if not any(lane.sent for lane in self._lanes):
+                self._suspect = self._suspects.popleft()
+                yield self._suspect.lane, [self._suspect]
+            return
+        for index, lane in enumerate(self._lanes):
+            while len(lane.sent) < _BATCHES and (batch := lane.next_batch(max(2, process.together))):
+                yield index, batch
+
     async def _receive(self, process: EncoderProcess) -> None:
-        while (outcomes := await process.receive()) is not None:
-            batch = self._sent[0]
-            for index, outcome in outcomes.items():
-                done = batch.pop(index).done
+        while (received := await process.receive()) is not None:
+            index, outcomes = received
+            lane = self._lanes[index]
+            batch = lane.sent[0]
+            for place, outcome in outcomes.items():
+                done = batch.pop(place).done
                 if done.done():
                     continue
                 if isinstance(outcome, EngineError):
@@ -163,58 +234,56 @@ class EmbeddedEncoder:
                 else:
                     done.set_result(outcome)
             if not batch:
-                self._sent.popleft()
-            self._arm(process)
+                lane.sent.popleft()
+                self._suspect = None
+            self._arm(lane, process)
             self._wake.set()
 
-    def _next_batch(self) -> list[_Job]:
-        """Return the images that have waited longest, without those that nobody waits for any more."""
-        batch: list[_Job] = []
-        size = 0
-        while self._waiting and len(batch) < _BATCH_IMAGES:
-            job = self._waiting[0]
-            if not job.done.done():
-                size += len(job.image.data)
-                if batch and (size > _BATCH_BYTES or job.alone or batch[0].alone):
-                    break
-                batch.append(job)
-            self._waiting.popleft()
-        return batch
+    def _arm(self, lane: _ImageLane, process: EncoderProcess) -> None:
+        """Restart the timeout for the lane's next answer, if one is due."""
+        self._disarm(lane)
+        if lane.sent:
+            lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, lane, process)
 
-    def _arm(self, process: EncoderProcess) -> None:
-        """Restart the timeout for the next answer, if one is due."""
-        self._disarm()
-        if self._sent:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, process)
+    def _disarm(self, lane: _ImageLane) -> None:
+        if lane.timer is not None:
+            lane.timer.cancel()
+            lane.timer = None
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _kill(self, process: EncoderProcess) -> None:
-        self._hung = True
+    def _kill(self, lane: _ImageLane, process: EncoderProcess) -> None:
+        lane.hung = True
         process.kill()
 
     def _recover(self, reason: str) -> None:
-        """Queue the images of the lost process again, except one that made it hang or ended it twice."""
-        self._disarm()
-        hung, self._hung = self._hung, False
-        first, *others = [[job for job in batch.values() if not job.done.done()] for batch in self._sent] or [[]]
-        self._sent.clear()
-        if len(first) == 1 and hung:
-            first.pop().done.set_exception(
-                EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds")
-            )
-        elif len(first) == 1 and first[0].alone:
-            first.pop().done.set_exception(EngineDied(f"{reason} whenever it had the image"))
-        for job in first:
-            job.alone = True
-        self._waiting.extendleft(reversed([*first, *(job for batch in others for job in batch)]))
+        """Queue the images of the lost process again, except one that made it hang or ended it twice.
+
+        Suspect are the first batch of a lane that hung or, if none did, the first of each.
+        """
+        hung = any(lane.hung for lane in self._lanes)
+        suspect, self._suspect = self._suspect, None
+        for lane in self._lanes:
+            self._disarm(lane)
+            first, *others = lane.unfinished() or [[]]
+            if hung and not lane.hung:
+                others, first = [first, *others], []
+            if len(first) == 1 and hung:
+                first.pop().done.set_exception(
+                    EngineFailure(f"encoding the image took longer than {self._timeout:g} seconds")
+                )
+            elif first == [suspect]:
+                first.pop().done.set_exception(EngineDied(f"{reason} whenever it had the image"))
+            lane.hung = False
+            self._suspects.extend(first)
+            lane.put_back([job for batch in others for job in batch])
 
     def _fail_all(self, error: EngineError) -> None:
-        for job in [*(job for batch in self._sent for job in batch.values()), *self._waiting]:
+        jobs = [*self._suspects]
+        for lane in self._lanes:
+            self._disarm(lane)
+            jobs += [job for batch in (*lane.unfinished(), *lane.waiting.values()) for job in batch]
+            lane.waiting.clear()
+        self._suspects.clear()
+        self._suspect = None
+        for job in jobs:
             if not job.done.done():
                 job.done.set_exception(error)
-        self._sent.clear()
-        self._waiting.clear()

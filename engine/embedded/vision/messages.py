@@ -11,6 +11,10 @@ from engine.encoder import EncoderInfo
 from engine.media import EncodedMedia, MediaInput
 from engine.process.wire import Failed
 
+LANES = 2
+LARGE_PIXELS = 1 << 20
+"""Images with more are in the lane of large ones: decoding so many takes about 15 ms."""
+
 
 class Options(msgspec.Struct, frozen=True):
     """The first message to the process, answered by EncoderReady or Failed."""
@@ -20,8 +24,12 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Files to encode. Answers name each of them once, before any of the next batch. The files follow, in order."""
+    """Files to encode. Answers name each of them once, before any of the next batch of the same lane. The files follow,
+    in order.
+    """
 
+    lane: int
+    """Lanes do not wait for each other, except for the tower, one call at a time: 0 is for small images."""
     media: list[MediaInput]
     sizes: list[int]
     """Bytes of each file."""
@@ -29,11 +37,14 @@ class Batch(msgspec.Struct, frozen=True):
 
 class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: EncoderInfo
+    together: int
+    """Images that the tower computes together."""
 
 
 class Answer(msgspec.Struct, frozen=True):
     """Outcomes for files of a batch, by their indices in it. Embeddings follow in order, then the descriptors."""
 
+    lane: int
     encoded: dict[int, EncodedMedia]
     """Without embeddings."""
     sizes: list[int]

@@ -35,6 +35,8 @@ class EncoderProcess:
 
     def __init__(self, process: Process, channel: socket.socket) -> None:
         self.process = process
+        self.together = 1
+        """Images that the tower computes together."""
         self._channel = channel
 
     @classmethod
@@ -68,19 +70,19 @@ class EncoderProcess:
             await self.stop()
             raise
 
-    async def send(self, media: Sequence[MediaInput]) -> bool:
+    async def send(self, lane: int, media: Sequence[MediaInput]) -> bool:
         """Send files, whose results `receive` will return; return False if the process has gone."""
         try:
             bare, files = detach_media(media)
-            await self._write(packed(Batch(bare, [*map(len, files)])))
+            await self._write(packed(Batch(lane, bare, [*map(len, files)])))
             for file in files:
                 await self._write(file)
         except ConnectionError:
             return False
         return True
 
-    async def receive(self) -> dict[int, EncodedMedia | EngineError] | None:
-        """Return outcomes of the oldest unfinished batch, by index; None if the process has gone."""
+    async def receive(self) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
+        """Return a lane and outcomes of its oldest unfinished batch, by index; None if the process has gone."""
         try:
             answer = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer)
             sizes = zip(answer.encoded, answer.sizes, strict=True)
@@ -92,7 +94,8 @@ class EncoderProcess:
         except (EOFError, ConnectionError):
             return None
         failed = {index: wire.error_of(error) for index, error in answer.failed.items()}
-        return failed | {index: _with_data(media, data.get(index)) for index, media in answer.encoded.items()}
+        encoded = {index: _with_data(media, data.get(index)) for index, media in answer.encoded.items()}
+        return answer.lane, failed | encoded
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -119,6 +122,7 @@ class EncoderProcess:
             raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
         if isinstance(reply, wire.Failed):
             raise wire.error_of(reply)
+        self.together = reply.together
         return reply.info
 
     async def _write(self, data: bytes) -> None:

@@ -6,7 +6,7 @@ Each image is processed by itself, so that its embeddings do not depend on the r
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
+from engine.embedded.vision.messages import LARGE_PIXELS
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
 from engine.media import MediaInput
@@ -72,7 +73,7 @@ class ImageProcessing:
         except Exception as error:  # of many kinds, a bare one for a tokenizer.json that is none
             raise EngineFailure(f"the image processor of {config.model} cannot be loaded: {error}") from error
         self._arguments = facts.vision.processor_arguments
-        self._room = PixelRoom(config.max_image_pixels)
+        self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits
         self.placeholder: str = self.processor.image_token
         """Text that the chat template writes for an image, and of an image token."""
         self.description = json.dumps(
@@ -82,7 +83,8 @@ class ImageProcessing:
 
     def prepare(self, image: MediaInput) -> Prepared:
         """Decode and process a file. Raises InvalidRequest."""
-        with self._room.take(pixels(image)):
+        count = pixels(image)
+        with self._room.take(count) if count > LARGE_PIXELS else nullcontext():
             picture = decode(image, self._max_pixels)
             try:
                 inputs = self._image_processor([picture], return_tensors="pt", **self._arguments)

@@ -2,8 +2,8 @@
 processor and vision tower.
 
 Standard input is a socket to the parent, in both directions (`messages.py`). The process ends when the parent closes
-it, even in the middle of a batch. SIGTERM and SIGINT are ignored: a service manager sends them to the parent too, which
-still drains.
+it, even in the middle of a batch. SIGTERM, SIGINT and SIGHUP are ignored: a service manager sends them to the parent
+too, which still drains.
 """
 
 import logging
@@ -13,13 +13,15 @@ import signal
 import socket
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, attach_media
 from engine.process import wire
@@ -38,52 +40,69 @@ log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Read in this thread and compute in another, so that the end of the socket ends the process at once, and the next
-    batch is prepared while one is computed.
+    """Read in this thread and compute in others, one for each lane, so that the end of the socket ends the process at
+    once, and the next batch is prepared while one is computed.
     """
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     os.dup2(2, 1)
     channel = socket.socket(fileno=0)
     try:
         options = msgspec.msgpack.decode(_receive_message(channel), type=Options)
         loaded: Future[BatchEncoder] = Future()
-        batches: Batches = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(options, channel, loaded, batches), daemon=True).start()
+        lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
+        threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
         while True:
             batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
             media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
-            batches.put(loaded.result().prepare(media))
+            lanes[batch.lane].put(loaded.result().prepare(media, batch.lane))
     except (EOFError, ConnectionError):
         os._exit(0)
 
 
-def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", batches: "Batches") -> None:
+def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", lanes: "list[Batches]") -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about oddities in users' files
-    try:
+    sending = threading.Lock()
+
+    def load() -> None:
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
         encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
-        channel.sendall(packed(EncoderReady(encoder.info)))
+        channel.sendall(packed(EncoderReady(encoder.info, encoder.together)))
+
+    def encode(lane: int) -> None:
         while True:
-            for outcomes in encoder.embed(batches.get()):
-                _send(channel, dict(outcomes))
+            for outcomes in loaded.result().embed(lanes[lane].get()):
+                with sending:
+                    _send(channel, lane, dict(outcomes))
+
+    _until_failure(channel, load)
+    for lane in range(1, LANES):
+        threading.Thread(target=_until_failure, args=(channel, partial(encode, lane)), daemon=True).start()
+    _until_failure(channel, partial(encode, 0))
+
+
+def _until_failure(channel: socket.socket, work: Callable[[], None]) -> None:
+    """Do the work of a thread, without which the process is useless."""
+    try:
+        work()
+        return
     except EngineFailure as error:
         channel.sendall(packed(wire.failed(0, error)))
     except ConnectionError:
         pass  # the parent has gone
     except BaseException:
         log.exception("the encoder process has failed")
-    finally:
-        os._exit(1)  # without this thread the process is useless
+    os._exit(1)
 
 
-def _send(channel: socket.socket, outcomes: "dict[int, EncodedMedia | EngineError]") -> None:
+def _send(channel: socket.socket, lane: int, outcomes: "dict[int, EncodedMedia | EngineError]") -> None:
     encoded = {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, EncodedMedia)}
     shared = {index: media.data.fd for index, media in encoded.items() if isinstance(media.data, SharedBytes)}
     answer = Answer(
+        lane=lane,
         encoded={index: replace(media, data=b"") for index, media in encoded.items()},
         sizes=[len(media.data) for media in encoded.values()],
         shared=[*shared],

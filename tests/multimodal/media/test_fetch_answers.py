@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from multimodal.errors import InvalidMedia, MediaError, MediaTimeout, UnsupportedMedia
+from multimodal.media import fetch
 from server.http.errors import render
 from tests.support.media import PUBLIC, image_file, moved, ok, png, status, world
 
@@ -129,3 +130,15 @@ async def test_formats_are_answered_with_415() -> None:
             await w.loader.load("http://images.test/")
         answer = render(caught.value)
         assert answer.status == 415 and b'"invalid_image_format"' in answer.body
+
+
+async def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much time there is for one that comes at a fair pace."""
+    monkeypatch.setattr(fetch, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(fetch, "MIN_RATE", 1 << 30)
+    async with world(timeout_seconds=60) as w:
+        w.server.answers["/a.png"] = _slow_body
+        async with asyncio.timeout(20):
+            with pytest.raises(MediaTimeout, match="bytes a second"):
+                await w.loader.load("http://images.test/a.png")
+        await w.server.broken_off.wait()

@@ -16,6 +16,7 @@ from engine.fake.engine import FakeEngine
 from multimodal.errors import DeadlineExceeded, RequestError
 from multimodal.media import prompts as media_prompts
 from multimodal.media.cache import EmbeddingCache
+from multimodal.media.limits import MAX_REQUEST_PIXELS
 from multimodal.media.prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
@@ -33,7 +34,9 @@ PNG, OTHER = image_file(), image_file(size=(32, 32))
 
 
 @asynccontextmanager
-async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[Processor, OddServer]]:
+async def processor(
+    encoder: FakeEncoder, max_pixels: int = MAX_REQUEST_PIXELS, **limits: Any
+) -> AsyncIterator[tuple[Processor, OddServer]]:
     """A processor with images, and the one server of all that it fetches."""
     tokenizer, engine = byte_tokenizer(), FakeEngine(FakeConfig())
     assert tokenizer.chat_template is not None
@@ -42,7 +45,8 @@ async def processor(encoder: FakeEncoder, **limits: Any) -> AsyncIterator[tuple[
     await engine.start()
     await encoder.start()
     async with world() as w:
-        images = EncodedPrompts(encoder, w.loader, EmbeddingCache(1 << 20, HIDDEN_SIZE), tokenizer, control, 32)
+        cache = EmbeddingCache(1 << 20, HIDDEN_SIZE)
+        images = EncodedPrompts(encoder, w.loader, cache, tokenizer, control, 32, max_pixels)
         prompts = Prompts(tokenizer, template, images)
         yield (
             Processor(engine, prompts, Limits(**limits), "fake", GenerationMetrics(CollectorRegistry(), "fake")),
@@ -118,3 +122,19 @@ async def test_nothing_is_fetched_for_a_request_with_too_many_choices() -> None:
         assert not server.requests
         await prepare(prepared, chat("http://images.test/", n=4))
         assert server.requests == {"/": 1}
+
+
+async def test_the_pixels_of_a_request_are_limited_and_one_image_is_always_taken() -> None:
+    encoder = FakeEncoder()
+    async with processor(encoder, max_pixels=64 * 48 + 32 * 32 - 1) as (made, server):
+        server.answers |= {"/a.png": ok(PNG), "/b.png": ok(OTHER)}
+        one, other = "http://images.test/a.png", data_url(OTHER)
+        with pytest.raises(
+            RequestError, match="4096 pixels or more; those of a request may have 4095 in all"
+        ) as caught:
+            await prepare(made, chat(one, other))
+        assert caught.value.code == "too_many_pixels"
+        await prepare(made, chat(one))
+    async with processor(FakeEncoder(), max_pixels=1) as (made, server):
+        server.answers["/a.png"] = ok(PNG)
+        await prepare(made, chat(one))

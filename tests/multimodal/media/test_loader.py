@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineNotReady
+from engine.kit.tasks import all_of
+from engine.kit.work import begin_request
 from engine.media import MediaInput
 from multimodal.errors import InvalidMedia, MediaError
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
-from tests.support.media import data_url, image_file, ok, png, status, world
+from tests.support.media import PUBLIC, data_url, image_file, ok, png, status, world
+from tests.support.waiting import until
 
 PNG = image_file()
 URL = "http://images.test/a.png"
@@ -114,9 +117,10 @@ async def test_failures_reach_all_who_wait_each_by_its_own_name_and_are_not_kept
 
 async def test_no_more_than_the_limit_are_loaded_at_once() -> None:
     async with world(concurrency=2) as w:
+        w.names |= {f"{n}.test": [PUBLIC] for n in range(4)}
         gates = [Gate(ok(PNG)) for _ in range(4)]
         w.server.answers |= {f"/{n}": gate for n, gate in enumerate(gates)}
-        loads = [asyncio.create_task(w.loader.load(f"http://images.test/{n}")) for n in range(4)]
+        loads = [asyncio.create_task(w.loader.load(f"http://{n}.test/{n}")) for n in range(4)]
         await gates[1].asked.wait()
         await asyncio.sleep(0.05)
         assert [gate.asked.is_set() for gate in gates] == [True, True, False, False]
@@ -143,7 +147,7 @@ async def test_pixels_are_limited_whatever_the_way() -> None:
     async with world(max_image_pixels=64 * 48) as w:
         w.server.answers |= {"/a.png": ok(PNG), "/bomb.png": ok(png(64, 49))}
         for url in (URL, data_url(PNG)):
-            assert await w.loader.load(url) == MediaInput(PNG)
+            assert await w.loader.load(url) == MediaInput(PNG, pixels=64 * 48)
         for url in ("http://images.test/bomb.png", data_url(png(64, 49))):
             with pytest.raises(InvalidMedia, match="64 x 49 pixels"):
                 await w.loader.load(url)
@@ -200,3 +204,32 @@ async def test_the_event_loop_goes_on_while_many_large_images_are_loaded(file_se
         if tails[-1] < 0.02:
             break
     assert min(tails) < 0.02, tails
+
+
+async def test_one_host_and_one_request_take_a_quarter_of_the_places() -> None:
+    async with world(concurrency=8) as w:
+        w.names |= {f"{n}.test": [PUBLIC] for n in range(8)}
+        gates = {f"/{place}{n}": Gate(ok(PNG)) for place in ("host", "request") for n in range(4)}
+        w.server.answers |= {**gates, "/a.png": ok(PNG)}
+
+        async def load_all(urls: list[str]) -> None:
+            begin_request()
+            await all_of(w.loader.load(url) for url in urls)
+
+        async def one_each() -> None:
+            await all_of(load_all([f"http://images.test/host{n}"]) for n in range(4))
+
+        slow = [asyncio.create_task(one_each())]
+        slow.append(asyncio.create_task(load_all([f"http://{n}.test/request{n}" for n in range(4)])))
+        await until(lambda: sum(gate.asked.is_set() for gate in gates.values()) == 4)
+        async with asyncio.timeout(10):
+            await w.loader.load("http://other.test/a.png")
+        assert [name for name, gate in gates.items() if gate.asked.is_set()] == [
+            "/host0",
+            "/host1",
+            "/request0",
+            "/request1",
+        ]
+        for gate in gates.values():
+            gate.open.set()
+        await asyncio.gather(*slow)

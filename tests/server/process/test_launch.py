@@ -77,8 +77,9 @@ def test_dead_child_is_replaced(server: ServerProcess) -> None:
     assert server.wait() == 0
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("everyone", [False, True])
-def test_drain_and_no_child_left(server: ServerProcess, everyone: bool) -> None:
+def test_drain_and_no_child_left(server: ServerProcess, everyone: bool, signum: signal.Signals) -> None:
     children = server.children()
     assert len(children) == 3
     with httpx.stream(
@@ -89,7 +90,7 @@ def test_drain_and_no_child_left(server: ServerProcess, everyone: bool) -> None:
         lines = answer.iter_lines()
         next(lines)
         for process in (server.process, *(children if everyone else [])):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signum)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.wait() == 0
     assert not [child for child in children if child.is_running()]

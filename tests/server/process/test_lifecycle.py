@@ -1,10 +1,15 @@
 """How a server starts, drains and ends."""
 
 import asyncio
+import fcntl
 import json
+import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,20 +20,20 @@ import psutil
 import pytest
 
 from multimodal.text.tokenizer import byte_tokenizer
-from tests.support.http import CHAT, ServerProcess, serving
+from tests.support.http import CHAT, READY, ROOT, ServerProcess, serving, wait_metric
 from tests.support.waiting import slowness
 
 LONG = {**CHAT, "ignore_eos": True, "stream": True}
 SLOW = ("--fake-token-delay-ms", "50")
 
 
-def stream_all(server: ServerProcess, count: int) -> list[threading.Thread]:
+def stream_all(url: str, count: int) -> list[threading.Thread]:
     """Begin `count` streams; their last events are in `last` of the threads once they have ended."""
     body = {**LONG, "max_tokens": int(40 * slowness())}  # two seconds or more
-    threads = [StreamThread(server.url, body) for _ in range(count)]
+    threads = [StreamThread(url, body) for _ in range(count)]
     for thread in threads:
         thread.start()
-    server.wait_metric("trtllm_num_requests_running", count)
+    wait_metric(url, "trtllm_num_requests_running", count)
     return list(threads)
 
 
@@ -47,11 +52,11 @@ class StreamThread(threading.Thread):
 
 
 @pytest.mark.parametrize("process", ["true", "false"])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals) -> None:
     with serving(*SLOW, "--engine-process", process) as server:
         children = server.children()
-        threads = stream_all(server, 20)
+        threads = stream_all(server.url, 20)
         server.process.send_signal(signum)
         _wait_for_status(f"{server.url}/health/ready", 503)
         for path in ("/health/ready", "/health", "/v1/models"):
@@ -72,11 +77,12 @@ def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals
 
 
 def test_signal_to_every_process_lets_running_streams_finish() -> None:
-    """As systemd and supervisors do by default."""
+    """As systemd and supervisors do by default; SIGHUP too, where SendSIGHUP is set."""
     with serving(*SLOW) as server:
-        threads = stream_all(server, 5)
+        threads = stream_all(server.url, 5)
         for process in (server.process, *server.children()):
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)
         for thread in threads:
             thread.join()
             assert isinstance(thread, StreamThread)
@@ -84,10 +90,59 @@ def test_signal_to_every_process_lets_running_streams_finish() -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_closed_terminal_lets_running_streams_finish(processes: str) -> None:
+    """The terminal is gone for the log, too, and the signal comes twice: from the kernel and from the shell."""
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes]
+    server = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    try:
+        shown = ""
+        while shown.count("ready: ") < int(processes):
+            shown += os.read(ours, 65536).decode()
+        match = READY.search(shown)
+        assert match is not None
+        children = psutil.Process(server.pid).children(recursive=True)
+        threads = stream_all(match[1], 4)
+        os.close(ours)
+        server.send_signal(signal.SIGHUP)
+        for thread in threads:
+            thread.join()
+            assert isinstance(thread, StreamThread)
+            assert thread.last[1] == "[DONE]"
+        assert server.wait(20) == 0
+        assert not psutil.wait_procs(children, timeout=5)[1]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_nohup_is_respected() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    server = ServerProcess(preexec_fn=ignore)
+    try:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
+    finally:
+        server.process.terminate()
+        assert server.wait() == 0
+
+
 def test_new_requests_do_not_hold_up_the_drain() -> None:
     """Clients that try again and again get 503 and nothing else; the server ends all the same."""
     with serving(*SLOW) as server:
-        threads = stream_all(server, 3)
+        threads = stream_all(server.url, 3)
         server.process.send_signal(signal.SIGTERM)
         _wait_for_status(f"{server.url}/health/ready", 503)
 
@@ -108,7 +163,7 @@ def test_new_requests_do_not_hold_up_the_drain() -> None:
 
 def test_end_of_the_grace_period_is_an_error_event() -> None:
     with serving(*SLOW, "--shutdown-grace-seconds", "0.5") as server:
-        threads = stream_all(server, 5)
+        threads = stream_all(server.url, 5)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         for thread in threads:
@@ -153,7 +208,7 @@ def test_client_that_does_not_read_cannot_stop_the_end() -> None:
 
 def test_second_signal_ends_at_once() -> None:
     with serving(*SLOW) as server:
-        threads = stream_all(server, 3)
+        threads = stream_all(server.url, 3)
         server.process.send_signal(signal.SIGINT)
         _wait_for_status(f"{server.url}/health/ready", 503)
         server.process.send_signal(signal.SIGINT)
@@ -169,6 +224,11 @@ def test_killed_server_leaves_no_engine(tmp_path: Path) -> None:
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
+    left = set(tmp_path.iterdir())
+    assert left
+    with serving(environment={"TMPDIR": str(tmp_path)}):
+        assert not left & set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_port_answers_before_the_model_is_there(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.encoder import Encoder
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.kit.work import begin_request
 from engine.media import EncodedMedia, MediaInput
 from tests.support.vision_models import build_llava, image_bytes
 from tests.support.waiting import slowness
@@ -216,3 +217,31 @@ async def test_the_process_ends_with_its_parent(folder: Path) -> None:
     parent.kill()
     await parent.communicate()
     child.wait(10)
+
+
+async def test_small_images_pass_large_ones_and_requests_take_turns(encoder: EmbeddedEncoder) -> None:
+    """A request with many images, large ones and small ones, does not delay one small image of another."""
+    await until_healthy(encoder)
+    done: list[str] = []
+
+    async def encode(name: str, image: MediaInput) -> None:
+        await encoder.encode([image])
+        done.append(name)
+
+    async def flood() -> None:
+        begin_request()
+        large = [MediaInput(image_bytes(2000, 2000, seed), pixels=4_000_000) for seed in range(12)]
+        small = [MediaInput(image_bytes(600, 600, seed), pixels=360_000) for seed in range(40)]
+        async with asyncio.TaskGroup() as group:
+            for name, images in (("large", large), ("small", small)):
+                for image in images:
+                    group.create_task(encode(name, image))
+
+    flooding = asyncio.create_task(flood())
+    while not done:  # noqa: ASYNC110 - it says so nowhere else
+        await asyncio.sleep(0.001)
+    before = len(done)
+    await encode("other", MediaInput(image_bytes(), pixels=1))
+    passed = done[before:]
+    await flooding
+    assert passed.count("large") <= 6 and passed.count("small") <= 10, passed

@@ -102,7 +102,7 @@ def test_the_expanded_prompt_is_the_processors_own(
 def test_embeddings_are_those_of_the_whole_model(
     folder: Path, encoder: BatchEncoder, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder, "_at_once", at_once)
+    monkeypatch.setattr(encoder, "together", at_once)
     inputs = reference_processor(encoder, monkeypatch)(
         images=[image(*size, seed) for seed, size in enumerate(SIZES)],
         text=[encoder.info.placeholder * len(SIZES)],

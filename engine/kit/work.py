@@ -1,0 +1,173 @@
+"""Work off the event loop: a few threads, whose turns go around the requests.
+
+Three rules keep one request from delaying the others. Requests take turns, however many jobs each of them has; a
+request has few jobs running at a time; and running jobs take up a limited number of bytes, for which others wait. A job
+whose waiter is cancelled before its turn never starts. A running job cannot be stopped: long work is cut into several.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar, copy_context
+from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+MAX_BYTES = 512 << 20
+"""Memory that the running jobs of a lane may take. A job that takes more runs when no other of them does."""
+_CORES = len(os.sched_getaffinity(0))
+
+_request: ContextVar[object] = ContextVar("request", default=None)
+
+
+def begin_request() -> None:
+    """Have the jobs of this task, and of tasks that it creates from now on, belong to one request."""
+    _request.set(object())
+
+
+def current_request() -> Hashable:
+    """Return what the jobs of this task belong to: its request, or else the task itself."""
+    return _request.get() or asyncio.current_task()
+
+
+class Turn(NamedTuple):
+    """A place that a request has."""
+
+    request: Hashable
+    size: int
+    """Bytes."""
+
+
+class Turns:
+    """A few places, given to requests in turns. Use it on one event loop.
+
+    A request has at most `per_request` places at a time.
+    """
+
+    def __init__(self, places: int, per_request: int, max_bytes: int = MAX_BYTES) -> None:
+        self._free = places
+        self._per_request = per_request
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._taken: dict[Hashable, int] = {}
+        self._waiting: dict[Hashable, deque[tuple[asyncio.Future[None], int]]] = {}
+        """By request, in the order of their turns."""
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def take(self, size: int = 0, request: Hashable = None) -> Turn:
+        """Wait for a place, which the caller has to `give` back; for this task's own request if none is given."""
+        place = Turn(request or current_request(), size)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(place.request, deque()).append((turn, size))
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give(place)
+            else:
+                self._next()  # others may have waited behind it
+            raise
+        return place
+
+    def give(self, place: Turn) -> None:
+        """Take a place back."""
+        self._free += 1
+        self._bytes -= place.size
+        self._taken[place.request] -= 1
+        if not self._taken[place.request]:
+            del self._taken[place.request]
+        self._next()
+
+    @asynccontextmanager
+    async def place(self, size: int = 0, request: Hashable = None) -> AsyncIterator[None]:
+        """Have a place during the block."""
+        place = await self.take(size, request)
+        try:
+            yield
+        finally:
+            self.give(place)
+
+    def _next(self) -> None:
+        """Give free places to the requests whose turn it is. A request that gets one goes to the end of the line."""
+        given = True
+        while given:
+            given = False
+            short = False
+            for request, entries in [*self._waiting.items()]:
+                while entries and entries[0][0].cancelled():
+                    entries.popleft()
+                if not entries:
+                    del self._waiting[request]
+                    continue
+                turn, size = entries[0]
+                short = short or bool(size and self._bytes and self._bytes + size > self._max_bytes)
+                if not self._free or self._taken.get(request, 0) >= self._per_request or (short and size):
+                    continue
+                entries.popleft()
+                del self._waiting[request]
+                if entries:
+                    self._waiting[request] = entries
+                self._free -= 1
+                self._bytes += size
+                self._taken[request] = self._taken.get(request, 0) + 1
+                turn.set_result(None)
+                given = True
+
+
+class Lane:
+    """Threads for one kind of job. Of one request, `per_request` jobs run at a time."""
+
+    def __init__(self, name: str, threads: int, per_request: int = 1, max_bytes: int = MAX_BYTES) -> None:
+        self.name = name
+        self._limits = (threads, per_request, max_bytes)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"work-{name}")
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for their turn."""
+        return sum(turns.waiting for turns in self._turns.values())
+
+    async def run(self, job: Callable[[], T], size: int = 0) -> T:
+        """Return the result of a job, which takes about `size` bytes of memory. Raises what it raises."""
+        loop = asyncio.get_running_loop()
+        turns = self._turns.get(loop)
+        if turns is None:
+            turns = self._turns[loop] = Turns(*self._limits)
+        place = await turns.take(size)
+
+        def ended(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(turns.give, place)
+
+        running = self._threads.submit(copy_context().run, job)
+        running.add_done_callback(ended)
+        return await asyncio.wrap_future(running)
+
+
+PYTHON = Lane("python", 1)
+"""Jobs that hold the GIL. One thread: with several, the event loop would wait for each in turn."""
+NATIVE = Lane("native", max(1, _CORES // 2))
+"""Jobs that release the GIL and take up to about 50 ms, such as a slice of a longer one."""
+WHOLE = Lane("whole", max(1, _CORES // 4))
+"""Jobs that release the GIL and take longer, but cannot be cut."""
+NAMES = Lane("names", 32, per_request=4)
+"""Look-ups of names, which wait for the network."""
+FILES = Lane("files", 8, per_request=4)
+"""Reading of files, which waits for a disk."""
+LANES = (PYTHON, NATIVE, WHOLE, NAMES, FILES)
+INLINE_LENGTH = 2000
+"""Characters, ids or the like up to which a Python job is done on the event loop: a turn would take longer."""
+
+
+async def off_loop(length: int, job: Callable[[], T]) -> T:
+    """Return the result of a Python job on something of this length: a short one is done here, others in turns."""
+    return job() if length <= INLINE_LENGTH else await PYTHON.run(job)
