@@ -6,6 +6,7 @@ Its KV-cache events and statistics are polled, and its health is checked.
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -32,6 +33,8 @@ from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
+BLOCKED_SECONDS = 10.0
+"""Time the event loop may take to notice that the executor has died, before the process is ended."""
 
 log = logging.getLogger(__name__)
 
@@ -334,11 +337,24 @@ class TrtllmEngine:
         )
 
     def _watch(self, llm: Any) -> None:
-        """Check the engine's health, in a thread, so that this works even if the event loop is blocked."""
+        """Check the engine's health, in a thread, so that this works even if the event loop is blocked.
+
+        It may be for good: after a background error 1.2.1 shuts the executor down in the calling thread, and waits
+        there for every worker without a limit. Then only the end of the process leads to another one.
+        """
+        noticed = threading.Event()
+
+        def die() -> None:
+            noticed.set()
+            self._die(EngineDied("the engine has shut itself down"))
+
         while not self._stop_watching.wait(HEALTH_SECONDS):
             if not library.is_alive(llm):
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self._die, EngineDied("the engine has shut itself down"))
+                    self._loop.call_soon_threadsafe(die)
+                    if not noticed.wait(BLOCKED_SECONDS) and not self._stop_watching.is_set():
+                        log.critical("the engine has shut itself down, and blocks the event loop: ending the process")
+                        os._exit(1)
                 return
 
     def _die(self, failure: EngineDied, cause: BaseException | None = None) -> None:

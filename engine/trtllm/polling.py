@@ -110,12 +110,12 @@ class Poller(Generic[T]):
                 self._put(item)
 
 
-def kv_event_poller(llm: Any, put: Callable[[KvEvent], None]) -> Poller:
+def kv_event_poller(llm: Any, put: Callable[[KvEvent], None]) -> Poller[KvEvent]:
     """Pass every event to `put` until stopped."""
     return Poller("KV-cache events", llm.get_kv_cache_events, kv_event, put, EVENT_PAUSES)
 
 
-def stats_poller(llm: Any, publish: Callable[[IterationStats], None]) -> Poller:
+def stats_poller(llm: Any, publish: Callable[[IterationStats], None]) -> Poller[IterationStats]:
     """Publish the statistics of every step until stopped."""
     return Poller("statistics", llm.get_stats, iteration_stats, publish, STATS_PAUSES)
 

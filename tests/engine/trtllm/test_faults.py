@@ -217,7 +217,7 @@ async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
 
     class Llm:
         def get_stats(self, timeout: float) -> Any:
-            poll = next(polls, [])
+            poll: Any = next(polls, [])
             if isinstance(poll, Exception):
                 raise poll
             return poll
@@ -378,6 +378,31 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
     finally:
         process.kill()
         process.communicate()
+
+
+BLOCKED = """
+import asyncio, sys, time
+from engine.config import TrtllmConfig
+from engine.trtllm import engine, library
+
+async def main():
+    running = engine.TrtllmEngine(TrtllmConfig(model=sys.argv[1]))
+    await running.start()
+    library.is_alive = lambda llm: False
+    time.sleep(60)
+
+engine.HEALTH_SECONDS, engine.BLOCKED_SECONDS = 0.05, 0.2
+asyncio.run(main())
+"""
+
+
+def test_an_executor_that_blocks_the_event_loop_while_it_shuts_down_ends_the_process(folder: Path) -> None:
+    """Nothing else could: the death waits for the loop, and whoever restarts the process waits for its end."""
+    environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(folder)], env=environment, capture_output=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1 and b"ending the process" in ended.stderr
 
 
 async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engin
             faults().request_error, faults().request_error_after = "this one", responses
             with pytest.raises(kind, match="this one"):
                 await tokens(engine, request(request_id=str(responses)))
+            await until(lambda: engine._probe is not None and engine._probe.done())  # or it would meet the next fault
         assert engine.healthy and (await anext(other)).token_ids
         found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
         with pytest.raises(EngineDied, match="CUDA error"):
