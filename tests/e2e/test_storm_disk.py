@@ -69,7 +69,7 @@ async def storm(port: int, rng: random.Random, fill: Path | None) -> None:
 
     async def ask() -> None:
         while time.monotonic() < end:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 assert await right(client)
                 assert (await client.post("/tokenize", json={"model": "fake", "prompt": TEXT})).status_code == 200
                 assert (await client.get(f"/v1/models/none-{rng.random()}")).status_code == 404
