@@ -68,8 +68,8 @@ async def encoded(
     if len(text) <= INLINE_CHARACTERS:
         return encode(text, add_special_tokens)
     pieces = [text]
-    if (cuts := _cuts(tokenizer)) is not None:
-        pieces = list(_pieces(text, cuts.at))
+    if (cuts := cuts_of(tokenizer)) is not None:
+        pieces = list(pieces_of(text, cuts.at))
     if len(pieces) == 1:
         return await _piece(encode, text, add_special_tokens)
     assert cuts is not None
@@ -103,7 +103,7 @@ async def _piece(encode: Encode, text: str, add_special_tokens: bool = False) ->
     return await lane.run(lambda: encode(text, add_special_tokens), _BYTES_PER_CHARACTER * len(text))
 
 
-def _pieces(text: str, cut: re.Pattern[str]) -> Iterator[str]:
+def pieces_of(text: str, cut: re.Pattern[str]) -> Iterator[str]:
     start = 0
     while len(text) - start > SLICE_CHARACTERS and (match := cut.search(text, start + SLICE_CHARACTERS)):
         yield text[start : match.start()]
@@ -120,7 +120,7 @@ class _Cuts:
 
 
 @lru_cache(maxsize=8)
-def _cuts(tokenizer: Tokenizer) -> _Cuts | None:
+def cuts_of(tokenizer: Tokenizer) -> _Cuts | None:
     """Return None for a tokenizer whose texts cannot be cut."""
     backend = tokenizer.backend
     if not isinstance(backend.model, models.BPE) or backend.model.dropout:

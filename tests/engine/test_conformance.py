@@ -220,10 +220,11 @@ async def test_many_requests_at_once_do_not_mix(engine: Engine) -> None:
 
 
 async def test_a_slow_consumer_gets_merged_deltas(engine: Engine) -> None:
-    before = await idle(engine)
     stream = engine.generate(request_for(prompt_of(20), max_tokens=100, logprobs=1))
+    over = asyncio.Event()
+    stream.when_done(over.set)
     deltas = [await anext(stream)]
-    await idle(engine, before)
+    await over.wait()
     deltas += [delta async for delta in stream]
     assert len(deltas) <= 4  # the first, two parts of at most 64 merged ones, and one that came late
     assert len(tokens_of(deltas)) == 100

@@ -95,11 +95,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 async def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    cuts = slices._cuts(tokenizer)
+    cuts = slices.cuts_of(tokenizer)
     assert cuts is not None
     cut = 0
     for text in texts(sum(map(ord, name))):
-        cut += len(list(slices._pieces(text, cuts.at))) - 1
+        cut += len(list(slices.pieces_of(text, cuts.at))) - 1
         for special in (False, True):
             whole = tokenizer.encode(text, special)
             assert await encoded(tokenizer, text, special) == whole, text
@@ -116,15 +116,15 @@ async def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     ],
 )
 def test_tokenizers_that_may_join_over_a_space_are_not_cut(expression: str) -> None:
-    assert slices._cuts(byte_level([expression])) is None
+    assert slices.cuts_of(byte_level([expression])) is None
 
 
 def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
-    assert slices._cuts(byte_tokenizer()) is not None
+    assert slices.cuts_of(byte_tokenizer()) is not None
     for normalizer in (normalizers.Prepend("▁"), normalizers.Strip(), normalizers.Replace(Regex("a b"), "c")):
         tokenizer = byte_tokenizer()
         tokenizer.backend.normalizer = normalizer
-        assert slices._cuts(tokenizer) is None
+        assert slices.cuts_of(tokenizer) is None
     for token in (
         AddedToken("of space", special=True),
         AddedToken("x", rstrip=True),
@@ -132,7 +132,7 @@ def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
     ):
         tokenizer = byte_tokenizer()
         tokenizer.backend.add_tokens([token])
-        assert slices._cuts(tokenizer) is None
+        assert slices.cuts_of(tokenizer) is None
 
 
 async def test_the_work_ends_with_its_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
