@@ -220,7 +220,7 @@ class GenerationFields(Wire):
 
     # Refused by name when they are set (`routers/fields.py`).
     best_of: Any = None
-    """Not supported, unless it is the same as `n`."""
+    """Not supported, unless it is the same as `n`, which only 1 is here."""
     structural_tag: Any = None
     """Not supported."""
     use_beam_search: Any = None
