@@ -85,7 +85,10 @@ def attacks(context: int, slow: str, images: bool = True) -> dict[str, tuple[str
         "token ids": ("/v1/completions", [{"prompt": [7] * (VALUES - 100), "truncate_prompt_tokens": 8}]),
         "parts": (CHATS, [chat([part] * (VALUES // 24), top_k=-9)]),
         "messages": (CHATS, [{"messages": [message] * 4096, "max_tokens": 1}]),
-        "messages of parts": (CHATS, [{"messages": [{"role": "user", "content": [part, part]}] * 4096, "max_tokens": 1}]),
+        "messages of parts": (
+            CHATS,
+            [{"messages": [{"role": "user", "content": [part, part]}] * 4096, "max_tokens": 1}],
+        ),
         "fields": (CHATS, [chat("x", metadata={str(n): "" for n in range(VALUES // 4 - 100)}, top_k=-9)]),
         "unknown fields": (CHATS, [chat("x", top_k=-9, **{str(n): "" for n in range(VALUES // 4 - 100)})]),
         "schema": (

@@ -181,9 +181,9 @@ def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
     elif kind in values:
         field, value = values[kind]
         if value is None:
-            raise RequestError(f"'response_format.{field}' is missing.", name)
+            raise RequestError(f"'{name}.{field}' is missing.", f"{name}.{field}")
         yield AskedGuide(name, cast(GuideKind, kind), value)
     elif kind != "text":
         raise RequestError(
-            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice.", name
+            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice.", f"{name}.type"
         )

@@ -139,8 +139,7 @@ class Prompts:
         context = info.context_length
         if (length := _length(text, ask)) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
             raise ContextOverflow(
-                f"This model's context is {context} tokens; "
-                f"the prompt's {length} characters are always more.",
+                f"This model's context is {context} tokens; the prompt's {length} characters are always more.",
                 ask.spelled("prompt"),
             )
 

@@ -184,7 +184,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _head_size(self) -> int:
         """Return the bytes of the head that was parsed last, without optional white space."""
-        line = len(self.parser.get_method()) + len(self.url) + len(" " " HTTP/1.1\r\n")
+        line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
         return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + len("\r\n")
 
     def _head_without_upgrade(self) -> bytes:
