@@ -107,7 +107,8 @@ class Sampling:
         context = self.info.context_length
         asked = ask.max_tokens
         if asked is not None:
-            _within(ask.spelled("max_tokens") or "", asked, 0 if ask.echo else 1, MAX_TOKENS)
+            # More than the context is refused below.
+            _within(ask.spelled("max_tokens") or "", min(asked, context), 0 if ask.echo else 1, context)
         room = context - prompt
         least = 1 if asked is None else asked
         if room < least:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, GenerationFields, Int32, LongUrl, Usage, Wire
+from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Int64, LongUrl, Usage, Wire
 
 
 class ImageUrl(Wire):
@@ -75,7 +75,7 @@ class ChatCompletionRequest(GenerationFields):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The chat so far. Example: [{"role": "user", "content": "Hello"}]"""
-    max_completion_tokens: Int32 | None = None
+    max_completion_tokens: Int64 | None = None
     """OpenAI's new name of `max_tokens`, which it overrides. Default: all that fit the context. Example: 64"""
     logprobs: bool | None = None
     """Return the log-probabilities of the output's tokens. Example: false"""

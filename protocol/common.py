@@ -107,7 +107,7 @@ class GenerationFields(Wire):
 
     model: str | None = None
     """Name of the served model, as GET /v1/models has it."""
-    max_tokens: Int32 | None = None
+    max_tokens: Int64 | None = None
     """Maximum number of tokens to generate for each choice; prompt and output together must fit the model's context.
     Default: 16 for completions, all that fit for chats. Example: 64"""
     temperature: Finite | None = None
@@ -220,7 +220,7 @@ class GenerationFields(Wire):
 
     # Refused by name when they are set (`routers/fields.py`).
     best_of: Any = None
-    """Not supported, unless it is the same as `n`."""
+    """Not supported, unless it is the same as `n`, of which this schema has 1."""
     structural_tag: Any = None
     """Not supported."""
     use_beam_search: Any = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 _DRAIN_SECONDS = 0.5
 _DRAIN_BYTES = 64 << 20
-_LARGE = 1 << 20
+_MIB = 1 << 20
+_LARGE = _MIB
 """Bytes from which a body is joined in a thread, which releases the GIL."""
 INLINE_BYTES = 1 << 16
 """Bytes up to which a body is parsed and converted on the event loop, which takes at most about 20 ms."""
@@ -31,7 +33,7 @@ _LONG = 1 << 12
 _MAX_LOOKS = 1 << 10
 """Strings that are checked for a data URL; further ones are parsed with the rest."""
 _KEY_BYTES = 64
-_WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 21}
+_WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
 """What the marks of entries, fields and objects count, by how long these take to parse: an entry is a token id, say."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A text, with its end if it has one: else every quote after an open one would be searched from to the end."""
@@ -147,11 +149,14 @@ class CutUrls:
 async def parsed(
     model: type[M], raw: bytes, max_text_bytes: int = MAX_TEXT_BYTES, max_values: int = MAX_BODY_VALUES
 ) -> M:
-    """Parse a body as a `model`. Raises RequestValidationError."""
+    """Parse a body as a `model`. Raises RequestValidationError, or HTTPException 413."""
     urls = CutUrls()
     kept = await _without_images(raw, urls)
     if (size := sum(map(len, kept))) > max_text_bytes:
-        raise _one_error("too_large", f"The body has {size} bytes besides its images; it may have {max_text_bytes}")
+        found = math.ceil(10 * size / _MIB) / 10
+        raise HTTPException(
+            413, f"The body has {found:g} MiB of text; at most {max_text_bytes / _MIB:g} MiB are allowed (MAX_TEXT_MB)."
+        )
     short = b"".join(kept)
 
     def work() -> M:
@@ -207,10 +212,7 @@ def _refuse_many_values(raw: bytes, most: int) -> None:
     else:
         count += _values(raw[end:])
     if count > most:
-        raise _one_error(
-            "too_many",
-            f"The body has more than {most} JSON values, of which a field of an object counts 4 and an object 20",
-        )
+        raise HTTPException(413, f"The body is too complex: it has more than {most} JSON values (MAX_BODY_VALUES).")
 
 
 def _values(raw: bytes) -> int:

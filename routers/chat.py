@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from multimodal.answers.shapes import ChatShape
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 from multimodal.request import Ask
 from multimodal.text.messages import Conversation, MediaRef
 from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
@@ -13,6 +13,7 @@ from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
 
+_TEXT_PARTS = ("text", "input_text", "refusal")
 REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
 """Fields, and types, of content parts that are not supported."""
 
@@ -36,7 +37,7 @@ def conversation(
 ) -> Conversation:
     """Return the conversation of a body. Raises RequestError."""
     return Conversation(
-        messages=[to_template(message) for message in messages],
+        messages=[to_template(message, place) for place, message in enumerate(messages)],
         media=list(_media_refs(messages)),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -45,19 +46,19 @@ def conversation(
     )
 
 
-def to_template(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates expect it (`Conversation`). Raises RequestError."""
+def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
+    """Return the message at `place` as templates expect it (`Conversation`). Raises RequestError."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise _unsupported(f"This server does not support {name!r} in a message.")
-    shown: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    found: dict[str, Any] = {"role": message.role, "content": _content(message, f"messages.{place}.content")}
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
-    shown |= {name: value for name, value in given.items() if value is not None}
+    found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls is not None:
-        shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        shown |= {"reasoning_content": reasoning, "thinking": reasoning}
-    return shown
+        found |= {"reasoning_content": reasoning, "thinking": reasoning}
+    return found
 
 
 def _media_refs(messages: Sequence[ChatMessage]) -> Iterator[MediaRef]:
@@ -70,13 +71,16 @@ def _media_refs(messages: Sequence[ChatMessage]) -> Iterator[MediaRef]:
                 yield MediaRef(url, detail or "auto", param)
 
 
-def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
+def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
         if message.role != "assistant":
             raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
         return message.refusal or ""
+    for index, part in enumerate(message.content):
+        if part.type not in (*_TEXT_PARTS, "image_url"):
+            raise _wrong_type(part.type, f"{param}.{index}.type")
     if not any(part.type == "image_url" for part in message.content):
         return "\n".join(map(_text, message.content))
     return [
@@ -85,10 +89,6 @@ def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
 
 
 def _text(part: ContentPart) -> str:
-    if part.type in REFUSED_PARTS:
-        raise _unsupported(f"This server does not support content parts of type {part.type!r}.")
-    if part.type not in ("text", "input_text", "refusal"):
-        raise _unsupported("A message has a content part of an unknown type.")
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise RequestError("A text part of a message has no text.", "messages")
@@ -102,8 +102,14 @@ def _image(part: ContentPart) -> dict[str, Any]:
     return {"type": "image"}
 
 
-def _unsupported(message: str) -> RequestError:
-    return RequestError(message, "messages", "unsupported_content")
+def _wrong_type(given: str, param: str) -> RequestError:
+    if given in REFUSED_PARTS:
+        return _unsupported(f"This server does not support content parts of type {given!r}.", param)
+    return _unsupported(f"'{param}' must be {', '.join(_TEXT_PARTS)} or image_url, not '{shown(given)}'.", param)
+
+
+def _unsupported(message: str, param: str = "messages") -> RequestError:
+    return RequestError(message, param, "unsupported_content")
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

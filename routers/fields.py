@@ -15,7 +15,7 @@ from protocol.common import GenerationFields, ResponseFormat, Wire
 log = logging.getLogger(__name__)
 
 _REFUSED: dict[str, tuple[object, ...]] = {
-    "best_of": (),
+    "best_of": (1,),
     "structural_tag": (),
     "use_beam_search": (False,),
     "prompt_embeds": (),
@@ -86,7 +86,9 @@ class FieldCheck:
         self.check_model(body.model)
         for name, harmless in refused(type(body)).items():
             value = getattr(body, name)
-            if value is not None and value not in harmless and not (name == "best_of" and value == (body.n or 1)):
+            if name == "best_of":
+                harmless = (body.n or 1,)
+            if value is not None and value not in harmless:
                 raise _unsupported(name)
         if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
             raise _unsupported("structured_outputs.structural_tag")
@@ -168,7 +170,7 @@ def _guides(body: GenerationFields) -> Iterator[AskedGuide]:
 def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
     name = "response_format"
     kind = "grammar" if form.type == "ebnf" else form.type
-    values = {"regex": form.regex, "grammar": form.grammar, "choice": form.choices}
+    values = {"regex": ("regex", form.regex), "grammar": ("grammar", form.grammar), "choice": ("choices", form.choices)}
     if kind == "json_object" and form.schema_ is None:
         yield AskedGuide(name, "json_object", None)
     elif kind in ("json_object", "json_schema"):
@@ -176,11 +178,12 @@ def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
         if schema is None:
             raise RequestError("'response_format.json_schema.schema' is missing.", name)
         yield AskedGuide(name, "json_schema", schema)
-    elif (value := values.get(kind)) is not None:
+    elif kind in values:
+        field, value = values[kind]
+        if value is None:
+            raise RequestError(f"'{name}.{field}' is missing.", f"{name}.{field}")
         yield AskedGuide(name, cast(GuideKind, kind), value)
     elif kind != "text":
         raise RequestError(
-            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice, "
-            "each with what it names.",
-            name,
+            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice.", f"{name}.type"
         )

@@ -1,6 +1,8 @@
 """GET /v1/models: the one model that this replica serves."""
 
-from fastapi import APIRouter
+from http import HTTPStatus
+
+from fastapi import APIRouter, HTTPException
 
 from multimodal.errors import ModelNotFound
 from protocol.models import Model, ModelList
@@ -16,6 +18,8 @@ async def list_models(state: StateDep, service: ChatServiceDep) -> ModelList:
 
 @router.get("/{model_id:path}", summary="One model")
 async def get_model(model_id: str, state: StateDep, service: ChatServiceDep) -> Model:
+    if not model_id:
+        raise HTTPException(HTTPStatus.NOT_FOUND)  # no model's name: `server/http/routes.py` says which route was meant
     if model_id != (served := state["replica"].model_name):
         raise ModelNotFound(model_id, served)
     return _model(state, service)

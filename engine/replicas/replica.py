@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from typing import ClassVar
 
 from engine.errors import EngineError, EngineFailure
@@ -123,5 +124,7 @@ class Replica:
 
 
 def in_full(error: EngineError) -> str:
-    """The error with its cause, for the log."""
-    return f"{error} ({error.__cause__!r})" if error.__cause__ is not None else str(error)
+    """Return the error of one replica with its cause, for a line of the log that begins with the replica's name."""
+    text = re.sub("^one ", "it ", str(error))
+    cause = error.__cause__
+    return text if cause is None or str(cause) in text else f"{text} ({cause!r})"

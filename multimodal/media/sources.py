@@ -30,10 +30,12 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     if match["type"].lower() not in _TYPES:
         raise UnsupportedMedia("A data URL's type is none of image/png, image/jpeg, image/webp and image/gif.")
     length = len(url) - match.end()
+    if not length:
+        raise InvalidMedia("A data URL is empty: nothing follows its comma.")
     if length // 4 * 3 - url.count("=", -2) > max_bytes:
         raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
-    if length % 4 or not length:
-        broken = length and not _LETTERS.fullmatch(url, match.end())
+    if length % 4:
+        broken = not _LETTERS.fullmatch(url, match.end())
         raise InvalidMedia(_NO_BASE64 if broken else "A data URL's base64 is cut off.")
     chunks: list[bytes] = []
     for start in range(match.end(), len(url), _CHUNK):

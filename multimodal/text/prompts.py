@@ -78,10 +78,10 @@ class Prompts:
 
         async def tokenise(text: str) -> list[int]:
             if (length := _length(text, ask)) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
-                raise _too_long(f"{length} characters, which are more tokens than that at any rate", most, ask)
+                raise _too_long(f"its {length} characters are always more", most, ask)
             ids = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=self._encode_of(ask), most=most)
             if len(ids) > most:
-                raise _too_long("more", most, ask)
+                raise _too_long("it has more", most, ask)
             return ids
 
         if not isinstance(ask.prompt, Conversation):
@@ -139,8 +139,7 @@ class Prompts:
         context = info.context_length
         if (length := _length(text, ask)) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
             raise ContextOverflow(
-                f"This model's context is {context} tokens; "
-                f"the prompt's {length} characters are more than that at any rate.",
+                f"This model's context is {context} tokens; the prompt's {length} characters are always more.",
                 ask.spelled("prompt"),
             )
 
@@ -167,4 +166,5 @@ def _last(ids: list[int], keep: int | None) -> list[int]:
 
 
 def _too_long(found: str, most: int, ask: Ask) -> RequestError:
-    return RequestError(f"This server tokenises {most} tokens at most; the text has {found}.", ask.spelled("prompt"))
+    message = f"The text is too long to tokenise: {found} than {most} tokens (MAX_TOKENIZE_TOKENS)."
+    return RequestError(message, ask.spelled("prompt"))

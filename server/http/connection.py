@@ -16,9 +16,7 @@ from server.http.errors import render
 
 MAX_HEAD_BYTES = 64 << 10
 _PIECE = 4 << 10
-"""Bytes that are parsed at once. The piece in which a head begins is not counted, so that a head may have that much
-more.
-"""
+"""Bytes that are parsed at once. While a head is incomplete, the piece in which it begins is not counted."""
 _LINGER_SECONDS = 5.0
 """Seconds that a client may take to read a refusal and to close."""
 _FIRST_PROBE, _LONGEST_PROBE = 0.01, 1.0
@@ -103,6 +101,8 @@ class HttpConnection(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise HTTPException(400, f"A request must have one Host header; this one has {hosts}.")
+        if self._head_size() > MAX_HEAD_BYTES:
+            raise _head_too_large()
         super().on_headers_complete()
         self._in_body = True
 
@@ -177,10 +177,15 @@ class HttpConnection(HttpToolsProtocol):
                 cause = error.__context__
                 self._refuse(cause if isinstance(cause, HTTPException) else HTTPException(400, _MALFORMED))
             if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HTTPException(431, f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes."))
+                self._refuse(_head_too_large())
         self._unparsed = bytes(rest) if self._refusal is None else b""
         if self._unparsed:
             self.flow.pause_reading()
+
+    def _head_size(self) -> int:
+        """Return the bytes of the head that was parsed last, without optional white space."""
+        line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
+        return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + len("\r\n")
 
     def _head_without_upgrade(self) -> bytes:
         """Return the head that was parsed last, without its offer of another protocol (Java's client makes one)."""
@@ -255,6 +260,10 @@ class HttpConnection(HttpToolsProtocol):
         if not self._running.response_started:
             self.transport.write(_INTERIM)
         self.loop.call_later(pause, self._probe, min(2 * pause, _LONGEST_PROBE))
+
+
+def _head_too_large() -> HTTPException:
+    return HTTPException(431, f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

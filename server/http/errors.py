@@ -163,7 +163,8 @@ def _describe(error: Exception) -> tuple[str, str | None]:
             return error.detail or HTTPStatus(error.status_code).phrase, None
         case InvalidRequest():
             return str(error), error.param
-    return str(error) or type(error).__name__, None
+    message = str(error) or type(error).__name__
+    return message[0].upper() + message[1:], None
 
 
 def _describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:

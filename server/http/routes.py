@@ -50,10 +50,13 @@ def _unknown(path: str, request: Request) -> str:
     paths = (str(context.path) for context in iter_route_contexts(request.app.routes))
     known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL}
     core = _core(path)
-    if (segment := core.partition("/")[0]) in _LACKING:
-        return f"This server does not support OpenAI's /v1/{segment}."
+    if core.partition("/")[0] in _LACKING:
+        return f"This server does not support OpenAI's /v1/{shown(core)}."
     if core.startswith("chat/completions/"):
         return "This server does not support OpenAI's stored chat completions."
+    if not core:
+        entries = " and ".join(known[name] for name in ("docs", "models") if name in known)
+        return f"There is no route {shown(path)}" + (f"; see {entries}." if entries else ".")
     meant = known.get(core) or next((known[near] for near in get_close_matches(core, known, 1, _SIMILAR)), None)
     return f"There is no route {shown(path)}" + (f"; did you mean {meant}?" if meant else ".")
 

@@ -90,6 +90,7 @@ _CONDITIONS: dict[str, Schema] = {
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),
+    "best_of": {"anyOf": [{"properties": {"best_of": {"const": None}}}, {"properties": {"n": {"enum": [None, 1]}}}]},
 }
 """Fields of a request that need others."""
 

@@ -46,7 +46,7 @@ class HttpSettings(Section):
     server: 4 MiB take about 30 ms.
     """
     max_body_values: int = Field(MAX_BODY_VALUES, ge=1)
-    """Maximum number of JSON values in a request body; a field of an object counts 4, an object itself 20. Parsing them
+    """Maximum number of JSON values in a request body; a field of an object counts 4, an object itself 10. Parsing them
     blocks the server: 262144 take about 30 ms.
     """
     body_timeout_seconds: float = Field(60.0, gt=0)

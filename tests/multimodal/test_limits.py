@@ -25,7 +25,9 @@ from multimodal.sampling import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
+from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
+from routers.body import parsed
 from routers.fields import FieldCheck
 from tests.support.http import application
 from tests.support.requests import ask_of, prepare
@@ -129,26 +131,47 @@ def test_a_long_list_of_wrong_values_is_one_error() -> None:
 
 async def test_a_body_of_millions_of_values_is_refused() -> None:
     async with application() as (client, _):
+        values = "The body is too complex: it has more than 262144 JSON values (MAX_BODY_VALUES)."
         for body, reason in (
-            ('{"prompt": [' + "[]," * 700_000 + "[]]}", "values"),
+            ('{"prompt": [' + "[]," * 700_000 + "[]]}", values),
             ('{"prompt": "' + "," * 1_400_000 + '"}', "characters"),  # text, whatever it consists of
             ('{"prompt": "' + '\\"[],' * 200_000 + '"}', "characters"),
             ('{"prompt": "' + '\\"[],' * 200_000, "JSON"),
-            ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', "values"),
-            ('{"prompt": "' + "x" * 4_200_000 + '"}', "bytes"),
+            ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', values),
+            (
+                '{"prompt": "' + "x" * (4 << 20) + '"}',
+                "The body has 4.1 MiB of text; at most 4 MiB are allowed (MAX_TEXT_MB).",
+            ),
         ):
             response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-            assert response.status_code == 400
-            assert reason in response.json()["error"]["message"]
+            error = response.json()["error"]
+            assert reason in error["message"]
+            large = "MAX_" in reason
+            assert (response.status_code, error["code"] == "request_too_large") == (413 if large else 400, large)
+
+
+async def test_as_many_messages_as_are_allowed_may_have_two_parts_each() -> None:
+    parts = [{"type": "text", "text": "x"}] * 2
+    messages = [{"role": "user", "content": parts}] * Limits.max_messages
+    body = {"model": "fake", "messages": messages, "max_tokens": 1, "temperature": 0.5, "stream": False}
+    assert len((await parsed(ChatCompletionRequest, json.dumps(body).encode())).messages) == Limits.max_messages
 
 
 async def test_tokens_of_tokenize_and_detokenize_are_limited() -> None:
     """By numbers that the error names. A text that cannot fit is refused before it is tokenised."""
     async with application(max_tokenize_tokens=100) as (client, _):
         for path, body, found in (
-            ("/tokenize", {"prompt": "x" * 101}, "tokenises 100 tokens at most; the text has more"),
-            ("/tokenize", {"prompt": "x" * 50_000}, "tokenises 100 tokens at most; the text has 50000 characters"),
-            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 50_000}]}, "tokenises 100 tokens at most"),
+            (
+                "/tokenize",
+                {"prompt": "x" * 101},
+                "too long to tokenise: it has more than 100 tokens (MAX_TOKENIZE_TOKENS).",
+            ),
+            ("/tokenize", {"prompt": "x" * 50_000}, "its 50000 characters are always more than 100 tokens"),
+            (
+                "/tokenize",
+                {"messages": [{"role": "user", "content": "x" * 50_000}]},
+                "characters are always more than 100 tokens",
+            ),
             ("/detokenize", {"tokens": [7] * 101}, "100 entries at most; it has 101"),
         ):
             response = await client.post(path, json=body)
@@ -176,7 +199,7 @@ def test_a_schema_beside_json_object_is_a_schema() -> None:
         ({"regex": "a+", "allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"structural_tag": {"structures": []}}, "structural_tag"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
         ({"guided_json": r'{"const": "\ud800"}'}, "guided_json"),
         ({"guided_choice": ["a"], "regex": "b"}, "regex"),
     ],

@@ -162,7 +162,11 @@ class Subscriber:
                     await asyncio.sleep(0)
             except TimeoutError:
                 self._no_replay_until = time.monotonic() + NO_REPLAY_SECONDS
-                log.info("no replay of KV events at %s", self._replay)
+                log.info(
+                    "no replay of KV events at %s: missed events stay missed; not asked again for %g s",
+                    self._replay,
+                    NO_REPLAY_SECONDS,
+                )
 
 
 def _socket(kind: int) -> zmq.asyncio.Socket:

@@ -146,7 +146,7 @@ async def test_once_started_it_lives_without_replicas_and_says_that_there_are_no
         with pytest.raises(EngineUnavailable):
             await encoder.encode(pages(1))
         assert not encoder.healthy and encoder.info.placeholder == "<image>"
-        with pytest.raises(EngineUnavailable, match=r"no encode replica can take the request: the encoder is closed"):
+        with pytest.raises(EngineUnavailable, match=r"no encode replica can take the request: The encoder is closed"):
             await encoder.encode(pages(1))
 
 

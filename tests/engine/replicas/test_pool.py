@@ -104,6 +104,19 @@ async def test_a_replica_that_failed_is_neither_asked_nor_probed_for_a_while() -
         await until(lambda: pool.asked())
 
 
+def test_a_line_of_the_log_on_one_replica_says_everything_once() -> None:
+    replica = Probed(ONE)
+    for error, cause, said in (
+        (EngineNotReady("one answers 503"), None, "it answers 503"),
+        (ConnectionFailed("cannot connect: [Errno 111] x"), OSError(111, "x"), "cannot connect: [Errno 111] x"),
+        (ConnectionFailed("cannot connect: timeout"), TimeoutError(), "cannot connect: timeout"),
+        (EngineNotReady("one is odd"), ValueError("3"), "it is odd (ValueError('3'))"),
+    ):
+        error.__cause__ = cause
+        replica.set_unready(error)
+        assert replica.details == said
+
+
 async def test_a_pool_without_a_ready_replica_says_whom_it_asked_and_why_in_vain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

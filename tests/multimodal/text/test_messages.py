@@ -120,9 +120,13 @@ def test_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
     "part", [{"type": "image"}, {"type": "input_image", "image_url": "u"}, {"type": "x" * 9000}, {"type": ""}]
 )
 def test_unknown_parts_are_refused_without_repeating_them(part: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="unknown type") as caught:
-        to_template(message(part))
-    assert len(str(caught.value)) <= 160
+    param = "messages.3.content.1.type"
+    for other in (text("a"), IMAGE):
+        with pytest.raises(RequestError, match="must be text, input_text, refusal or image_url, not") as caught:
+            to_template(message(other, part), 3)
+        assert str(caught.value).startswith(f"'{param}'") and part["type"][:30] in str(caught.value)
+        assert (caught.value.param, caught.value.code) == (param, "unsupported_content")
+        assert len(str(caught.value)) <= 200
 
 
 @pytest.mark.parametrize("image", [None, "", {"url": ""}])

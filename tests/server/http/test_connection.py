@@ -298,6 +298,21 @@ def test_oversized_head_is_refused_readably(server: ServerThread, size: int) -> 
     assert not failures
 
 
+@pytest.mark.parametrize("extra", [-1000, 1, 4464])
+def test_head_that_ends_in_one_read_has_the_same_limit(server: ServerThread, extra: int) -> None:
+    """The body that comes with it does not count. Behind a router the head is a little larger."""
+    body = b"{" + b" " * 100_000
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\na: %b\r\n\r\n"
+    padding = (64 << 10) + extra - len(head % (len(body), b""))
+    with connect(server) as connection:
+        connection.sendall(head % (len(body), b"x" * padding) + body)
+        answer = Answers(connection).next()
+        if extra < 0:
+            assert answer.status == 415
+        else:
+            assert "65536 bytes" in refused(answer, 431)
+
+
 @pytest.mark.parametrize(
     ("line", "hosts", "status"),
     [

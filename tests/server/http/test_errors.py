@@ -12,10 +12,12 @@ from starlette.requests import ClientDisconnect
 import engine.errors
 import multimodal.errors
 import routers.errors
+from engine.config import FakeConfig
 from server.http.errors import render
 from tests.support.http import CHAT, application
 
 JSON = {"content-type": "application/json"}
+CONTEXT = FakeConfig().context_length
 
 
 @pytest.fixture
@@ -54,10 +56,10 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
         ("/api/chat/completions", "There is no route /api/chat/completions; did you mean /v1/chat/completions?"),
         ("/healthz", "There is no route /healthz; did you mean /health?"),
         ("/nope", "There is no route /nope."),
-        ("/", "There is no route /."),
+        ("/", "There is no route /; see /docs and /v1/models."),
         ("/%1b[31m" + "a" * 5000, "There is no route /?[31m" + "a" * 58 + "…."),
         ("/v1/embeddings", "This server does not support OpenAI's /v1/embeddings."),
-        ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio."),
+        ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio/speech."),
         ("/responses", "This server does not support OpenAI's /v1/responses."),
         ("/v1/chat/completions/chatcmpl-1", "This server does not support OpenAI's stored chat completions."),
     ],
@@ -66,6 +68,11 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
 async def test_an_unknown_route_says_which_one_was_meant(client: httpx.AsyncClient, path: str, message: str) -> None:
     for method in ("GET", "POST"):
         assert check(await client.request(method, path), 404, "unknown_url")["message"] == message
+
+
+async def test_no_model_has_an_empty_name(client: httpx.AsyncClient) -> None:
+    error = check(await client.get("/v1/models/"), 404, "unknown_url")
+    assert error["message"] == "There is no route /v1/models/; did you mean /v1/models?"
 
 
 async def test_routes_between_replicas_are_never_suggested() -> None:
@@ -137,6 +144,20 @@ async def test_validation_names_the_field_and_not_the_branch(client: httpx.Async
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/", "detail": "huge"}}
 
 
+async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: httpx.AsyncClient) -> None:
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert f'"maximum":{CONTEXT}' in json.dumps(
+            schemas["ChatCompletionRequest"]["properties"][name], separators=(",", ":")
+        )
+        for asked, message in (
+            (0, f"'{name}' must be from 1 to {CONTEXT}."),
+            (1 << 40, f"context is {CONTEXT} tokens"),
+        ):
+            response = await client.post("/v1/chat/completions", json={**CHAT, name: asked})
+            assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -168,8 +189,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x/", "detail": "huge"
         ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
          "'response_format.json_schema.schema' must be an object or true or false."),
         ({"prompt": "a", "stream": "yes"}, "'stream' must be true or false."),
-        ({"prompt": "a", "max_tokens": 1 << 40}, "'max_tokens' must be at most 2147483647."),
-        ({"prompt": "a", "max_tokens": 0}, "'max_tokens' must be from 1 to 2147483647."),
+        ({"prompt": "a", "max_tokens": 0}, "'max_tokens' must be from 1 to 32768."),
+        ({"prompt": "a", "response_format": {"type": "choice"}}, "'response_format.choices' is missing."),
+        ({"prompt": "a", "response_format": {"type": "ebnf"}}, "'response_format.grammar' is missing."),
+        ({"prompt": "a", "response_format": {"type": "xml"}},
+         "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice."),
         ({"prompt": "a", "temperature": 2.5}, "'temperature' must be from 0 to 2."),
         ({"prompt": "a", "top_k": -2}, "'top_k' must be from -1 to 1073741824."),
         ({"prompt": "a", "repetition_penalty": 0}, "'repetition_penalty' must be from 0.01 to 100."),
@@ -244,6 +268,11 @@ async def test_validation_message_is_bounded_and_echoes_nothing() -> None:
             assert len(response.content) < 3000
             assert "\n" not in response.json()["error"]["message"]
         assert "s3cret" not in (await client.post("/v1/chat/completions", json=bodies[0])).text
+
+
+def test_messages_begin_with_a_capital() -> None:
+    for error in (engine.errors.EngineNotReady("the engine is closing"), engine.errors.QueueTimeout("the request")):
+        assert json.loads(render(error).body)["error"]["message"].startswith("The ")
 
 
 async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:

@@ -193,7 +193,10 @@ async def test_without_a_replay_it_goes_on_after_a_gap() -> None:
     await sender.close()
 
 
-async def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_that_nobody_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(subscriber, "REPLAY_SECONDS", 0.1)
     sender = Sender(replays=False)
     async with following(sender) as seen:
@@ -202,6 +205,7 @@ async def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.Monk
         await sender.send(stored([0]))
         await hashes_seen(seen, [0])
     await sender.close()
+    assert "missed events stay missed; not asked again for 60 s" in caplog.text
 
 
 async def test_nonsense_is_counted_and_passed_over(sender: Sender) -> None:
