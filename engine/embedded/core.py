@@ -28,8 +28,8 @@ from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held, PromptReport
 
-CPU_PROMPT_TOKENS = 256
-"""Most prompt tokens in a step on a CPU, for which every decode waits; larger steps compute no faster there."""
+CPU_PROMPT_TOKENS = 128
+"""Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
