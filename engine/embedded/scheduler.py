@@ -259,11 +259,13 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
         """Start waiting sequences with what is left of the budget, and with half of the largest chunk of a prompt.
 
-        Of that half, a sequence that is not shorter than what remains of the large prompt gets a block only: so it does
-        not delay the prompt, nor those behind it in the queue.
+        Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
+        make way for a shorter one behind it in the queue.
         """
         giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)
         spare = chunks[giver].length // 2 if self._chunked and giver >= 0 else 0
+        large = chunks[giver].sequence.remaining if spare else 0
+        passage = self.blocks.block_size if any(len(sequence.tokens) < large for sequence in self.waiting) else 0
         for sequence in self._candidates():
             if not self._slots:
                 return
@@ -278,9 +280,7 @@ class Scheduler:
             if sequence.lacks_grammar and (sequence.remaining == 1 or not self._may_run_ahead()):
                 sequence.computed = 0
                 continue
-            given = spare
-            if spare and sequence.remaining >= chunks[giver].sequence.remaining:
-                given = min(spare, self.blocks.block_size)
+            given = spare if sequence.remaining < large else min(spare, passage)
             length = self._length(sequence, max(budget, given), chunks)
             if not length or not self._fits(matched, sequence.length, sequence.computed + length):
                 sequence.computed = 0
@@ -289,8 +289,7 @@ class Scheduler:
             chunks.append(Chunk.next_of(sequence, length))
             budget -= length
             if budget < 0:
-                large = chunks[giver]
-                chunks[giver] = Chunk.next_of(large.sequence, large.length + budget)
+                chunks[giver] = Chunk.next_of(chunks[giver].sequence, chunks[giver].length + budget)
                 spare += budget
                 budget = 0
 
