@@ -3,10 +3,10 @@
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
 within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
 first started prompt leaves up to half to shorter ones, which go on in order of what remains of them, and up to half of
-the step's largest chunk goes to waiting sequences, so that a prompt never keeps less than a quarter. A sequence is admitted when there are blocks for all its present
-tokens, or for its first chunk and the window in layers of a sliding window; it takes further ones as it goes on, and
-when none is left the running sequence of the last rank is preempted: it gives its blocks back and waits to be
-recomputed, mostly from the prefix cache.
+the step's largest chunk goes to waiting sequences, so that the first never keeps less than a quarter. A sequence is
+admitted when there are blocks for all its present tokens, or for its first chunk and the window in layers of a sliding
+window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is preempted:
+it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
 
 A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to
 these. One whose prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them.
@@ -300,6 +300,8 @@ class Scheduler:
     def _fits(self, tables: list[Table], length: int, end: int) -> bool:
         # One spare block for each running sequence, or admitting would soon preempt what it admits.
         spare = len(self.running) + len(self.fetching)
+        if self.blocks.sliding:  # started prompts have yet to take the blocks of a window
+            spare += sum(self.blocks.owed(s.tables, s.length, s.computed) for s in self.running if s.remaining > 1)
         alone = not (spare or self.held or self.orphans)
         return alone or self.blocks.fits(tables, length, end, spare)
 
