@@ -124,14 +124,15 @@ class Bench:
         )
 
     async def hostile(self, seconds: float) -> None:
-        """Print how long new small schemas take while others send expressions that are slow to compile."""
+        """Print how long new small schemas take while others send expressions, of two sizes, that are slow to
+        compile."""
         stop = time.monotonic() + seconds
 
         async def attack(index: int) -> None:
             while time.monotonic() < stop:
                 index += 4
                 try:
-                    await self.run(Guide("regex", ".*" * (2000 + index)), 1)
+                    await self.run(Guide("regex", ".*" * ((2000, 4000)[index % 2] + index)), 1)
                 except EngineError:
                     continue
 

@@ -4,8 +4,10 @@ import atexit
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import certifi
@@ -35,6 +37,9 @@ os.environ.setdefault("MODEL_OPTIONAL", "true")
 # A worker of xdist inherits the decision.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for argument in sys.argv[1:]):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+# `nohup` has SIGHUP ignored, and so would be every server that tests start: a handler is not inherited.
+signal.signal(signal.SIGHUP, lambda *_: None)
 
 # How long an example takes says more of what else runs here, and a new example must not stop an unrelated change:
 # `--hypothesis-profile=default` looks for new ones.
@@ -150,3 +155,10 @@ def smollm2() -> Path:
 
     settings = Settings()
     return resolve_model(settings.model, settings.cache_dir)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for Unix sockets: those of `tmp_path` are too long in a worker of xdist."""
+    with tempfile.TemporaryDirectory(prefix="trellis-test-", dir="/tmp") as folder:
+        yield Path(folder)

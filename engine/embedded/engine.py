@@ -16,7 +16,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
 """Seconds between two polls of transfers while nothing else runs, and the factor by which each pause is longer than
 the last."""
+_HEAD_START_SECONDS = 0.03
+"""How long a prompt waits for its guide before it is computed without it. Then its last token takes a step of its own,
+once the guide is there; most guides are compiled sooner."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
@@ -124,27 +127,29 @@ class EmbeddedEngine:
             raise InvalidRequest("a running request has the same request_id", "request_id")
 
     def _submit_guided(self, request: GenerateRequest, guide: Guide, stream: DeltaStream) -> None:
-        """Submit a request and compile its guide meanwhile. Only one that continues a handoff waits for the guide: its
-        first token is there already."""
-        matcher, ahead = self._compiler.matcher(guide), request.handoff is None
-        if ahead or matcher.ready:
+        """Submit a request once its guide is compiled, or without the guide if that takes long: the prompt is computed
+        meanwhile. Only one that continues a handoff waits for the guide: its first token is there already."""
+        matcher = self._compiler.matcher(guide)
+        if matcher.ready:
             try:
                 self._submit(request, matcher)
             except EngineError as error:
                 stream.fail(error)
-                return
-        if matcher.ready:
             return
-        task = asyncio.create_task(self._compile(request, guide, matcher, stream, ahead=ahead))
+        task = asyncio.create_task(self._compile(request, guide, matcher, stream))
         self._compiling.add(task)
         task.add_done_callback(self._compiling.discard)
         stream.when_done(task.cancel)
 
-    async def _compile(
-        self, request: GenerateRequest, guide: Guide, matcher: Matcher, stream: DeltaStream, *, ahead: bool
-    ) -> None:
+    async def _compile(self, request: GenerateRequest, guide: Guide, matcher: Matcher, stream: DeltaStream) -> None:
+        compiling = asyncio.create_task(self._compiler.compile(guide))
+        ahead = False
         try:
-            compiled = await self._compiler.compile(guide)
+            await asyncio.wait([compiling], timeout=_HEAD_START_SECONDS if request.handoff is None else None)
+            if not compiling.done():
+                self._submit(request, matcher)
+                ahead = True
+            compiled = await compiling
             if ahead:
                 self._commands.put(lambda core: core.begin(request.request_id, compiled))
             else:
@@ -154,6 +159,8 @@ class EmbeddedEngine:
             if ahead:
                 self._abort(request.request_id)
             stream.fail(error)
+        finally:
+            compiling.cancel()
 
     def _submit(self, request: GenerateRequest, matcher: Matcher | None) -> None:
         sequence = self._sequence(request, matcher)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.embedded.handoff.state import HeldState
     from engine.embedded.handoff.words import LeaseWord
     from engine.embedded.models.embeddings import PromptImages
-    from engine.embedded.sampling.sampler import SamplerState
+    from engine.embedded.sampling.state import SamplerState
 
 
 class SequenceStatus(Enum):

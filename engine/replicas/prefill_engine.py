@@ -108,6 +108,8 @@ class _RemotePrefill:
         try:
             if self._is_short():
                 self._compute("short")
+            elif self._request.sampling.logprobs is not None and not self._engine.inner.info.handoff_logprobs:
+                self._compute_logprobs()
             elif (lease := await self._prefilled()) is None:
                 self._compute("no_peer")
             else:
@@ -179,6 +181,15 @@ class _RemotePrefill:
             raise EngineUnavailable(
                 f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}"
             )
+
+    def _compute_logprobs(self) -> None:
+        if self._engine.min_tokens is None:
+            raise InvalidRequest(
+                f"the {self._engine.inner.info.backend} engine of this replica has no log-probabilities for prompts "
+                "computed elsewhere, and PREFILL_FALLBACK does not let it compute them itself",
+                "logprobs",
+            )
+        self._compute("logprobs")
 
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)

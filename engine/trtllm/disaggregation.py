@@ -48,6 +48,26 @@ def generation_keywords(handoff: Handoff) -> dict[str, Any]:
     return {"request_type": "generation_only"} | _fields(_decoded(handoff, ContextState))
 
 
+def recomputed(request: GenerateRequest) -> GenerateRequest:
+    """Return a plain request that goes on after a handoff's tokens without its state. Raises InvalidRequest.
+
+    The tokens become part of the prompt, so the presence and frequency penalties no longer count them.
+    """
+    assert request.handoff is not None
+    if request.sampling.guide is not None or request.handoff.prompt_token_ids:
+        what = "a guide" if request.sampling.guide is not None else "images"
+        raise InvalidRequest(f"the handoff's KV blocks are needed: a request with {what} cannot go on alone", "handoff")
+    first = request.handoff.first.token_ids
+    sampling = msgspec.structs.replace(
+        request.sampling,
+        max_tokens=request.sampling.max_tokens - len(first),
+        min_tokens=max(0, request.sampling.min_tokens - len(first)),
+        prompt_logprobs=None,
+    )
+    prompt = (*request.prompt_token_ids, *first)
+    return msgspec.structs.replace(request, prompt_token_ids=prompt, sampling=sampling, handoff=None)
+
+
 def local_keywords(encoding: Encoding) -> dict[str, Any]:
     """Return keywords of DisaggregatedParams for a request that only has its images encoded elsewhere.
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from engine.config import TrtllmEncoderConfig
 from engine.encoder import EncoderInfo
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineDied, EngineError, EngineNotReady, InvalidRequest
 from engine.media import Encoding, MediaInput
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
@@ -23,6 +23,7 @@ class TrtllmEncoder:
     def __init__(self, config: TrtllmEncoderConfig) -> None:
         self._config = config
         self._encoder: Any = None
+        self._dead = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -39,7 +40,7 @@ class TrtllmEncoder:
 
     @property
     def healthy(self) -> bool:
-        return self._encoder is not None and library.is_alive(self._encoder)
+        return self._encoder is not None and not self._dead and library.is_alive(self._encoder)
 
     async def start(self) -> None:
         """Blocks the event loop while the model loads. Raises EngineFailure, with nothing left running."""
@@ -64,9 +65,8 @@ class TrtllmEncoder:
         except EngineError:
             raise
         except Exception as error:  # raised by TensorRT-LLM
-            failure = library.translate(error, started=False)
-            if isinstance(failure, EngineDied) and library.is_alive(encoder):
-                failure = EngineFailure(f"the encoder failed on this request: {type(error).__name__}: {error}")
+            failure = library.translate(encoder, error)
+            self._dead = self._dead or isinstance(failure, EngineDied)
             if not isinstance(failure, InvalidRequest):
                 log.error("%s", failure, exc_info=error)
             raise failure from error

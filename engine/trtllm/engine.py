@@ -6,6 +6,7 @@ Its KV-cache events and statistics are polled, and its health is checked.
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -25,13 +26,15 @@ from engine.kv_events import KvEvent
 from engine.media import MediaFiles
 from engine.stats import IterationStats
 from engine.trtllm import library
-from engine.trtllm.disaggregation import held_of
+from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.polling import iteration_stats, kv_capacity, poll_kv_events, poll_stats
+from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
+BLOCKED_SECONDS = 10.0
+"""Time the event loop may take to notice that the executor has died, before the process is ended."""
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +98,10 @@ class TrtllmEngine:
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pollers: list[Poller[Any]] = []
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
+        self._probe: asyncio.Task[None] | None = None
         self.running = 0
         """Requests that TensorRT-LLM computes."""
         self.aborted = 0
@@ -137,9 +142,9 @@ class TrtllmEngine:
             await self.close()
             raise
         if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._spawn(poll_kv_events(self.llm, self._events.put))
+            self._pollers.append(kv_event_poller(self.llm, self._events.put))
         self._publish(stats)
-        self._spawn(poll_stats(self.llm, self._publish))
+        self._pollers.append(stats_poller(self.llm, self._publish))
         threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -167,6 +172,8 @@ class TrtllmEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=0.2)
+        pollers, self._pollers = self._pollers, []
+        await asyncio.gather(*(poller.stop() for poller in pollers))
         llm, self.llm = self.llm, None
         if llm is not None:
             await asyncio.to_thread(library.shutdown, llm)
@@ -190,16 +197,28 @@ class TrtllmEngine:
         context_only = (
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
+        asked = recomputed(request) if self._is_lost(request) else request
         try:
-            result = library.submit(self.llm, request, self._facts, images, context_only=context_only)
+            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
-        run = ActiveRequest(result, context_only=context_only, transferring=request.handoff is not None)
+        run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._keep(run.stream)
-        self._spawn(self._follow(request, run))
+        outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
+        self._spawn(self._follow(request, run, outputs))
         return run.stream
+
+    def _is_lost(self, request: GenerateRequest) -> bool:
+        """Return whether a handoff is of no use: its KV blocks are lost, or would come without log-probabilities.
+
+        1.2.1's generation worker has none for the first token, and then every response of the request raises
+        AssertionError. Newer versions pass it as `first_gen_log_probs` (#11727).
+        """
+        if request.handoff is None:
+            return False
+        return not request.handoff.state or (request.sampling.logprobs is not None and not self.info.handoff_logprobs)
 
     def _keep(self, stream: DeltaStream) -> None:
         """Track a stream until it ends."""
@@ -216,30 +235,48 @@ class TrtllmEngine:
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
 
-    async def _follow(self, request: GenerateRequest, run: ActiveRequest) -> None:
+    async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
-        outputs = Outputs(request, self._facts.eos_token_ids)
         stream = run.stream
-        started = False
         self.running += 1
         try:
             async for response in run.result:
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
-                    started = True
                     await run.deliver(delta, request)
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
             stream.fail(error)
             run.abandon()
-        except Exception as error:  # RequestError concerns this request; all others mean that the engine has died
-            failure = library.translate(error, started=started)
+        except Exception as error:  # raised by TensorRT-LLM
+            failure = library.translate(self.llm, error)
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
+            else:
+                run.abandon()
+                if isinstance(failure, EngineFailure):
+                    log.error("%s", failure, exc_info=error)
+                    self._suspect()
         finally:
             self.running -= 1
             self._publish(self._newest)
+
+    def _suspect(self) -> None:
+        """Find out whether a failure of unknown cause is of one request or of the engine, which says it is healthy."""
+        if self._probe is None or self._probe.done():
+            self._probe = self._spawn(self._probe_engine())
+
+    async def _probe_engine(self) -> None:
+        try:
+            await library.probe(self.llm, self._first_prompt, self._facts)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            self._die(EngineDied(f"the engine died: after a failure it cannot generate a token: {said}"), error)
+
+    @property
+    def _first_prompt(self) -> tuple[int, ...]:
+        return (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
 
     def _abort(self, run: ActiveRequest) -> None:
         if not run.result.finished:  # a finished request may still hold blocks for decode
@@ -260,10 +297,9 @@ class TrtllmEngine:
 
         Events and statistics exist from the first request on. Empty if there are none that can be read.
         """
-        prompt = (self._facts.eos_token_ids[0] if self._facts.eos_token_ids else 0,)
         try:
-            await library.warm_up(self.llm, prompt, self._facts)
-            first: dict[str, Any] = await anext(aiter(self.llm.get_stats_async(timeout=2)), {})
+            await library.warm_up(self.llm, self._first_prompt, self._facts)
+            first: dict[str, Any] = next(iter(await asyncio.to_thread(self.llm.get_stats, timeout=2)), {})
         except Exception as error:
             raise EngineFailure(f"TensorRT-LLM has started but does not answer: {error}") from error
         try:
@@ -297,14 +333,28 @@ class TrtllmEngine:
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
             guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
+            handoff_logprobs=False,
         )
 
     def _watch(self, llm: Any) -> None:
-        """Check the engine's health, in a thread, so that this works even if the event loop is blocked."""
+        """Check the engine's health, in a thread, so that this works even if the event loop is blocked.
+
+        It may be for good: after a background error 1.2.1 shuts the executor down in the calling thread, and waits
+        there for every worker without a limit. Then only the end of the process leads to another one.
+        """
+        noticed = threading.Event()
+
+        def die() -> None:
+            noticed.set()
+            self._die(EngineDied("the engine has shut itself down"))
+
         while not self._stop_watching.wait(HEALTH_SECONDS):
             if not library.is_alive(llm):
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self._die, EngineDied("the engine has shut itself down"))
+                    self._loop.call_soon_threadsafe(die)
+                    if not noticed.wait(BLOCKED_SECONDS) and not self._stop_watching.is_set():
+                        log.critical("the engine has shut itself down, and blocks the event loop: ending the process")
+                        os._exit(1)
                 return
 
     def _die(self, failure: EngineDied, cause: BaseException | None = None) -> None:
@@ -317,10 +367,11 @@ class TrtllmEngine:
         for stream in list(self.streams):
             stream.fail(error)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """Report a task that ended with an error. Tasks handle expected errors, so this is a bug."""

@@ -16,11 +16,12 @@ from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
 from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
+from engine.trtllm.failures import classified, is_a_refusal, is_of_the_engine
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
 from engine.types import GenerateRequest, SamplingParams
 
-_OF_THE_REQUEST = (AssertionError, RuntimeError, TypeError, ValueError)
-"""Errors with which 1.2.1 rejects a request; RequestError and NotImplementedError are RuntimeErrors."""
+_OF_THE_REQUEST = (AssertionError, NotImplementedError, TypeError, ValueError)
+"""Errors with which 1.2.1 rejects a request before it is sent to a worker. A RuntimeError may be anything."""
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,14 @@ def encode(encoder: Any, prompt: str, images: Sequence[Any]) -> Any:
 async def warm_up(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
     """Generate one token in the running loop, to which the first request binds the queues that are polled later."""
     started = time.monotonic()
-    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-    await submit(llm, GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling), facts)
+    await probe(llm, prompt, facts)
     log.info("the first token took %.1f s", time.monotonic() - started)
+
+
+async def probe(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
+    """Generate one token. Raises whatever comes of it."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    await submit(llm, GenerateRequest(request_id="probe", prompt_token_ids=prompt, sampling=sampling), facts)
 
 
 def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: bool = False) -> Any:
@@ -141,25 +147,32 @@ def refusal(llm: Any, error: Exception) -> EngineError:
     While the executor runs, the error concerns only this request: a failed check of its arguments, or something that
     is not the client's fault, such as a processor that cannot be pickled.
     """
+    from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
+
     said = f"{type(error).__name__}: {error}"
-    if not is_alive(llm):
+    if not is_alive(llm) or (isinstance(error, RuntimeError) and is_of_the_engine(said)):
         return EngineDied(f"the engine died: {said}")
-    if isinstance(error, _OF_THE_REQUEST):
+    if isinstance(error, RequestError):
+        return classified(str(error))
+    if isinstance(error, _OF_THE_REQUEST) or is_a_refusal(said):
         return InvalidRequest(str(error) or said)
     return EngineFailure(f"the engine could not take this request: {said}")
 
 
-def translate(error: Exception, *, started: bool) -> EngineError:
+def translate(llm: Any, error: Exception) -> EngineError:
     """Translate an error that a result raised.
 
-    A RequestError concerns one request: before the first token the request was wrong, later the engine failed on it.
-    Everything else means that the executor has died.
+    The message of a RequestError tells whose fault it is. Anything else concerns this request while the executor runs,
+    for example an assertion about the result's own lists.
     """
     from tensorrt_llm.llmapi import RequestError  # noqa: PLC0415
 
+    said = f"{type(error).__name__}: {error}"
+    if not is_alive(llm):
+        return EngineDied(f"the engine died: {said}")
     if isinstance(error, RequestError):
-        return EngineFailure(f"the engine failed on this request: {error}") if started else InvalidRequest(str(error))
-    return EngineDied(f"the engine died: {type(error).__name__}: {error}")
+        return classified(str(error))
+    return EngineFailure(f"the engine failed on this request: {said}")
 
 
 def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:

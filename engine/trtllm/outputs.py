@@ -12,15 +12,17 @@ FLOOR = -9999.0
 
 
 class Outputs:
-    """How much of one request's output has been passed on."""
+    """How much of one request's output has been passed on.
 
-    def __init__(self, request: GenerateRequest, eos_token_ids: Sequence[int]) -> None:
+    After a handoff, the first token and the prompt's report have been passed on. `repeats` says whether the engine
+    repeats that token; it does not when the token was part of its prompt.
+    """
+
+    def __init__(self, request: GenerateRequest, eos_token_ids: Sequence[int], *, repeats: bool = True) -> None:
         self._request = request
         self._eos = frozenset(eos_token_ids)
         self._end_id = eos_token_ids[0] if eos_token_ids else None
-        # After a handoff, the first token and the prompt's report have been passed on; the engine repeats the token.
-        self._handed = 0 if request.handoff is None else len(request.handoff.first.token_ids)
-        self._tokens = self._handed
+        self._tokens = len(request.handoff.first.token_ids) if request.handoff is not None and repeats else 0
         self._reported = request.handoff is not None
 
     def feed(self, result: Any) -> Delta | None:
@@ -85,10 +87,7 @@ class Outputs:
         asked = self._request.sampling.logprobs
         if asked is None:
             return ()
-        entries = list(output.logprobs or [])
-        # The engine may have no entry for a token that came with a handoff.
-        lacking = min(self._handed, max(0, len(output.token_ids) - len(entries)))
-        entries = entries[self._tokens - lacking :][: len(tokens)]
+        entries = list(output.logprobs or [])[self._tokens :][: len(tokens)]
         entries += [{}] * (len(tokens) - len(entries))
         return tuple(_position(entry, token, asked) for entry, token in zip(entries, tokens, strict=True))
 

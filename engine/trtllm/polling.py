@@ -5,9 +5,10 @@ Pauses between polls grow while there is nothing to read.
 
 import asyncio
 import logging
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -19,19 +20,11 @@ EVENT_PAUSES = (0.005, 0.020, 1.5)
 """Shortest and longest pause in seconds after a poll without results, and the factor by which pauses grow."""
 STATS_PAUSES = (0.010, 0.100, 2.0)
 _WAIT_SECONDS = 0.5
+_BATCH = 100
+"""Most items handed over without a pause of the event loop's other work."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-async def poll_kv_events(llm: Any, put: Callable[[KvEvent], None]) -> None:
-    """Pass every event to `put` until cancelled."""
-    await _poll(llm.get_kv_cache_events_async, kv_event, put, EVENT_PAUSES, PollErrors("KV-cache events"))
-
-
-async def poll_stats(llm: Any, publish: Callable[[IterationStats], None]) -> None:
-    """Publish the statistics of every step until cancelled."""
-    await _poll(llm.get_stats_async, iteration_stats, publish, STATS_PAUSES, PollErrors("statistics"))
 
 
 class PollErrors:
@@ -51,36 +44,80 @@ class PollErrors:
             )
 
 
-async def _poll(
-    call: Callable[..., AsyncIterator[dict[str, Any]]],
-    convert: Callable[[dict[str, Any]], T],
-    put: Callable[[T], None],
-    pauses: tuple[float, float, float],
-    errors: PollErrors,
-) -> None:
-    """Poll until cancelled. No error ends the polling.
+class Poller(Generic[T]):
+    """A thread that polls until it is stopped, and hands over what it has converted on the event loop.
 
-    A poll ends without an error if nothing has arrived for a while. A failed poll loses the items that it had not yet
-    delivered, an item that cannot be converted only itself. 1.2.1 can fail while it serialises some updated events
-    (AttributeError) and before the first request (AssertionError). After the executor has shut down, every poll fails
-    (RuntimeError); the health check reports that.
+    1.2.1 blocks the calling thread for as long as a poll waits, in its asynchronous methods too (#9980).
     """
-    pause, longest, factor = pauses
-    while True:
-        found = False
-        try:
-            async for raw in call(timeout=_WAIT_SECONDS):
-                found = True
+
+    def __init__(
+        self,
+        what: str,
+        call: Callable[..., list[dict[str, Any]]],
+        convert: Callable[[dict[str, Any]], T],
+        put: Callable[[T], None],
+        pauses: tuple[float, float, float],
+    ) -> None:
+        self._call = call
+        self._convert = convert
+        self._put = put
+        self._pauses = pauses
+        self._errors = PollErrors(what)
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"trtllm-{what.replace(' ', '-')}", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop, and wait for the poll in progress, but not for one that hangs."""
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join, 2 * _WAIT_SECONDS)
+
+    def _run(self) -> None:
+        """Poll until stopped. No error ends the polling.
+
+        A poll returns without an error if nothing has arrived for a while. A failed poll loses its items, an item that
+        cannot be converted only itself. Events that 1.2.1's worker cannot serialise are lost without an error: the
+        next event's id shows the gap.
+        """
+        pause, longest, factor = self._pauses
+        while not self._stopping.wait(pause):
+            items = self._poll()
+            for start in range(0, len(items), _BATCH):
                 try:
-                    item = convert(raw)
-                except Exception as error:
-                    errors.note("an item", error)
-                else:
-                    put(item)
+                    self._loop.call_soon_threadsafe(self._hand_over, items[start : start + _BATCH])
+                except RuntimeError:  # the loop is closed
+                    return
+            pause = self._pauses[0] if items else min(longest, pause * factor)
+
+    def _poll(self) -> list[T]:
+        try:
+            raws = self._call(timeout=_WAIT_SECONDS)
         except Exception as error:
-            errors.note("a poll", error)
-        pause = pauses[0] if found else min(longest, pause * factor)
-        await asyncio.sleep(pause)
+            self._errors.note("a poll", error)
+            return []
+        items = []
+        for raw in raws:
+            try:
+                items.append(self._convert(raw))
+            except Exception as error:
+                self._errors.note("an item", error)
+        return items
+
+    def _hand_over(self, items: list[T]) -> None:
+        if not self._stopping.is_set():
+            for item in items:
+                self._put(item)
+
+
+def kv_event_poller(llm: Any, put: Callable[[KvEvent], None]) -> Poller[KvEvent]:
+    """Pass every event to `put` until stopped."""
+    return Poller("KV-cache events", llm.get_kv_cache_events, kv_event, put, EVENT_PAUSES)
+
+
+def stats_poller(llm: Any, publish: Callable[[IterationStats], None]) -> Poller[IterationStats]:
+    """Publish the statistics of every step until stopped."""
+    return Poller("statistics", llm.get_stats, iteration_stats, publish, STATS_PAUSES)
 
 
 def kv_event(raw: Mapping[str, Any]) -> KvEvent:

@@ -1,15 +1,13 @@
-"""What one client that sends the worst that is accepted costs others: little, and no body stops the event loop."""
+"""No accepted body stops the event loop. `python -m benchmarks.fairness` measures what others wait: it needs a quiet
+machine."""
 
 import asyncio
 import time
 
-import pytest
-
-from benchmarks.fairness import HEADERS, attacks, measure
-from tests.support.http import application, serving
+from benchmarks.fairness import HEADERS, attacks
+from tests.support.http import application
 from tests.support.waiting import slowness
 
-pytestmark = pytest.mark.timeout(600)
 CONTEXT = 8192
 STALL = 0.05
 
@@ -39,16 +37,3 @@ async def test_no_body_stops_the_event_loop() -> None:
                 worst.append(max(lags))
             stalls[name] = min(worst)
     assert max(stalls.values()) < STALL * slowness(), stalls
-
-
-def test_others_wait_at_most_twice_as_long() -> None:
-    """The best of three counts: on a busy machine everything varies."""
-    with serving("--engine", "embedded", "--model", "smolvision", "--media-allow-private", "true") as server:
-        left: list[str] = []
-        for _ in range(3):
-            quiet, *found = measure(server.url, left)
-            slow = [each for each in found if each.chat > 2 * quiet.chat or each.image > 2 * quiet.image]
-            if not slow:
-                return
-            left = [each.attack for each in slow]
-    pytest.fail(f"{quiet}, but {slow}")

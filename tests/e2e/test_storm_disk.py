@@ -69,7 +69,7 @@ async def storm(port: int, rng: random.Random, fill: Path | None) -> None:
 
     async def ask() -> None:
         while time.monotonic() < end:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 assert await right(client)
                 assert (await client.post("/tokenize", json={"model": "fake", "prompt": TEXT})).status_code == 200
                 assert (await client.get(f"/v1/models/none-{rng.random()}")).status_code == 404
@@ -92,17 +92,17 @@ async def storm(port: int, rng: random.Random, fill: Path | None) -> None:
 
 @pytest.mark.skipif(MAY_MOUNT != 0, reason="only root can make a small disk")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_full_disks_cost_no_answer(seed: int, tmp_path: Path) -> None:
+def test_full_disks_cost_no_answer(seed: int, short_path: Path) -> None:
     port = free_port()
-    wrapped = ["unshare", "-m", "sh", "-c", PRIVATE, str(tmp_path), *command(port)]
-    with started(port, wrapped, tmp_path) as process:
+    wrapped = ["unshare", "-m", "sh", "-c", PRIVATE, str(short_path), *command(port)]
+    with started(port, wrapped, short_path) as process:
         pids = [child.pid for child in listening(process)]
         inside = Path(f"/proc/{process.pid}/root")
         shared = inside / "dev/shm/fill"
         with contextlib.suppress(OSError), shared.open("wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
-        disk = inside / tmp_path.relative_to("/")
+        disk = inside / short_path.relative_to("/")
         asyncio.run(storm(port, random.Random(seed), disk / "fill"))
         assert [child.pid for child in listening(process)] == pids
         files = [file.stat() for file in disk.glob("trellis-*/metrics/*.db")]

@@ -40,7 +40,7 @@ EXPECTED = {"spaces": 200, "unknown field": 200, "not JSON": 400, "long name": 4
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serving("--max-queue-size", "64") as server:
+    with serving("--max-queue-size", "64", "--max-text-mb", "64") as server:
         yield server
 
 

@@ -17,7 +17,7 @@ from engine import handoff
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.handoff.remote_source import resume
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.transfer.base import Offer, Read, Region, TransferError
 from engine.transfer.transfers import Transfers

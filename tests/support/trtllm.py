@@ -48,7 +48,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package = importlib.import_module("tensorrt_llm")
     faults = importlib.import_module("tensorrt_llm._test")
     faults.reset()
-    faults.faults.longest_poll_seconds = 0.2
+    faults.faults.longest_poll_seconds = 0.05
     yield package
     faults.reset()
     assert faults.live() == 0

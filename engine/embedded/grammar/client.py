@@ -86,6 +86,11 @@ class GrammarWorker:
             await self.close()
             raise
 
+    def kill(self) -> None:
+        """End the process at once; a compilation under way raises WorkerKilledError."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def close(self) -> None:
         """Kill the worker if it runs; it has no state."""
         process, self._process = self._process, None

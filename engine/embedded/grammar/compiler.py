@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from engine.embedded.grammar.client import WorkerTimeoutError
-from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of, load
+from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of
+from engine.embedded.grammar.load import load
 from engine.embedded.grammar.pool import WorkerPool
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.types import Guide
@@ -242,19 +243,28 @@ def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
-    """Mask the logits of ids whose bit is not set with -inf, in `rows` only. `logits` is float32 [rows, vocab]."""
-    packed = bitmask[list(rows)].bitwise_not_().view(torch.uint8)
+    """Mask the logits of ids whose bit is not set with -inf, in `rows` only. `logits` is float32 [rows, vocab].
+
+    On a CPU by NumPy: torch would share each operation out among threads, and wait for those that have no core.
+    """
     if logits.device.type == "cpu":
-        bits = torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, bitorder="little"))
-    else:
-        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        bits = packed.to(logits.device).unsqueeze(2).bitwise_right_shift(places).bitwise_and_(1).flatten(1)
-    banned = bits[:, : logits.shape[1]].view(torch.bool)
+        values, forbidden = logits.numpy(), ~bitmask.numpy().view(np.uint8)
+        for row in rows:
+            bits = np.unpackbits(forbidden[row], count=values.shape[1], bitorder="little")
+            np.copyto(values[row], -np.inf, where=bits.view(bool))
+        return
+    banned = _unpacked(bitmask[list(rows)].bitwise_not_().view(torch.uint8).to(logits.device))[:, : logits.shape[1]]
     if len(rows) == len(logits):
         logits.masked_fill_(banned, -torch.inf)
     else:
         index = torch.tensor(rows, device=logits.device)
         logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(banned, -torch.inf))
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits, bool [rows, 8 * bytes], of uint8 [rows, bytes], the lowest first."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return packed.unsqueeze(2).bitwise_right_shift(places).bitwise_and_(1).flatten(1).view(torch.bool)
 
 
 def _digest(guide: Guide) -> bytes:

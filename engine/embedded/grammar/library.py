@@ -82,17 +82,6 @@ def library_of(guide: Guide) -> LibraryName:
     return "xgrammar" if guide.kind == "grammar" else "llguidance"
 
 
-def load(setup: Setup) -> Library:
-    """Import a library and have it read the tokenizer, which may take seconds."""
-    if setup.library == "llguidance":
-        from engine.embedded.grammar.with_llguidance import Llguidance  # noqa: PLC0415
-
-        return Llguidance(setup)
-    from engine.embedded.grammar.with_xgrammar import Xgrammar  # noqa: PLC0415
-
-    return Xgrammar(setup)
-
-
 def choices_of(spec: str) -> list[str]:
     """Return the strings of a guide of kind `choice`. Raises UnsupportedGuideError."""
     try:

@@ -1,14 +1,17 @@
 """Grammar workers in fair turns.
 
-Guides of one kind and about one size form a lane. Lanes take turns, and none occupies the last free worker, so that
-guides which are slow to compile delay only others like them.
+Guides of one kind and about one size form a lane. Lanes take turns, and none occupies the last free worker. Nor do all
+lanes together whose guides are slow to compile: where they occupied it before they were known to be slow, one of their
+guides gives its worker up to a quick one and starts again later. So slow guides delay only others like them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 from engine.embedded.grammar.client import GrammarWorker, WorkerKilledError
 from engine.embedded.grammar.library import Setup
@@ -21,9 +24,22 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 256
 _MAX_WAITING_BYTES = 64 << 20
 _ATTEMPTS = 2
+_SLOW_SECONDS = 0.5
+"""A guide that occupies a worker for longer makes its lane a slow one ..."""
+_SLOW_MEMORY_SECONDS = 60.0
+"""... for this long."""
 
 Lane = tuple[str, int]
 _Turn = tuple[Guide, "asyncio.Future[GrammarWorker]"]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a worker is busy with."""
+
+    lane: Lane
+    timer: asyncio.TimerHandle
+    preempted: bool = False
 
 
 class WorkerPool:
@@ -34,7 +50,9 @@ class WorkerPool:
         self._idle = list(self._workers)
         self._waiting: OrderedDict[Lane, deque[_Turn]] = OrderedDict()
         """The lane first that had its last turn the longest ago."""
-        self._running: Counter[Lane] = Counter()
+        self._running: dict[GrammarWorker, _Run] = {}
+        """The latest last."""
+        self._slow_until: dict[Lane, float] = {}
         self._restarts: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -50,14 +68,15 @@ class WorkerPool:
         does, and EngineUnavailable if too many guides wait, or if workers are killed again and again.
         """
         lane = (guide.kind, len(guide.spec).bit_length())
-        for _ in range(_ATTEMPTS):
+        attempts = _ATTEMPTS
+        while attempts:
             worker = await self._take(lane, guide)
             try:
                 return await worker.compile(guide, timeout)
             except WorkerKilledError:
-                continue
+                attempts -= not self._running[worker].preempted
             finally:
-                self._give(lane, worker)
+                self._give(worker)
         raise EngineUnavailable("the process that compiles grammars was killed, perhaps for want of memory")
 
     async def close(self) -> None:
@@ -85,11 +104,11 @@ class WorkerPool:
             if turn in self._waiting[lane]:
                 self._waiting[lane].remove(turn)
             elif not given.cancelled():
-                self._give(lane, given.result())
+                self._give(given.result())
             raise
 
-    def _give(self, lane: Lane, worker: GrammarWorker) -> None:
-        self._running[lane] -= 1
+    def _give(self, worker: GrammarWorker) -> None:
+        self._running.pop(worker).timer.cancel()
         if worker.alive or self._closed:
             self._idle.append(worker)
         else:
@@ -108,13 +127,36 @@ class WorkerPool:
 
     def _assign(self) -> None:
         """Hand idle workers to the lanes that wait."""
-        most = max(1, len(self._workers) - 1)
         while self._idle and not self._closed:
-            lane = next((lane for lane, turns in self._waiting.items() if turns and self._running[lane] < most), None)
+            lane = next((lane for lane, turns in self._waiting.items() if turns and self._may_run(lane)), None)
             if lane is None:
-                break
+                return
             _, given = self._waiting[lane].popleft()
             if not given.done():  # else its caller is just leaving
                 self._waiting.move_to_end(lane)
-                self._running[lane] += 1
-                given.set_result(self._idle.pop())
+                worker = self._idle.pop()
+                timer = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._note_slow, lane)
+                self._running[worker] = _Run(lane, timer)
+                given.set_result(worker)
+        self._preempt()
+
+    def _may_run(self, lane: Lane) -> bool:
+        """Return whether a worker is left to the others if the lane, and all slow ones if it is slow, take another."""
+        lanes = [run.lane for run in self._running.values()]
+        most = max(1, len(self._workers) - 1)
+        return lanes.count(lane) < most and not (self._slow(lane) and sum(map(self._slow, lanes)) >= most)
+
+    def _slow(self, lane: Lane) -> bool:
+        return time.monotonic() < self._slow_until.get(lane, 0.0)
+
+    def _note_slow(self, lane: Lane) -> None:
+        self._slow_until[lane] = time.monotonic() + _SLOW_MEMORY_SECONDS
+        self._preempt()
+
+    def _preempt(self) -> None:
+        """If slow guides occupy all of several workers, and a quick one waits, end the one that began last."""
+        slow = [worker for worker, run in self._running.items() if self._slow(run.lane)]
+        waits = any(turns and not self._slow(lane) for lane, turns in self._waiting.items())
+        if waits and len(slow) == len(self._workers) > 1 and not any(run.preempted for run in self._running.values()):
+            self._running[slow[-1]].preempted = True
+            slow[-1].kill()

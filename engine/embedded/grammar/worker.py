@@ -21,8 +21,10 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError, load
+from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError
+from engine.embedded.grammar.load import load
 from engine.types import Guide
 from protocol.frames import packed, read_payload
 
@@ -30,6 +32,8 @@ _MEMORY = 2 << 30
 _STACK = 4 << 20
 """Half the stack of the parent's threads, so that a grammar that compiles here does not overflow there."""
 _WALK_TOKENS = 48
+_DRAWS = 8
+"""Attempts to find an id that goes on where the output may end."""
 _MAX_STEP_SECONDS = 0.1
 _MAX_WALK_SECONDS = 1.0
 _TOO_AMBIGUOUS = (
@@ -110,7 +114,6 @@ def _try_out(compiled: Compiled, setup: Setup) -> str:
 def _walk(compiled: Compiled, setup: Setup, choose: random.Random, sticky: bool) -> str:
     position = compiled.start()
     bitmask = np.zeros((1, -(-setup.vocab_size // 32)), dtype=np.int32)
-    bits = bitmask.view(np.uint8)
     token, spent = -1, 0.0
     for _ in range(_WALK_TOKENS):
         started = time.thread_time()
@@ -118,14 +121,15 @@ def _walk(compiled: Compiled, setup: Setup, choose: random.Random, sticky: bool)
         seconds = time.thread_time() - started
         if position.error:
             return position.error
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        if not len(allowed):
+        words = np.flatnonzero(bitmask[0])
+        if not len(words):
             return "nothing that the model can write matches it"
-        going_on = [token_id for token_id in choose.choices(allowed, k=8) if token_id not in setup.eos_token_ids]
-        if not going_on:
+        drawn = (_draw(bitmask[0], words, choose) for _ in range(_DRAWS))
+        going_on = next((token_id for token_id in drawn if token_id not in setup.eos_token_ids), None)
+        if going_on is None:
             return ""
-        if not sticky or token < 0 or not bits[0, token >> 3] >> (token & 7) & 1:
-            token = int(going_on[0])
+        if not sticky or token < 0 or not bitmask[0, token >> 5] >> (token & 31) & 1:
+            token = going_on
         started = time.thread_time()
         position.accept(token)
         seconds += time.thread_time() - started
@@ -135,6 +139,13 @@ def _walk(compiled: Compiled, setup: Setup, choose: random.Random, sticky: bool)
         if seconds > _MAX_STEP_SECONDS or spent > _MAX_WALK_SECONDS:
             return _TOO_AMBIGUOUS
     return ""
+
+
+def _draw(row: NDArray[np.int32], words: NDArray[np.int64], choose: random.Random) -> int:
+    """Return a random allowed id: a bit of a random one of the words that are not 0."""
+    word = int(words[choose.randrange(len(words))])
+    value = int(row[word])
+    return 32 * word + choose.choice([bit for bit in range(32) if value >> bit & 1])
 
 
 if __name__ == "__main__":

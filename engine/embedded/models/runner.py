@@ -13,6 +13,7 @@ import torch
 
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.sampling.truncation import largest
 from engine.kit.checks import ImageTokens
 
 
@@ -124,7 +125,7 @@ class PendingTokens:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(dim=1)
+        return largest(logits)
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         self._sampled[torch.tensor(slots, device=self._sampled.device)] = tokens

@@ -7,19 +7,14 @@ penalties, and are put back over what a logits processor wrote.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.embedded.grammar.compiler import apply_bitmask, new_bitmask
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sampling.truncation import put, take
 
-if TYPE_CHECKING:
-    from engine.embedded.sampling.sampler import SamplerState
-
-_log = logging.getLogger(__name__)
 _MASKED = float("-inf")
 
 
@@ -32,7 +27,7 @@ def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     _penalise(logits, states)
     processed = [row for row, state in enumerate(states) if state.processors]
     for row in processed:
-        process(logits[row], states[row])
+        states[row].process(logits[row])
     _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
     _repair(logits, states, masked, bitmask)
 
@@ -96,24 +91,6 @@ def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tens
     return bitmask
 
 
-def process(logits: torch.Tensor, state: SamplerState) -> None:
-    """Run a request's processors on copies of its row. Their code is not ours: one that raises has no effect, and
-    that is all."""
-    token_ids = tuple(state.tokens)
-    for processor in state.processors:
-        copy = logits.clone()
-        try:
-            processor(token_ids, copy)
-            if bool(copy.isnan().any()):
-                raise ValueError("the processor wrote NaN")
-        except Exception:
-            if not state.processor_failed:
-                _log.exception("logits processor %s failed; its request goes on without it", type(processor).__name__)
-            state.processor_failed = True
-        else:
-            logits.copy_(copy)
-
-
 def _repair(
     logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
 ) -> None:
@@ -121,7 +98,9 @@ def _repair(
     the sequence ends."""
     if not rows:
         return
-    empty = [row for row, best in zip(rows, logits[rows].amax(dim=1).tolist(), strict=True) if best == _MASKED]
+    part = take(logits, rows)
+    best = part.numpy().max(axis=1) if part.device.type == "cpu" else part.amax(dim=1)
+    empty = [row for row, value in zip(rows, best.tolist(), strict=True) if value == _MASKED]
     for row in empty:
         if states[row].matcher is not None:
             logits[row] = 0

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams
 

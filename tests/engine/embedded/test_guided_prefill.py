@@ -1,5 +1,6 @@
-"""A prompt is computed while its grammar is compiled; the first token waits for both."""
+"""A prompt is computed while its grammar is compiled, if that takes long; the first token waits for both."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from engine.config import EmbeddedConfig
+from engine.embedded import engine as module
 from engine.embedded.core import EngineCore
+from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Bitmask
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
+from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Guide, SamplingParams
 
 EOS = 2
@@ -115,3 +119,38 @@ def test_a_grammar_for_a_request_that_has_left_is_ignored(core: EngineCore) -> N
     core.abort("guided")
     core.begin("guided", Digits())
     assert run(core) == {}
+
+
+class HeldCompiler:
+    """A compiler that is done when `released` is set."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+
+    def matcher(self, _: Guide) -> Matcher:
+        return Matcher((EOS,))
+
+    async def compile(self, _: Guide) -> Digits:
+        await self.released.wait()
+        return Digits()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+async def test_a_prompt_waits_for_a_quick_guide_only(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last token that is computed on its own costs a step."""
+    monkeypatch.setattr(module, "_HEAD_START_SECONDS", 3600.0 if quick else 0.0)
+    engine, compiler, submitted = EmbeddedEngine(EmbeddedConfig(model="")), HeldCompiler(), asyncio.Queue[bool]()
+    monkeypatch.setattr(engine, "_compiler", compiler, raising=False)
+    monkeypatch.setattr(engine, "_submit", lambda _, matcher: submitted.put_nowait(matcher.ready))
+    guide, stream = Guide("regex", "[79]*"), DeltaStream(lambda: None)
+    request = GenerateRequest(
+        request_id="a", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5, guide=guide)
+    )
+    engine._submit_guided(request, guide, stream)
+    if quick:
+        compiler.released.set()
+    assert await submitted.get() is quick
+    compiler.released.set()
+    await asyncio.gather(*engine._compiling)
+    assert submitted.empty()
+    assert engine._commands.empty() is quick

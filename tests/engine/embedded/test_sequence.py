@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.types import GenerateRequest, SamplingParams
 from tests.engine.embedded.test_scheduler import machine, make

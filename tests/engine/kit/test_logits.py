@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.embedded.sampling.sampler import Sampler, SamplerState
+from engine.embedded.sampling.sampler import Sampler
+from engine.embedded.sampling.state import SamplerState
 from engine.errors import InvalidRequest
 from engine.kit.logits import create, register, unregister
 from engine.types import SamplingParams

@@ -207,7 +207,7 @@ async def test_exit_mode_gives_up_at_the_first_death() -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     assert "died (signal SIGKILL)" in await asyncio.wait_for(process.wait_failed(), 20)
-    assert process.pid is None and not client.healthy
+    await until(lambda: process.pid is None and not client.healthy)
     await client.close()
     await process.close()
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
+from engine.fake.engine import FakeEngine
 from engine.replicas import ask as client
 from engine.replicas import breaker
 from engine.types import Guide
@@ -146,6 +147,20 @@ async def test_short_prompts_and_those_without_a_peer_are_computed_here() -> Non
         async with decode_engine([other]) as (engine, seen):
             assert engine.healthy and tokens_of(await all_of(engine, request())) == list(PROMPT[:12])
             assert seen.local == {"no_peer": 1} and not seen.outcomes
+
+
+async def test_log_probabilities_that_a_handoff_lacks_are_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FakeEngine.info.fget
+    monkeypatch.setattr(FakeEngine, "info", property(lambda self: replace(original(self), handoff_logprobs=False)))
+    async with prefill_replica() as (url, _, _):
+        async with decode_engine([url]) as (engine, seen):
+            assert tokens_of(await all_of(engine, request(logprobs=1))) == list(PROMPT[:12])
+            assert seen.local == {"logprobs": 1} and not seen.outcomes
+            assert tokens_of(await all_of(engine, request())) == list(PROMPT[:12]) and seen.outcomes == {"ok": 1}
+        async with decode_engine([url], min_tokens=None) as (engine, _):
+            with pytest.raises(InvalidRequest, match="PREFILL_FALLBACK") as caught:
+                await all_of(engine, request(logprobs=1))
+            assert caught.value.param == "logprobs"
 
 
 async def test_replicas_that_differ_refuse_to_pair_and_name_both_values() -> None:

@@ -5,6 +5,7 @@
 
 import ast
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ HELD = {
 """Expressions of the adapter's that hold TensorRT-LLM's objects, by their text."""
 HELD_IN = {
     "outputs.py": {"value": "Logprob", "item[1]": "Logprob"},
-    "polling.py": {"call": "LLM.get_kv_cache_events_async"},  # or get_stats_async, of the same signature
+    "polling.py": {"self._call": "LLM.get_kv_cache_events"},  # or get_stats, of the same signature
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
@@ -62,9 +63,19 @@ def test_what_syntax_cannot_judge_is_what_the_other_tests_here_run() -> None:
     for name, expected in {
         "starred": {"LLM", "MultimodalEncoder", "SamplingParams", "GuidedDecodingParams", "DisaggregatedParams"},
         "dynamic": {"DisaggregatedParams"},
-        "passed_on": {"tensorrt_llm.LLM.get_stats_async", "tensorrt_llm.LLM.get_kv_cache_events_async"},
+        "passed_on": {"tensorrt_llm.LLM.get_stats", "tensorrt_llm.LLM.get_kv_cache_events"},
     }.items():
         assert {item for findings in adapter().values() for item in getattr(findings, name)} == expected
+
+
+def test_every_behaviour_of_the_contract_has_its_source_and_its_tests() -> None:
+    """`tests/contract/trtllm_behaviours.json`: what signatures do not say, and the stand-in imitates."""
+    behaviours = json.loads((ROOT / "tests" / "contract" / "trtllm_behaviours.json").read_text(encoding="utf-8"))
+    for behaviour in behaviours:
+        assert behaviour.keys() == {"id", "fact", "source", "sure", "tests"} and all(behaviour.values())
+        for test in behaviour["tests"]:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), test
 
 
 def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> None:

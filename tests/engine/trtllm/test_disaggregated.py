@@ -13,14 +13,15 @@ import pytest
 
 from engine import handoff
 from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineFailure, InvalidRequest
+from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.media import Encoding
 from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
-from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
+from engine.types import Delta, GenerateRequest, Guide, Handoff, SamplingParams
 from tests.support.trtllm import found, handed_over, picture, travelled, trt  # noqa: F401 - a fixture for every test here
+from tests.support.waiting import until
 
 PROMPT = tuple(range(10, 80))
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
@@ -87,19 +88,58 @@ async def expected(wanted: GenerateRequest) -> list[Delta]:
         await alone.close()
 
 
-@pytest.mark.parametrize("logprobs", [None, 3])
-async def test_prefill_and_decode_give_what_one_engine_gives(logprobs: int | None) -> None:
+async def test_prefill_and_decode_give_what_one_engine_gives() -> None:
     async with pair() as (prefill, decode):
-        handed = await handed_over(prefill, request(logprobs=logprobs))
+        handed = await handed_over(prefill, request())
         travelled = handoff.decode_handoff(handoff.encode(handed))
         assert travelled == handed
-        rest = await all_of(decode.generate(msgspec.structs.replace(request(logprobs=logprobs), handoff=travelled)))
-    whole = await expected(request(logprobs=logprobs))
+        rest = await all_of(decode.generate(msgspec.structs.replace(request(), handoff=travelled)))
+    whole = await expected(request())
     assert handed.first.prompt is not None and handed.first.finish_reason is None and len(handed.first.token_ids) == 1
     assert tokens([handed.first, *rest]) == tokens(whole)
     assert rest[-1].finish_reason == "length" and all(delta.prompt is None for delta in rest)
-    said = [entry[0] for delta in [handed.first, *rest] for entry in delta.logprobs]
-    assert [entry.token_id for entry in said] == (tokens(whole) if logprobs is not None else [])
+
+
+async def test_log_probabilities_after_a_handoff_are_of_a_prompt_computed_again() -> None:
+    """1.2.1's generation worker is one log-probability short, and asserts that it is not."""
+    async with pair() as (prefill, decode):
+        assert not decode.info.handoff_logprobs
+        wanted = request(logprobs=3)
+        handed = await handed_over(prefill, wanted)
+        rest = await all_of(decode.generate(msgspec.structs.replace(wanted, handoff=handed)))
+        alone = msgspec.structs.replace(
+            request(logprobs=3, max_tokens=11), prompt_token_ids=(*PROMPT, *handed.first.token_ids)
+        )
+        whole = await expected(alone)
+        assert tokens(rest) == tokens(whole) and rest[-1].finish_reason == "length"
+        assert all(delta.prompt is None for delta in rest)
+        assert [entry for delta in rest for entry in delta.logprobs] == [
+            entry for delta in whole for entry in delta.logprobs
+        ]
+        assert decode.healthy
+
+
+async def test_an_error_of_one_request_does_not_end_an_engine_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its type: what a generation worker that is short of log-probabilities raises, for example."""
+    monkeypatch.setattr(TrtllmEngine, "_is_lost", lambda self, wanted: False)
+    async with pair() as (prefill, decode):
+        other = decode.generate(request("other", max_tokens=4000))
+        assert (await anext(other)).token_ids
+        handed = await handed_over(prefill, request(logprobs=3, max_tokens=4000))
+        with pytest.raises(EngineFailure, match="AssertionError"):
+            await all_of(decode.generate(msgspec.structs.replace(request(logprobs=3, max_tokens=4000), handoff=handed)))
+        await until(lambda: len(decode.llm._executor._jobs) == 1)
+        assert decode.healthy and (await anext(other)).token_ids
+
+
+async def test_without_its_blocks_a_handoff_with_a_guide_cannot_go_on() -> None:
+    async with pair() as (prefill, decode):
+        handed = msgspec.structs.replace(await handed_over(prefill, request()), state=b"")
+        guided = request(guide=Guide("regex", "a"))
+        decode._info = msgspec.structs.replace(decode.info, guides=("regex",))
+        with pytest.raises(InvalidRequest, match="with a guide cannot go on alone") as caught:
+            await all_of(decode.generate(msgspec.structs.replace(guided, handoff=handed)))
+        assert caught.value.param == "handoff"
 
 
 async def test_a_request_for_one_token_leaves_nothing_to_decode() -> None:
@@ -131,8 +171,9 @@ async def test_a_handoff_of_another_engine_or_prompt_is_refused() -> None:
         with pytest.raises(InvalidRequest, match="cannot be read"):
             await all_of(decode.generate(msgspec.structs.replace(request(), handoff=broken)))
         elsewhere = msgspec.structs.replace(request(), handoff=handed, prompt_token_ids=(1, 2, 3))
-        with pytest.raises(InvalidRequest, match="prompt"):
+        with pytest.raises(EngineUnavailable, match="kv cache transfer") as caught:
             await all_of(decode.generate(elsewhere))
+        assert type(caught.value) is EngineUnavailable and decode.healthy, "so that decode computes the prompt itself"
 
 
 async def test_an_abort_on_decode_waits_for_the_transfer() -> None:

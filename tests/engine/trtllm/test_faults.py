@@ -3,14 +3,14 @@
 Each ends one request, one poll, or the engine.
 """
 
-import asyncio
-import contextlib
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -19,7 +19,14 @@ import msgspec
 import pytest
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+)
 from engine.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
@@ -28,12 +35,12 @@ from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.polling import poll_stats
+from engine.trtllm.polling import stats_poller
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
 from tests.support.http import application
-from tests.support.trtllm import found, handed_over, picture, registered
+from tests.support.trtllm import faults, found, handed_over, picture, registered
 from tests.support.trtllm_gotchas import request, running, tokens
 from tests.support.waiting import until
 
@@ -41,6 +48,7 @@ trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtu
 REFUSALS: list[tuple[Exception, type[EngineError]]] = [
     (AssertionError("no such thing"), InvalidRequest),
     (AssertionError(), InvalidRequest),
+    (RuntimeError("an internal error"), EngineFailure),
     (NotImplementedError("not with this model"), InvalidRequest),
     (RuntimeError("mrope_position_deltas_handle is missing"), InvalidRequest),
     (TypeError("wrong"), InvalidRequest),
@@ -79,6 +87,65 @@ async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_i
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied, match="shutting down"):
             await tokens(engine, request())
+        assert not engine.healthy
+
+
+CLASSES: list[tuple[str, type[EngineError]]] = [
+    ("The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)", InvalidRequest),
+    ("Token ID out of range", InvalidRequest),
+    ("Guided decoding error: invalid grammar: CUDA error", InvalidRequest),
+    ("Guided decoding error: internal error in _build", EngineFailure),
+    ("Error in kv cache transfer for generation requests", EngineUnavailable),
+    ("Request 7 timed out", EngineUnavailable),
+    ("total_num_tokens (9) should be less than 8", EngineFailure),
+    ("'NoneType' object is not subscriptable", EngineFailure),
+    ("CUDA error: an illegal memory access was encountered", EngineDied),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", EngineDied),
+    ("cudaErrorLaunchFailure", EngineDied),
+    ("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error", EngineDied),
+    ("NCCL watchdog: collective operation timed out", EngineDied),
+    ("Hang detected on rank 0 in PyExecutor.", EngineDied),
+]
+
+
+@pytest.mark.parametrize(("message", "kind"), CLASSES)
+async def test_a_request_error_is_whose_fault_its_message_says(
+    folder: Path, message: str, kind: type[EngineError]
+) -> None:
+    async with running(folder) as engine:
+        faults().request_error = message
+        with pytest.raises(EngineError, match=re.escape(message)) as caught:
+            await tokens(engine, request())
+        assert type(caught.value) is kind and engine.healthy == (kind is not EngineDied)
+        if kind is not EngineDied:
+            assert await tokens(engine, request())
+
+
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered", "an unknown error"])
+async def test_a_broken_gpu_ends_the_engine_though_its_executor_stays_healthy(folder: Path, message: str) -> None:
+    """1.2.1 answers an error of a step to every request, and goes on. An unknown one is put to the test."""
+    async with running(folder) as engine:
+        others = [engine.generate(request(request_id=str(number), max_tokens=4000)) for number in range(3)]
+        for other in others:
+            assert (await anext(other)).token_ids
+        faults().device_error = message
+        for other in others:
+            with pytest.raises((EngineDied, EngineFailure), match=message):
+                _ = [delta async for delta in other]
+        await until(lambda: not engine.healthy)
+        assert engine.llm._check_health()
+        with pytest.raises(EngineNotReady):
+            await tokens(engine, request())
+
+
+async def test_a_gpu_that_fails_in_our_process_is_not_the_requests_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(found("tensorrt_llm.LLM"), "generate_async", raising(RuntimeError("CUDA out of memory")))
+            with pytest.raises(EngineDied, match="out of memory"):
+                await tokens(engine, request())
         assert not engine.healthy
 
 
@@ -140,36 +207,25 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
         assert engine.healthy and await tokens(engine, request())
 
 
-async def items(*raws: Any) -> AsyncIterator[Any]:
-    for raw in raws:
-        yield raw
-
-
 async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken: list[Any] = [{"iter": "seven"}, {"kvCacheStats": {"maxNumBlocks": "x"}}, None]
-    polls = iter(
-        [
-            items(*broken, {"iter": 7}),
-            *[items({"iter": "x"}) for _ in range(10)],
-            raising(KeyError("type")),
-            items({"iter": 8}),
-        ]
+    polls: Iterator[Any] = iter(
+        [[*broken, {"iter": 7}], *[[{"iter": "x"}] for _ in range(10)], KeyError("type"), [{"iter": 8}]]
     )
 
     class Llm:
-        def get_stats_async(self, timeout: float) -> Any:
-            poll = next(polls, items())
-            return poll() if callable(poll) else poll
+        def get_stats(self, timeout: float) -> Any:
+            poll: Any = next(polls, [])
+            if isinstance(poll, Exception):
+                raise poll
+            return poll
 
     published: list[int] = []
-    polling = asyncio.create_task(poll_stats(Llm(), lambda stats: published.append(stats.iteration)))
+    poller = stats_poller(Llm(), lambda stats: published.append(stats.iteration))
     await until(lambda: published == [7, 8])
-    assert not polling.done()
-    polling.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await polling
+    await poller.stop()
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [line.split(": ")[1] for line in warned] == [
         "ValueError",
@@ -181,19 +237,46 @@ async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
     assert "10 so far" in warned[3] and "a poll of the engine's statistics" in warned[4]
 
 
-async def test_a_poller_that_ends_is_the_engines_end(
+async def test_a_poll_that_waits_holds_up_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.2.1 blocks the thread that polls, for as long as nothing happens."""
+    done = threading.Event()
+    waiting: set[str] = set()
+
+    def waits(name: str) -> Callable[..., list[Any]]:
+        def call(self: Any, timeout: float | None = 2) -> list[Any]:
+            if first:
+                return []
+            waiting.add(name)
+            assert done.wait(20), "the event loop had no chance to end this"
+            return []
+
+        return call
+
+    first = True
+    for name in ("get_stats", "get_kv_cache_events"):
+        monkeypatch.setattr(found("tensorrt_llm.LLM"), name, waits(name))
+        monkeypatch.setattr(found("tensorrt_llm.LLM"), f"{name}_async", waits(name))
+    async with running(folder, kv_cache_config={"event_buffer_max_size": 100}) as engine:
+        first = False
+        try:
+            await until(lambda: len(waiting) == 2)
+            assert len(await tokens(engine, request())) == 6
+        finally:
+            done.set()
+
+
+async def test_a_task_that_ends_is_the_engines_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def ends(*args: Any) -> None:
-        await asyncio.sleep(0.05)
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(engine_module, "poll_stats", ends)
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
+        assert (await anext(stream)).token_ids
+        monkeypatch.setattr(TrtllmEngine, "_publish", raising(ZeroDivisionError("a bug")))
+        await tokens(engine, request(request_id="short"))
         with pytest.raises(EngineDied, match="internal task failed"):
             _ = [delta async for delta in stream]
         assert not engine.healthy and "a bug" in caplog.text
+        monkeypatch.undo()
 
 
 async def test_an_executor_that_cannot_say_whether_it_runs_does_not(
@@ -295,6 +378,31 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
     finally:
         process.kill()
         process.communicate()
+
+
+BLOCKED = """
+import asyncio, sys, time
+from engine.config import TrtllmConfig
+from engine.trtllm import engine, library
+
+async def main():
+    running = engine.TrtllmEngine(TrtllmConfig(model=sys.argv[1]))
+    await running.start()
+    library.is_alive = lambda llm: False
+    time.sleep(60)
+
+engine.HEALTH_SECONDS, engine.BLOCKED_SECONDS = 0.05, 0.2
+asyncio.run(main())
+"""
+
+
+def test_an_executor_that_blocks_the_event_loop_while_it_shuts_down_ends_the_process(folder: Path) -> None:
+    """Nothing else could: the death waits for the loop, and whoever restarts the process waits for its end."""
+    environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(folder)], env=environment, capture_output=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1 and b"ending the process" in ended.stderr
 
 
 async def test_null_takes_a_nested_configuration_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

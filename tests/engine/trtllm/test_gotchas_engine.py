@@ -1,6 +1,5 @@
 """Gotchas 9 to 16 of TensorRT-LLM 1.2.1: arguments, polls, failures, and what of it the adapter leaves alone."""
 
-import asyncio
 import inspect
 import json
 import pickle
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from engine.config import TrtllmConfig
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.kv_events import EventDiff, KvEvent, Updated
 from engine.trtllm import engine as engine_module
 from engine.trtllm import library
 from engine.trtllm.arguments import defaults, forced, merge, problems
-from engine.trtllm.polling import iteration_stats, kv_event, poll_kv_events
+from engine.trtllm.polling import iteration_stats, kv_event, kv_event_poller
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, faults, found, registered, sampling
 from tests.support.trtllm_contract_api import ATTRIBUTES
@@ -74,29 +73,25 @@ async def test_gotcha_11_a_lora_request_is_never_made(folder: Path, calls: list[
     assert not [path for path in PRODUCT if "LoRARequest" in path.read_text(encoding="utf-8")]
 
 
-async def test_gotcha_12_polls_fail_and_events_have_conditions(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Early and half-changed events end a poll and not the poller.
+async def test_gotcha_12_events_can_be_lost_and_have_conditions(folder: Path) -> None:
+    """Events that the worker cannot serialise leave a gap in the ids, and the polling goes on.
 
     Options that events and statistics need are forced or refused.
     """
     events: list[KvEvent] = []
     cache = {"event_buffer_max_size": 100, "tokens_per_block": 4}
     with library.load(TrtllmConfig(model=str(folder), arguments={"kv_cache_config": cache})) as llm:
-        polling = asyncio.create_task(poll_kv_events(llm, events.append))
+        poller = kv_event_poller(llm, events.append)
         try:
-            await until(lambda: "not properly instantiated" in caplog.text)
             await llm.generate_async([9] * 5, sampling())
             await until(lambda: len(events) > 1)
             faults().event_poll_error = "'NoneType' object has no attribute 'new_value'"
-            await until(lambda: "no attribute 'new_value'" in caplog.text)
-            before = len(events)
+            await until(lambda: faults().event_poll_error is None)
             await llm.generate_async([8] * 5, sampling())
-            await until(lambda: len(events) > before)
+            await llm.generate_async([7] * 5, sampling())
+            await until(lambda: any(event.event_id >= 2 for event in events))
         finally:
-            while not polling.done():  # Python 3.11's wait_for can lose a cancellation
-                polling.cancel()
-                await asyncio.wait([polling], timeout=0.1)
-    assert [event.event_id for event in events] == list(range(len(events)))
+            await poller.stop()
     half = {
         "type": "updated",
         "block_hash": 1,
@@ -120,10 +115,11 @@ async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engin
     async with running(folder) as engine:
         other = engine.generate(request(request_id="other", max_tokens=4000))
         assert (await anext(other)).token_ids
-        for responses, kind in ((0, InvalidRequest), (2, EngineFailure)):
+        for responses, kind in ((0, EngineFailure), (2, EngineFailure)):
             faults().request_error, faults().request_error_after = "this one", responses
             with pytest.raises(kind, match="this one"):
                 await tokens(engine, request(request_id=str(responses)))
+            await until(lambda: engine._probe is not None and engine._probe.done())  # or it would meet the next fault
         assert engine.healthy and (await anext(other)).token_ids
         found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
         with pytest.raises(EngineDied, match="CUDA error"):

@@ -138,8 +138,7 @@ async def test_statistics_and_events_are_drained() -> None:
         enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 100, "tokens_per_block": 4}
     ) as engine:
         assert engine.get_stats(0.05) == []
-        with pytest.raises(AssertionError, match="not properly instantiated"):
-            engine.get_kv_cache_events_async()
+        assert [item async for item in engine.get_kv_cache_events_async()] == []
         await engine.generate_async(list(range(3, 12)), sampling())
         stats = [item async for item in engine.get_stats_async(timeout=0.05)]
         assert set(stats[-1]) == set(API["json_schemas"]["iteration_stats"]) - {"requestStats", "notes"}
@@ -153,8 +152,7 @@ async def test_statistics_and_events_are_drained() -> None:
         assert [token["token_id"] for token in block["tokens"]] == [3, 4, 5, 6] and "attention_dp_rank" not in events[0]
         assert engine.get_kv_cache_events(0.05) == [] == engine.get_stats(0.05)
         faults().event_poll_error = "'NoneType' object has no attribute 'new_value'"
-        with pytest.raises(AttributeError, match="new_value"):
-            await anext(engine.get_kv_cache_events_async(timeout=0.05))
+        assert engine.get_kv_cache_events(0.05) == []
         assert engine.get_kv_cache_events(0.05) == []
 
 
@@ -176,13 +174,9 @@ async def test_a_background_exception_is_the_end() -> None:
         with pytest.raises(OSError, match="CUDA error"):
             await result
         assert not engine._check_health()
-        for call in (
-            lambda: engine.generate_async(PROMPT, sampling()),
-            engine.get_stats,
-            engine.get_kv_cache_events_async,
-        ):
-            with pytest.raises(RuntimeError, match="LLM is shutting down"):
-                call()
+        with pytest.raises(RuntimeError, match="LLM is shutting down"):
+            engine.generate_async(PROMPT, sampling())
+        assert engine.get_stats() == [] == engine.get_kv_cache_events()
         result.abort()
     engine.shutdown()
 

@@ -134,5 +134,5 @@ async def test_a_speculating_context_worker_hands_its_draft_on(reason: str) -> N
         handed.request_type = "generation_only"
         assert (await engine.generate_async(PROMPT, sampling(), disaggregated_params=handed)).outputs[0].length == 8
         handed.draft_tokens = None
-        with pytest.raises(RuntimeError, match="draft"):
+        with pytest.raises(RuntimeError, match="kv cache transfer"):
             await engine.generate_async(PROMPT, sampling(), disaggregated_params=handed)

@@ -24,84 +24,62 @@ class Buffer:
     def __init__(self, limit: int) -> None:
         self._items: deque[dict[str, Any]] = deque(maxlen=limit)
         self._changed = threading.Condition()
-        self._reader: IterationResult | None = None
 
     def put(self, item: dict[str, Any]) -> None:
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()
-        if self._reader is not None:
-            self._reader.wake()
 
-    def pop(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """The oldest item; None if there is none for `timeout` seconds."""
+    def fetch(self, timeout: float) -> list[dict[str, Any]]:
+        """All items. Blocks the calling thread until there is one, for `timeout` seconds at most."""
+        if faults.longest_poll_seconds is not None:
+            timeout = min(timeout, faults.longest_poll_seconds)
         with self._changed:
             self._changed.wait_for(lambda: self._items, timeout)
-            return self._items.popleft() if self._items else None
-
-    def reader(self, event_poll: bool) -> "IterationResult":
-        self._reader = IterationResult(self, event_poll)
-        return self._reader
+            items = list(self._items)
+            self._items.clear()
+        return items
 
 
 class IterationResult:
-    """Yield items, removing each as it is read, until there is none for the timeout.
+    """Yields items that were fetched already.
 
     It is asynchronous only if a loop was running when it was made.
     """
 
-    def __init__(self, buffer: Buffer, event_poll: bool = False) -> None:
-        self._buffer = buffer
-        self._event_poll = event_poll
-        self._timeout = 2.0
-        self._done = False
-        self._ready: asyncio.Event | None = None
+    def __init__(self) -> None:
+        self._items: deque[dict[str, Any]] = deque()
         try:
-            self._loop = asyncio.get_running_loop()
+            asyncio.get_running_loop()
+            self._is_async = True
         except RuntimeError:
-            return
-        self._ready = asyncio.Event()
+            self._is_async = False
+
+    def extend(self, items: list[dict[str, Any]]) -> Self:
+        self._items.extend(items)
+        return self
 
     def set_timeout(self, timeout: float) -> None:
-        self._timeout = timeout if faults.longest_poll_seconds is None else min(timeout, faults.longest_poll_seconds)
+        """Without effect here: what is to be waited for has been fetched before."""
 
     def mark_undone(self) -> None:
-        self._done = False
+        """Without effect here, too."""
 
     def get_results(self) -> list[dict[str, Any]]:
-        self._strike()
-        items = []
-        while (item := self._buffer.pop(self._timeout)) is not None:
-            items.append(item)
+        items = list(self._items)
+        self._items.clear()
         return items
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> dict[str, Any]:
-        assert self._ready is not None, (
+        assert self._is_async, (
             "The asyncio event loop was not present during initialization, so async operations are not available."
         )
-        self._strike()
-        if self._done:
+        if not self._items:
             raise StopAsyncIteration
-        while (item := self._buffer.pop()) is None:
-            self._ready.clear()
-            try:
-                await asyncio.wait_for(self._ready.wait(), self._timeout)
-            except TimeoutError:
-                self._done = True
-                raise StopAsyncIteration from None
-        return item
-
-    def wake(self) -> None:
-        """Called from the executor's thread."""
-        if self._ready is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ready.set)
-
-    def _strike(self) -> None:
-        if self._event_poll and (message := faults.take("event_poll_error")):
-            raise AttributeError(message)
+        return self._items.popleft()
 
 
 def event_item(event: KvEvent) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
 from tensorrt_llm._translate import Processor, sampling_of, stop_ids
 
+_LOST = "Error in kv cache transfer for generation requests"
+
 
 @dataclass
 class Job:
@@ -40,6 +42,8 @@ class Job:
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
     begun: bool = False
+    scored: set[int] = field(default_factory=set)
+    """Sequences that have had a response."""
     fault: str | None = None
     """What it is to fail of, in time."""
     streams: list[DeltaStream] = field(default_factory=list)
@@ -86,8 +90,8 @@ class Job:
 
     def _check(self) -> None:
         """Takes the fault that waits for this request, and a generation request's state."""
-        self.fault = faults.take("request_error")
-        if self.fault is not None and not faults.request_error_after:
+        self.fault = faults.device_error or faults.take("request_error")
+        if self.fault is not None and (faults.device_error or not faults.request_error_after):
             raise RequestError(self.fault)
         if self.kind == "generation_only":
             seed, self.images = restore(self.disaggregated, self.result.prompt_token_ids)
@@ -117,6 +121,9 @@ class Job:
             if not self.begun:
                 self._check_first(delta, index)
                 self.begun = True
+            if faults.device_error is not None:
+                await stream.aclose()
+                raise RequestError(faults.device_error)
             waiting.append(delta)
             ready = sum(len(part.token_ids) for part in waiting) >= self.interval
             if delta.finish_reason is not None or (self.streaming and ready):
@@ -146,7 +153,7 @@ class Job:
         if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in named:
             response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
         if params.logprobs:
-            response.logprobs = [_entry(token) for token in delta.logprobs]
+            response.logprobs = self._scores(index, delta)
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
@@ -160,6 +167,13 @@ class Job:
             )
             response.disaggregated_params = self._context_params(delta.token_ids)
         return response
+
+    def _scores(self, index: int, delta: Delta) -> list[dict[int, Any]]:
+        """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token."""
+        entries = [_entry(token) for token in delta.logprobs]
+        skipped = int(self.kind == "generation_only" and index not in self.scored)
+        self.scored.add(index)
+        return entries[skipped:]
 
     def _context_params(self, token_ids: tuple[int, ...]) -> Any:
         """The request's own params with what a generation worker needs."""
@@ -197,11 +211,11 @@ def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan
     try:
         state = msgspec.json.decode(params.opaque_state, type=State)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError("opaque_state cannot be read") from error
+        raise RequestError(_LOST) from error
     if state.prompt != prompt:
-        raise RequestError("the prompt is not that of the context request")
+        raise RequestError(_LOST)
     if state.draft != params.draft_tokens:
-        raise RequestError("the draft tokens are not those of the context request")
+        raise RequestError(_LOST)
     return state.seed, state.images
 
 

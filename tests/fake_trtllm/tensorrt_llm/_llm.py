@@ -25,7 +25,6 @@ from tensorrt_llm._vision import embed, encode, expand, has_mrope, load, positio
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
 
-_NO_EVENTS = "KV Event IterationResult is not properly instantiated."
 _ARGS = {"pytorch": "TorchLlmArgs", "_autodeploy": "auto_deploy.LlmArgs"}
 
 
@@ -75,19 +74,25 @@ class BaseLLM:
         return self._llm_id
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self.get_stats_async(timeout).get_results()
+        return self._fetched(self._executor.stats, timeout)
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        self._check_alive()
-        return _polled(self._stats_result, timeout) if self._stats_result else _polled(IterationResult(Buffer(0)), 0)
+        """Blocks its thread for as long as `get_stats` does (#9980), and then yields without waiting."""
+        result = self._stats_result or IterationResult()
+        return result.extend(self._fetched(self._executor.stats, timeout) if self._stats_result else [])
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self.get_kv_cache_events_async(timeout).get_results()
+        events = self._fetched(self._executor.events, timeout)
+        return [] if faults.take("event_poll_error") else events  # the worker logs what it cannot serialise, and drops
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        self._check_alive()
-        assert self._events_result is not None, _NO_EVENTS
-        return _polled(self._events_result, timeout)
+        """As `get_stats_async`."""
+        result = self._events_result or IterationResult()
+        return result.extend(self.get_kv_cache_events(timeout) if self._events_result else [])
+
+    def _fetched(self, buffer: Buffer, timeout: float | None) -> list[dict[str, Any]]:
+        """By the proxy's RPC client, which is gone after a shutdown."""
+        return [] if self._executor.is_shutdown else buffer.fetch(3600.0 if timeout is None else timeout)
 
     def shutdown(self) -> None:
         self._executor.shutdown()
@@ -183,7 +188,7 @@ class LLM(BaseLLM):
             self._tokenizer,
         )
         if self._stats_result is None:
-            self._stats_result, self._events_result = executor.stats.reader(False), executor.events.reader(True)
+            self._stats_result, self._events_result = IterationResult(), IterationResult()
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
         processors = checked_processors(params)
         try:
@@ -256,15 +261,12 @@ class LLM(BaseLLM):
         if disaggregated.request_type in {"context_only", "generation_only"} and (
             transceiver is None or transceiver.backend is None
         ):
-            raise RequestError("disaggregated requests need cache_transceiver_config.backend")
+            raise RequestError(
+                "kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>` in "
+                "config file for disaggregated serving"
+            )
         if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
-            raise RequestError("context_only requests need disable_overlap_scheduler")
-
-
-def _polled(result: IterationResult, timeout: float | None) -> IterationResult:
-    result.set_timeout(3600.0 if timeout is None else timeout)
-    result.mark_undone()
-    return result
+            raise RequestError("Context only requests are not supported in pytorch backend when overlap is enabled.")
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:

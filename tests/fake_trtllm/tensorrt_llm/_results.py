@@ -118,7 +118,6 @@ class GenerationResult:
 
     def _handle(self, response: Response | Exception) -> None:
         if isinstance(response, Exception):
-            self._done = True
             raise response
         output = self.outputs[response.index]
         output._last_token_ids_len = len(output.token_ids)
@@ -126,6 +125,8 @@ class GenerationResult:
         output._last_text_len = len(output.text)
         output.token_ids.extend(response.token_ids[:-1] if response.trimmed else response.token_ids)
         output.logprobs.extend(response.logprobs)
+        if self.sampling_params.logprobs and response.finish_reason != "cancelled":
+            assert len(output.logprobs) == output.length + response.trimmed
         if response.cumulative_logprob is not None:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + response.cumulative_logprob
         if response.prompt_logprobs:

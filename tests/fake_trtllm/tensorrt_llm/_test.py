@@ -23,10 +23,13 @@ class Faults:
 
     request_error: str | None = None
     """Message of the RequestError with which the next request fails, on iteration."""
+    device_error: str | None = None
+    """Message of an error of the GPU: every request, running or new, fails with it, and health stays as it is. It is
+    not used up."""
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
-    """Message of the AttributeError that the next poll of KV events raises."""
+    """Why the worker cannot serialise the events of the next poll, which are lost without an error."""
     construction_error: str | None = None
     """Message of the RuntimeError that the next LLM or encoder raises while it loads."""
     construction_seconds: float = 0.0

@@ -217,18 +217,18 @@ def test_second_signal_ends_at_once() -> None:
             thread.join()
 
 
-def test_killed_server_leaves_no_engine(tmp_path: Path) -> None:
-    with serving(*SLOW, environment={"TMPDIR": str(tmp_path)}) as server:
+def test_killed_server_leaves_no_engine(short_path: Path) -> None:
+    with serving(*SLOW, environment={"TMPDIR": str(short_path)}) as server:
         children = server.children()
         assert len(children) == 1
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
-    left = set(tmp_path.iterdir())
+    left = set(short_path.iterdir())
     assert left
-    with serving(environment={"TMPDIR": str(tmp_path)}):
-        assert not left & set(tmp_path.iterdir())
-    assert list(tmp_path.iterdir()) == []
+    with serving(environment={"TMPDIR": str(short_path)}):
+        assert not left & set(short_path.iterdir())
+    assert list(short_path.iterdir()) == []
 
 
 def test_port_answers_before_the_model_is_there(tmp_path: Path) -> None:

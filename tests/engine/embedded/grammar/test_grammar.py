@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar.compiler import GrammarCompiler
-from engine.embedded.sampling.sampler import Sampler, SamplerState
+from engine.embedded.sampling.sampler import Sampler
+from engine.embedded.sampling.state import SamplerState
 from engine.errors import InvalidRequest
 from engine.types import Guide, GuideKind, SamplingParams
 from tests.support.grammar import EOS, SPECIAL, VOCAB, allowed, check, compiler, started, tokenizer, tokenizer_folder

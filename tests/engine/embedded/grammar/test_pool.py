@@ -13,6 +13,7 @@ from engine.embedded.grammar.pool import WorkerPool
 from engine.embedded.grammar.worker import Reply
 from engine.errors import EngineUnavailable
 from engine.types import Guide
+from tests.support.waiting import until
 
 LARGE = [Guide("regex", "x" * (2000 + index)) for index in range(10)]
 SMALL = Guide("regex", "a")
@@ -38,8 +39,15 @@ class HeldWorker:
             type(self).kills -= 1
             self.alive = False
             raise WorkerKilledError
+        self._guide = guide
         await self.released.setdefault(guide, asyncio.Event()).wait()
+        if not self.alive:
+            raise WorkerKilledError
         return Reply()
+
+    def kill(self) -> None:
+        self.alive = False
+        self.released.pop(self._guide).set()
 
     async def close(self) -> None:
         pass
@@ -91,6 +99,37 @@ async def test_lanes_take_turns(pool: WorkerPool) -> None:
     HeldWorker.released[SCHEMA].set()
     await settle()
     assert HeldWorker.started[3:] == LARGE[1:2]
+    await end(tasks)
+
+
+async def test_slow_lanes_together_leave_a_worker_to_others(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.0)
+    large, medium = LARGE[0], Guide("regex", "x" * 500)
+    tasks = submit(pool, [large, medium])
+    await settle()
+    assert HeldWorker.started == [large, medium], "nobody knows yet that they are slow"
+    await until(lambda: len(pool._slow_until) == 2)
+    tasks += submit(pool, [SCHEMA])
+    await settle()
+    assert HeldWorker.started[2:] == [SCHEMA], "the one that began last gives way"
+    HeldWorker.released[SCHEMA].set()
+    await settle()
+    assert HeldWorker.started[3:] == [], "and leaves the worker free, since its lane is slow"
+    HeldWorker.released[large].set()
+    await settle()
+    assert HeldWorker.started[3:] == [medium]
+    HeldWorker.released[medium].set()
+    assert await asyncio.gather(*tasks) == [Reply()] * 3
+
+
+async def test_slow_guides_go_on_while_no_quick_one_waits(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.0)
+    tasks = submit(pool, [LARGE[0], SMALL])
+    await settle()
+    await until(lambda: len(pool._slow_until) == 2)
+    tasks += submit(pool, LARGE[1:2])
+    await settle()
+    assert HeldWorker.started == [LARGE[0], SMALL]
     await end(tasks)
 
 

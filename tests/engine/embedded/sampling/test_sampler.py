@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.embedded.sampling.sampler import Sampled, Sampler, SamplerState, prompt_logprobs, uniform
+from engine.embedded.sampling.sampler import Sampled, Sampler, prompt_logprobs, uniform
+from engine.embedded.sampling.state import SamplerState
 from engine.types import SamplingParams, TokenLogprobs
 
 VOCAB = 24

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.models.runner import StepInput
-from engine.embedded.sampling.sampler import SamplerState
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
 from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures

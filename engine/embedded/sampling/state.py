@@ -1,0 +1,162 @@
+"""State of sampling for one sequence: what its request asks for, its tokens, and its place in its grammar."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from engine.embedded.grammar.compiler import Matcher
+from engine.errors import InvalidRequest
+from engine.kit.logits import create
+from engine.types import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class Bias(NamedTuple):
+    ids: torch.Tensor
+    """int64 [k]"""
+    values: torch.Tensor
+    """float32 [k]"""
+
+
+class SamplerState:
+    """State of sampling for one sequence. Built once on admission, kept through preemption.
+
+    Raises InvalidRequest if the request names a logits processor that is not registered.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        matcher: Matcher | None,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.sampling = sampling
+        self._vocab_size = vocab_size
+        self._device = device
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.matcher = matcher
+        self.tokens = list(prompt)
+        self.num_prompt = len(self.tokens)
+        self.pending = 0
+        self.processors = [create(name) for name in sampling.processors]
+        self._processor_failed = False
+        # top_k 1 is greedy too: the lowest id wins a tie, where truncation would keep both.
+        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.bias = _bias(sampling.logit_bias, device)
+        self.forbidden = _forbidden(sampling.allowed_token_ids, vocab_size, device)
+        self._ends = (() if sampling.ignore_eos else eos_token_ids) + sampling.stop_token_ids
+        self._single_bans = [words[0] for words in sampling.bad_words if len(words) == 1]
+        self._bad_words = [words for words in sampling.bad_words if len(words) > 1]
+        self.counts: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
+            self.counts = torch.zeros(vocab_size, device=device)
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.seen[self.tokens] = True
+        self._always_masked = self.forbidden is not None or bool(sampling.bad_words) or matcher is not None
+        self._always_edited = (
+            self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+        )
+        self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
+        """Whether the token is the one with the largest logit, and that is all."""
+        self.needs_history = (
+            matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
+        )
+        """Whether the next token cannot be sampled before the host has seen the last one."""
+
+    @property
+    def position(self) -> int:
+        """Number of output tokens so far, a pending one included."""
+        return len(self.tokens) + self.pending - self.num_prompt
+
+    @property
+    def has_mask(self) -> bool:
+        return self._always_masked or self.position < self.sampling.min_tokens
+
+    @property
+    def edited(self) -> bool:
+        """Whether this step's logits are changed before the draw."""
+        return self._always_edited or self.position < self.sampling.min_tokens
+
+    @property
+    def error(self) -> str:
+        """Why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
+        return self.matcher.error if self.matcher is not None else ""
+
+    def banned(self) -> list[int]:
+        """Return the ids that may not come next because of bad_words and min_tokens."""
+        banned = list(self._single_bans)
+        output = self.tokens[self.num_prompt :] if self._bad_words else []
+        for words in self._bad_words:
+            if output[1 - len(words) :] == list(words[:-1]):
+                banned.append(words[-1])
+        if self.position < self.sampling.min_tokens:
+            banned += self._ends
+        return banned
+
+    def process(self, logits: torch.Tensor) -> None:
+        """Run the request's processors on copies of its row, float32 [vocab]. Their code is not ours: one that raises
+        has no effect, and that is all."""
+        token_ids = tuple(self.tokens)
+        for processor in self.processors:
+            copy = logits.clone()
+            try:
+                processor(token_ids, copy)
+                if bool(copy.isnan().any()):
+                    raise ValueError("the processor wrote NaN")
+            except Exception:
+                if not self._processor_failed:
+                    _log.exception(
+                        "logits processor %s failed; its request goes on without it", type(processor).__name__
+                    )
+                self._processor_failed = True
+            else:
+                logits.copy_(copy)
+
+    def accept(self, token_id: int) -> None:
+        """Note that a token was appended to the output."""
+        self._note(token_id)
+        if self.matcher is not None:
+            accepted = self.matcher.accept(token_id)
+            assert accepted, f"token {token_id} was sampled against the grammar"
+
+    def resume(self, token_id: int) -> None:
+        """Accept a first token that was sampled elsewhere. Logits processors are called for it with meaningless
+        logits, since they may keep state. Raises InvalidRequest if the grammar does not allow it."""
+        if self.matcher is not None and not self.matcher.accept(token_id):
+            raise InvalidRequest("the handoff's token is not one that the guide allows", "handoff")
+        if self.processors:
+            self.process(torch.zeros(self._vocab_size, device=self._device))
+        self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.counts is not None and self.seen is not None:
+            self.counts[token_id] += 1
+            self.seen[token_id] = True
+
+
+def _bias(logit_bias: dict[int, float], device: torch.device) -> Bias | None:
+    if not logit_bias:
+        return None
+    ids, values = list(logit_bias), list(logit_bias.values())
+    return Bias(torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _forbidden(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """Return a mask, bool [vocab], that is true for ids that are not allowed; None if all are."""
+    if not allowed:
+        return None
+    forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    forbidden[list(allowed)] = False
+    return forbidden
