@@ -178,6 +178,7 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
         reuse=reuse,
         windows=windows,
         overlap=overlap,
+        prompt_budget=1 + seed % budget,
     )
     shared = [rng.randrange(9) for _ in range(16)]
     sequences = []
