@@ -28,15 +28,17 @@ class AdmissionEngine(EngineAround):
 
     Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait,
     the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another sequence
-    of its `group` has been admitted: then it waits for its siblings, however long they take. A group that is larger
-    than the engine lets others in between: each further sequence of a group ranks as if it had come SIBLING_SECONDS
-    later. `PromptReport.queue_seconds` includes the wait.
+    of its `group` has been admitted: then it waits for its siblings, however long they take. A group lets others in
+    between: each further sequence of it ranks as if it had come SIBLING_SECONDS later. One that is larger than the
+    engine has at most three quarters of the places, so that others find the rest free. `PromptReport.queue_seconds`
+    includes the wait.
     """
 
     def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
         super().__init__(engine)
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
+        self._capacity = 0
         self._inside: dict[DeltaStream, _Group] = {}
         """Sequences in the engine, each with its group."""
         self._queue: list[_Waiting] = []
@@ -52,11 +54,11 @@ class AdmissionEngine(EngineAround):
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
-            capacity = self.inner.info.max_num_seqs
+            self._capacity = self.inner.info.max_num_seqs
         except EngineNotReady as error:
             return DeltaStream.failed(error)
         group = self._group(request)
-        if len(self._inside) < capacity:
+        if self._has_place(group):
             return self._admit(request, group)
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
@@ -76,12 +78,18 @@ class AdmissionEngine(EngineAround):
         """Return the group that a request joins: its own, if it names none."""
         group = self._groups.setdefault(request.group, _Group()) if request.group else _Group()
         group.sequences += 1
+        group.size = max(group.size, request.group_size)
         return group
+
+    def _has_place(self, group: "_Group") -> bool:
+        share = self._capacity if group.size <= self._capacity else max(1, self._capacity * 3 // 4)
+        return len(self._inside) < self._capacity and group.inside < share
 
     def _admit(self, request: GenerateRequest, group: "_Group") -> DeltaStream:
         stream = self.inner.generate(request)
         self._inside[stream] = group
         group.begun = True
+        group.inside += 1
         stream.when_done(lambda: self._release(stream))
         return stream
 
@@ -94,10 +102,9 @@ class AdmissionEngine(EngineAround):
         return waiting.stream
 
     def _release(self, stream: DeltaStream) -> None:
-        """Admit the first in the queue in the place of a sequence that has left the engine."""
-        del self._inside[stream]
-        if self._queue:
-            waiting = self._queue[0]
+        """Admit the first in the queue that may have the place of a sequence that has left the engine."""
+        self._inside.pop(stream).inside -= 1
+        if waiting := next((one for one in self._queue if self._has_place(one.group)), None):
             self._leave(waiting)
             waiting.enter(waiting.context.run(self._admit, waiting.request, waiting.group))
 
@@ -130,6 +137,10 @@ class _Group:
     def __init__(self) -> None:
         self.sequences = 0
         """Number of those that have come."""
+        self.size = 0
+        """Number of all, as far as it is known."""
+        self.inside = 0
+        """Number of those in the engine."""
         self.begun = False
         """Whether one has been admitted."""
 

@@ -194,6 +194,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     group: str = ""
     """The same for all sequences of one client's request; empty for one that is alone."""
+    group_size: int = 1
+    """Number of sequences of the group."""
     priority: int = 0
     cache_salt: str = ""
     media: PromptMedia | None = None

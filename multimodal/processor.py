@@ -66,6 +66,7 @@ class Processor:
                 media=prompt.media,
                 sampling=sampled,
                 group=unique if len(params) > 1 else "",
+                group_size=len(params),
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
                 trace=trace.headers(),

@@ -28,6 +28,9 @@ from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held, PromptReport
 
+CPU_PROMPT_TOKENS = 128
+"""Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
+
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
 
@@ -70,6 +73,7 @@ class EngineCore:
             self.blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
+            max_prompt_tokens=CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens,
             chunked_prefill=config.enable_chunked_prefill,
             sources=[self.remote] if self.remote is not None else [],
         )

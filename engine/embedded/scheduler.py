@@ -1,10 +1,12 @@
 """Which sequences run in the next step, and with how many tokens each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
-within one budget of tokens and in order of rank. A sequence is admitted when there are blocks for all its present
-tokens, or for its first chunk and the window in layers of a sliding window; it takes further ones as it goes on, and
-when none is left the running sequence of the last rank is preempted: it gives its blocks back and waits to be
-recomputed, mostly from the prefix cache.
+within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
+first started prompt leaves up to half to shorter ones, which go on in order of what remains of them, and up to half of
+the step's largest chunk goes to waiting sequences, so that the first never keeps less than a quarter. A sequence is
+admitted when there are blocks for all its present tokens, or for its first chunk and the window in layers of a sliding
+window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is preempted:
+it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
 
 A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to
 these. One whose prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them.
@@ -45,10 +47,12 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_tokens: int,
+        max_prompt_tokens: int,
         chunked_prefill: bool,
         sources: abc.Sequence[Source] = (),
     ) -> None:
-        """`sources` are asked in this order for prompts that are not in the pools."""
+        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. `sources`
+        are asked in this order for prompts that are not in the pools."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """In order of rank."""
@@ -66,6 +70,7 @@ class Scheduler:
         self._fetches: list[Fetch] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
+        self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
         self._chunked = chunked_prefill
 
     def add(self, sequence: Sequence) -> None:
@@ -146,11 +151,11 @@ class Scheduler:
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        budget = self._max_num_tokens - decodes
-        for sequence in prompts:
+        budget = min(self._max_num_tokens - decodes, self._max_prompt_tokens)
+        for sequence, left in self._turns(prompts, budget):
             if (
                 sequence.status is SequenceStatus.RUNNING
-                and (length := self._length(sequence, budget, chunks))
+                and (length := self._length(sequence, budget - left, chunks))
                 and self._grow(sequence, length)
             ):
                 chunks.append(Chunk.next_of(sequence, length))
@@ -158,7 +163,7 @@ class Scheduler:
         if preempted != self.preemptions:
             chunks = [chunk for chunk in chunks if chunk.current]
         elif self.waiting:
-            self._admit(budget, chunks)
+            self._admit(budget, chunks, decodes)
         for sequence, start, length, _, _ in chunks:
             sequence.computed = start + length
         if prompts or len(chunks) > decodes:
@@ -212,6 +217,15 @@ class Scheduler:
         for source in self._sources:
             source.release(sequence)
 
+    def _turns(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+        """Return started prompts in the order in which they take tokens, each with the number that it has to leave."""
+        if not self._chunked or len(prompts) < 2:
+            return [(sequence, 0) for sequence in prompts]
+        first, *others = prompts
+        others.sort(key=_remaining)
+        shorter = sum(self._length(other, budget, []) for other in others if other.remaining < first.remaining)
+        return [(first, min(budget // 2, shorter)), *((other, 0) for other in others)]
+
     def _length(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Return the largest chunk of the sequence that the budget allows; 0 if none fits. Unchunked, a long prompt
         may run alone."""
@@ -242,7 +256,16 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+    def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
+        """Start waiting sequences with what is left of the budget, and with half of the largest chunk of a prompt.
+
+        Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
+        make way for a shorter one behind it in the queue.
+        """
+        giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)
+        spare = chunks[giver].length // 2 if self._chunked and giver >= 0 else 0
+        large = chunks[giver].sequence.remaining if spare else 0
+        passage = self.blocks.block_size if any(len(sequence.tokens) < large for sequence in self.waiting) else 0
         for sequence in self._candidates():
             if not self._slots:
                 return
@@ -250,20 +273,25 @@ class Scheduler:
                 if not self._fetch(sequence, *offered):
                     return
                 continue
-            if budget <= 0:
+            if budget + spare <= 0:
                 return
             matched = self._match(sequence)
             sequence.computed = len(matched[0]) * self.blocks.block_size
             if sequence.lacks_grammar and (sequence.remaining == 1 or not self._may_run_ahead()):
                 sequence.computed = 0
                 continue
-            length = self._length(sequence, budget, chunks)
+            given = spare if sequence.remaining < large else min(spare, passage)
+            length = self._length(sequence, max(budget, given), chunks)
             if not length or not self._fits(matched, sequence.length, sequence.computed + length):
                 sequence.computed = 0
                 return
             self._start(sequence, matched, length)
             chunks.append(Chunk.next_of(sequence, length))
             budget -= length
+            if budget < 0:
+                chunks[giver] = Chunk.next_of(chunks[giver].sequence, chunks[giver].length + budget)
+                spare += budget
+                budget = 0
 
     def _may_run_ahead(self) -> bool:
         """Return whether another prompt may be computed before its grammar is there: those take half of the slots."""
@@ -272,6 +300,8 @@ class Scheduler:
     def _fits(self, tables: list[Table], length: int, end: int) -> bool:
         # One spare block for each running sequence, or admitting would soon preempt what it admits.
         spare = len(self.running) + len(self.fetching)
+        if self.blocks.sliding:  # started prompts have yet to take the blocks of a window
+            spare += sum(self.blocks.owed(s.tables, s.length, s.computed) for s in self.running if s.remaining > 1)
         alone = not (spare or self.held or self.orphans)
         return alone or self.blocks.fits(tables, length, end, spare)
 
@@ -364,3 +394,7 @@ def _rank(sequence: Sequence) -> float:
 
 def _is_long(chunk: Chunk) -> bool:
     return chunk.length > 1
+
+
+def _remaining(sequence: Sequence) -> int:
+    return sequence.remaining

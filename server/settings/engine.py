@@ -58,7 +58,9 @@ class EngineSettings(Section):
     max_batch_size: int = Field(EMBEDDED.max_batch_size, ge=1, le=4096)
     """Maximum number of sequences in one step."""
     max_num_tokens: int = Field(EMBEDDED.max_num_tokens, ge=1)
-    """Maximum number of tokens in one step, shared by chunked prefill and decode."""
+    """Maximum number of tokens in one step, shared by chunked prefill and decode. On a CPU the embedded engine takes at
+    most 128 tokens of chunked prompts in a step.
+    """
     kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
     """Number of tokens in a KV block."""
     kv_cache_memory_mb: int = Field(EMBEDDED.kv_cache_memory_mb, ge=1)

@@ -64,7 +64,9 @@ class HttpSettings(Section):
     others can keep them waiting for ever.
     """
     max_n: int = Field(Limits.max_n, ge=1)
-    """Maximum number of choices in one request: prompts multiplied by n."""
+    """Maximum number of choices in one request: prompts multiplied by n. If they are more than the engine takes at
+    once, they share three quarters of its places, and others find the rest free.
+    """
     max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
     """Maximum number of messages in a chat. MAX_BODY_VALUES bounds them, too."""
     max_tokenize_tokens: int = Field(Limits.max_tokenize_tokens, ge=0)

@@ -15,24 +15,34 @@ from engine.errors import EngineNotReady, InvalidRequest, QueueFull, QueueTimeou
 from engine.fake.engine import FakeEngine
 from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest, SamplingParams
+from tests.support.waiting import until
 
 _ids = itertools.count()
 SEATS = 2
 
 
 def request_for(
-    priority: int = 0, max_tokens: int = 10, prompt: tuple[int, ...] = (5, 6, 7), group: str = ""
+    priority: int = 0,
+    max_tokens: int = 10,
+    prompt: tuple[int, ...] = (5, 6, 7),
+    group: str = "",
+    group_size: int = 1,
 ) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens)
     return GenerateRequest(
-        request_id=str(next(_ids)), prompt_token_ids=prompt, sampling=sampling, priority=priority, group=group
+        request_id=str(next(_ids)),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        priority=priority,
+        group=group,
+        group_size=group_size,
     )
 
 
 async def admission_of(
-    max_queue_size: int = 100, queue_timeout: float = 10.0, token_delay: float = 0.001
+    max_queue_size: int = 100, queue_timeout: float = 10.0, token_delay: float = 0.001, seats: int = SEATS
 ) -> AdmissionEngine:
-    fake = FakeEngine(FakeConfig(max_num_seqs=SEATS, token_delay=token_delay))
+    fake = FakeEngine(FakeConfig(max_num_seqs=seats, token_delay=token_delay))
     admission = AdmissionEngine(fake, max_queue_size, queue_timeout)
     await admission.start()
     return admission
@@ -166,6 +176,43 @@ async def test_a_large_group_lets_others_in_between(admission: AdmissionEngine) 
     tasks.append(asyncio.create_task(run("small")))
     await asyncio.gather(*tasks)
     assert order.index("small") <= 2 * SEATS, "it waited for seats, not for the whole group"
+
+
+async def test_a_group_larger_than_the_engine_leaves_a_quarter_of_the_seats() -> None:
+    admission = await admission_of(seats=8)
+    large = [admission.generate(request_for(max_tokens=10_000, group="large", group_size=9)) for _ in range(9)]
+    assert admission.waiting == 3
+    others = [admission.generate(request_for(max_tokens=10_000)) for _ in range(2)]
+    assert admission.waiting == 3, "others find a seat at once"
+    other = admission.generate(request_for(max_tokens=1))
+    await large[0].aclose()
+    assert (await collect(other))[-1].finish_reason == "length", "it comes before siblings that have waited longer"
+    await until(lambda: admission.waiting == 2)
+    await others[0].aclose()
+    await large[1].aclose()
+    await until(lambda: admission.waiting == 1)
+    third = admission.generate(request_for(max_tokens=1))
+    assert admission.waiting == 1, "the place of the first that left stays free for others"
+    for stream in (*large, *others, third):
+        await stream.aclose()
+    assert admission.waiting == 0
+    await admission.close()
+
+
+async def test_a_group_that_fits_has_all_seats() -> None:
+    admission = await admission_of(seats=8)
+    streams = [admission.generate(request_for(group="fits", group_size=8)) for _ in range(8)]
+    assert admission.waiting == 0
+    assert all(deltas[-1].finish_reason == "length" for deltas in await asyncio.gather(*map(collect, streams)))
+    await admission.close()
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3])
+async def test_a_large_group_is_served_by_few_seats(seats: int) -> None:
+    admission = await admission_of(seats=seats)
+    streams = [admission.generate(request_for(group="large", group_size=7)) for _ in range(7)]
+    assert all(deltas[-1].finish_reason == "length" for deltas in await asyncio.gather(*map(collect, streams)))
+    await admission.close()
 
 
 async def test_the_urgent_come_first_then_the_early(admission: AdmissionEngine) -> None:

@@ -120,6 +120,13 @@ class BlockGroups:
                 return False
         return True
 
+    def owed(self, tables: Sequence[Table], length: int, computed: int) -> int:
+        """Return how many blocks of a window `fits` has counted that a sequence has not taken yet."""
+        return max(
+            max(0, _blocks(min(length, computed + window), self.block_size) - len(tables[index]))
+            for index, _, window in self._sliding
+        )
+
     def reference(self, matched: Sequence[Table], length: int) -> None:
         """Take a reference to the blocks of matched tables, for a sequence of `length` tokens."""
         for pool, table in zip(self.pools, matched, strict=True):

@@ -132,10 +132,16 @@ def machine(
     windows: Windows = (None,),
     overlap: bool = False,
     sources: tuple[Source, ...] = (),
+    prompt_budget: int | None = None,
 ) -> Machine:
     pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
     scheduler = Scheduler(
-        BlockGroups(pools), max_num_seqs=seqs, max_num_tokens=budget, chunked_prefill=chunked, sources=sources
+        BlockGroups(pools),
+        max_num_seqs=seqs,
+        max_num_tokens=budget,
+        max_prompt_tokens=prompt_budget or budget,
+        chunked_prefill=chunked,
+        sources=sources,
     )
     return Machine(scheduler, budget, seqs, chunked, overlap)
 
@@ -172,6 +178,7 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
         reuse=reuse,
         windows=windows,
         overlap=overlap,
+        prompt_budget=1 + seed % budget,
     )
     shared = [rng.randrange(9) for _ in range(16)]
     sequences = []
@@ -234,6 +241,74 @@ def test_decodes_go_first_and_long_prompts_take_the_rest_of_the_budget() -> None
     runner.scheduler.add(long)
     chunks = runner.scheduler.schedule()
     assert [(chunk.sequence, chunk.length) for chunk in chunks] == [(decoding, 1), (long, 9)]
+
+
+def lengths(chunks: list[Chunk]) -> dict[str, int]:
+    return {chunk.sequence.request.request_id: chunk.length for chunk in chunks}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    runner = machine(blocks=400, budget=64)
+    long, short = make("long", list(range(1000)), 1, arrival=0.0), make("short", [1] * 30, 2, arrival=1.0)
+    runner.scheduler.add(long)
+    runner.step()
+    runner.scheduler.add(short)
+    runner.step()
+    assert (short.num_output, long.computed) == (1, 64 + 34)
+    runner.run()
+    assert (long.tokens, short.tokens) == (expected(list(range(1000)), 1), expected([1] * 30, 2))
+
+
+def test_a_long_prompt_ahead_in_the_queue_does_not_keep_a_short_one_waiting() -> None:
+    runner = machine(blocks=1000, seqs=8, budget=64)
+    for index in range(4):
+        runner.scheduler.add(make(f"long {index}", list(range(index, 600 + index)), 1, arrival=float(index)))
+    runner.step()
+    short = make("short", [1] * 30, 1, arrival=9.0)
+    runner.scheduler.add(short)
+    while not short.num_output:
+        runner.step()
+    assert runner.steps <= 5
+    assert lengths(runner.scheduler.schedule()) == {"long 0": 64}, "of equals the first goes on alone"
+
+
+def test_prompts_go_on_shortest_first_and_the_first_keeps_its_share() -> None:
+    runner = machine(blocks=1000, seqs=8, budget=64)
+    for name, length in (("first", 900), ("second", 500), ("third", 300)):
+        runner.scheduler.add(make(name, [length + index for index in range(length)], 1))
+        runner.step()
+    assert lengths(runner.scheduler.schedule()) == {"first": 32, "third": 32}
+
+
+def test_short_prompts_without_end_leave_a_long_one_a_quarter() -> None:
+    runner = machine(blocks=1000, seqs=8, budget=64)
+    long = make("long", list(range(1000)), 1)
+    runner.scheduler.add(long)
+    for index in range(1000):
+        if long.num_output:
+            break
+        runner.scheduler.add(make(str(index), [index] * 50, 1, arrival=1.0 + index))
+        runner.scheduler.add(make(f"{index} too", [index, 1] * 25, 1, arrival=1.0 + index))
+        runner.step()
+    assert runner.steps <= 4 * 1000 / 64 + 1
+
+
+def test_a_long_prompt_keeps_its_budget_when_no_other_can_start() -> None:
+    for options in ({"blocks": 260, "seqs": 4}, {"blocks": 1000, "seqs": 1}):
+        runner = machine(budget=64, **options)
+        runner.scheduler.add(make("long", list(range(1000)), 1))
+        runner.step()
+        runner.scheduler.add(make("short", [1] * 50, 1, arrival=1.0))
+        assert lengths(runner.scheduler.schedule()) == {"long": 64}
+
+
+def test_prompts_have_a_budget_of_their_own() -> None:
+    runner = machine(blocks=400, seqs=4, budget=64, prompt_budget=16)
+    for index in range(3):
+        runner.scheduler.add(make(str(index), [index], 20))
+    runner.step()
+    runner.scheduler.add(make("long", list(range(1000)), 1, arrival=1.0))
+    assert lengths(runner.scheduler.schedule()) == {"0": 1, "1": 1, "2": 1, "long": 16}
 
 
 def test_a_lower_priority_waits_but_not_for_ever() -> None:
