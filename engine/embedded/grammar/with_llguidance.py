@@ -20,8 +20,10 @@ MAX_WHITESPACE = 16
 
 This is enough for indented output, and stops a model that generates whitespace forever."""
 
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""A state takes 1 or 2 kB."""
+_LIMITS = LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
+)
+"""A state takes 1 or 2 kB. An object of 1,000 optional properties has 4,000 items in a row."""
 _BYTES = 64 << 10
 """What a compiled grammar takes beside its text, on average over public schemas."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
@@ -48,7 +50,7 @@ _REASONS = (
     (r"backreferences", "backreferences are not supported in a regular expression"),
     (r"\nerror: (.+)", "the regular expression is not valid: {}"),
     (r"^invalid regex|^regex parse error", "the regular expression is not valid"),
-    (r"^lexer|too many|fuel|TooComplex|InternalError|limits", "it is too complex to be followed token by token"),
+    (r"^lexer|too many|fuel|TooComplex|InternalError|limits|^Parser Error|Current row", "it is too complex to be followed token by token"),
 )  # fmt: skip
 """Patterns of llguidance's messages, and what to tell the user instead."""
 

@@ -170,6 +170,11 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"a": 1}'],
     ),
     ({"type": "string", "maxLength": 20_000}, ['"a"'], ["1"]),
+    (
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1100)}},
+        ['{"p1": "a", "p1099": "b"}'],
+        ['{"p1": 1}'],
+    ),
 ]
 
 
@@ -210,6 +215,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "required": ["b"], "properties": {"a": {}}, "additionalProperties": False}, "'b' is unsat"),
     ({"type": "text"}, "#: type 'text' is unknown"),
     ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "nothing that the model can write"),
+    ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}, "too complex|too large"),
     ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "uniqueItems"),
 ]
 
