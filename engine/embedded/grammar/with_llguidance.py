@@ -50,7 +50,8 @@ _REASONS = (
     (r"backreferences", "backreferences are not supported in a regular expression"),
     (r"\nerror: (.+)", "the regular expression is not valid: {}"),
     (r"^invalid regex|^regex parse error", "the regular expression is not valid"),
-    (r"^lexer|too many|fuel|TooComplex|InternalError|limits|^Parser Error|Current row", "it is too complex to be followed token by token"),
+    (r"^lexer|too many|fuel|TooComplex|InternalError|limits|^Parser Error|Current row",
+     "it is too complex to be followed token by token"),
 )  # fmt: skip
 """Patterns of llguidance's messages, and what to tell the user instead."""
 

@@ -215,7 +215,7 @@ async def test_equal_guides_compile_once_and_survive_a_cancelled_caller(compiler
 
 async def test_close_ends_a_compilation_under_way(tokenizer_folder: Path) -> None:
     compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=20.0)
-    waiting = asyncio.create_task(compiler.compile(Guide("regex", "[a-z]{3}")))
+    waiting = asyncio.create_task(compiler.compile(Guide("regex", ".*" * 2000)))  # takes a second
     await asyncio.sleep(0.2)
     await compiler.close()
     with pytest.raises(EngineNotReady):
