@@ -20,9 +20,7 @@ MAX_WHITESPACE = 16
 
 This is enough for indented output, and stops a model that generates whitespace forever."""
 
-_LIMITS = LLParserLimits(
-    max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
-)
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False)
 """A state takes 1 or 2 kB. An object of 1,000 optional properties has 4,000 items in a row."""
 _BYTES = 64 << 10
 """What a compiled grammar takes beside its text, on average over public schemas."""
