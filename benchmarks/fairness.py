@@ -35,7 +35,7 @@ PIXELS = 128_000_000
 
 @dataclass(frozen=True)
 class Figures:
-    """What others noticed of an attack."""
+    """Effects of an attack on other clients."""
 
     attack: str
     chat: float
@@ -44,7 +44,7 @@ class Figures:
     stall: float
     """The longest time for which the event loop stood still, as a bound of the server's histogram."""
     statuses: dict[int, int]
-    """Of the answers that the attacker had."""
+    """Number of answers to the attacker by HTTP status."""
 
 
 def chat(content: object, **fields: object) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Guided decoding: which schemas are accepted, whether the output validates, and what it costs.
+"""Measure guided decoding: accepted schemas, valid outputs, speed and first tokens.
 
     python -m benchmarks.grammars MODEL                              # speed and first tokens on the embedded engine
     python -m benchmarks.grammars MODEL --schemas FOLDER --sample 20 # and every 20th schema of a folder
@@ -230,7 +230,7 @@ def validity(accepted: list[tuple[Path, Compiled]], model: Path, setup: Setup, s
 def written(
     compiled: Compiled, setup: Setup, closing: list[int], choose: random.Random, masks: list[float]
 ) -> list[int] | None:
-    """Return random tokens up to the end; None if there is none. Closing tokens are preferred, so that it comes."""
+    """Return random tokens of an output that ends; None for one that does not. Closing tokens are preferred."""
     position, output, stop = compiled.start(), list[int](), setup.eos_token_ids[0]
     bitmask = np.zeros((1, -(-setup.vocab_size // 32)), dtype=np.int32)
     preferred = np.zeros(setup.vocab_size, dtype=bool)

@@ -39,8 +39,8 @@ class AdmissionEngine(EngineAround):
         self._max_queue_size = max_queue_size
         self._queue_timeout = queue_timeout
         self._capacity = 0
-        self._inside: dict[DeltaStream, _Group] = {}
-        """Sequences in the engine, each with its group."""
+        self._inside = 0
+        """Number of sequences in the engine."""
         self._queue: list[_Waiting] = []
         """In order of rank, of equals in order of arrival."""
         self._waiting_bytes = 0
@@ -83,14 +83,14 @@ class AdmissionEngine(EngineAround):
 
     def _has_place(self, group: "_Group") -> bool:
         share = self._capacity if group.size <= self._capacity else max(1, self._capacity * 3 // 4)
-        return len(self._inside) < self._capacity and group.inside < share
+        return self._inside < self._capacity and group.inside < share
 
     def _admit(self, request: GenerateRequest, group: "_Group") -> DeltaStream:
         stream = self.inner.generate(request)
-        self._inside[stream] = group
+        self._inside += 1
         group.begun = True
         group.inside += 1
-        stream.when_done(lambda: self._release(stream))
+        stream.when_done(lambda: self._release(group))
         return stream
 
     def _enqueue(self, request: GenerateRequest, group: "_Group", size: int) -> DeltaStream:
@@ -101,9 +101,10 @@ class AdmissionEngine(EngineAround):
         insort(self._queue, waiting, key=lambda one: one.rank)
         return waiting.stream
 
-    def _release(self, stream: DeltaStream) -> None:
-        """Admit the first in the queue that may have the place of a sequence that has left the engine."""
-        self._inside.pop(stream).inside -= 1
+    def _release(self, group: "_Group") -> None:
+        """Admit the first in the queue that may have the place of a sequence of `group` that has left the engine."""
+        self._inside -= 1
+        group.inside -= 1
         if waiting := next((one for one in self._queue if self._has_place(one.group)), None):
             self._leave(waiting)
             waiting.enter(waiting.context.run(self._admit, waiting.request, waiting.group))

@@ -32,7 +32,7 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     leave it as it is."""
     kind: MediaKind = "image"
     pixels: int = 0
-    """Of an image, by its header; 0 if nobody has looked."""
+    """Number of pixels of an image, read from its header; 0 if it has not been read."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

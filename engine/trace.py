@@ -1,6 +1,6 @@
 """Spans of a request: the seam between its stages and `server/http/tracing.py`, free of any library.
 
-The current span is in a context variable, as the request's id is: tasks inherit it. Without tracing there is none, and
+The current span is in a context variable, as the request's id is: tasks inherit it. Without tracing no span is set, and
 everything here does next to nothing. Spans carry names, numbers and codes; never what a user has written.
 """
 

@@ -44,18 +44,18 @@ class ChatMessage(Wire):
     """A message as clients send it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    """Who says it. Example: "user" """
+    """Role of the author. Example: "user" """
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """What is said, as text or in parts; null only for an assistant's. Example: "Hello" """
+    """Content as text or as parts; null is allowed only for an assistant. Example: "Hello" """
     name: str | None = None
-    """Name of who says it, for templates that show it. Example: "Ann" """
+    """Name of the author, for templates that show it. Example: "Ann" """
     tool_calls: list[dict[str, Any]] | None = None
     """Calls that an assistant made; `function.arguments` is JSON text.
     Example: [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]"""
     tool_call_id: str | None = None
     """The call that a tool answers. Example: "1" """
     refusal: str | None = None
-    """What an assistant said in place of content. Example: "No." """
+    """An assistant's refusal, in place of content. Example: "No." """
     reasoning_content: str | None = None
     """An assistant's reasoning, for templates that show it. Example: "Let me think." """
     reasoning: str | None = None
@@ -149,7 +149,7 @@ class AssistantMessage(BaseModel):
     """The model's answer."""
 
     role: Literal["assistant"] = "assistant"
-    """Who says it."""
+    """Role of the author."""
     content: str | None
     """The text."""
     refusal: str | None = None

@@ -19,13 +19,13 @@ class ChunkUsage(BaseModel):
     total_tokens: int
     """The sum of both."""
     prompt_tokens_details: PromptTokensDetails | None = None
-    """Of the whole request alone."""
+    """Sent for the whole request only."""
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Of the whole request alone."""
+    """Sent for the whole request only."""
 
 
 class AnyChunk(BaseModel):
-    """What chunks of all answers have."""
+    """Fields that chunks of all answers share."""
 
     id: str
     """Id of the answer, the same in all its chunks."""
@@ -43,7 +43,7 @@ class ChatDelta(BaseModel):
     """What is new in a choice. The first has the role, the last is empty."""
 
     role: Literal["assistant"] | None = None
-    """Who says it."""
+    """Role of the author."""
     content: str | None = None
     """Text that continues the text before."""
 

@@ -33,8 +33,8 @@ _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
 """Seconds between two polls of transfers while nothing else runs, and the factor by which each pause is longer than
 the last."""
 _HEAD_START_SECONDS = 0.03
-"""How long a prompt waits for its guide before it is computed without it. Then its last token takes a step of its own,
-once the guide is there; most guides are compiled sooner."""
+"""Seconds that a prompt waits for its guide. After that, all but its last token is computed without the guide, and the
+last token takes a step of its own; most guides are compiled sooner."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 

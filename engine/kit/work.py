@@ -165,7 +165,7 @@ FILES = Lane("files", 8, per_request=4)
 """Reading of files, which waits for a disk."""
 LANES = (PYTHON, NATIVE, WHOLE, NAMES, FILES)
 INLINE_LENGTH = 2000
-"""Characters, ids or the like up to which a Python job is done on the event loop: a turn would take longer."""
+"""Characters, ids or the like up to which a job is done on the event loop: a turn would take longer."""
 
 
 async def off_loop(length: int, job: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ from protocol.internal import VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 1.0
-"""How long to wait for the end of an answer that holds no memory."""
+"""Maximum seconds to wait for the end of an answer that holds no memory."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

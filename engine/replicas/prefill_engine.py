@@ -28,7 +28,7 @@ from engine.types import Delta, GenerateRequest, Handoff
 from protocol.internal import PrefillInfo
 
 _END_SECONDS = 1.0
-"""How long to wait for the end of an answer that keeps no blocks, so that its connection can be used again."""
+"""Maximum seconds to wait for the end of an answer that keeps no blocks, so that its connection can be used again."""
 
 log = logging.getLogger(__name__)
 

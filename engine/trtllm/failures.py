@@ -1,4 +1,4 @@
-"""Whose fault an error message of TensorRT-LLM's is: its exceptions do not say.
+"""Classification of TensorRT-LLM's errors by their messages, since their types do not tell the cause.
 
 1.2.1 turns any error of a step into a RequestError for every active request, goes on, and stays healthy
 (`PyExecutor._handle_errors`): a broken GPU would refuse all requests for ever.

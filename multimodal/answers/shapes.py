@@ -88,7 +88,7 @@ class Shape(ABC):
 
     @abstractmethod
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
-        """Spell the first chunk's choice, before any part; None if there is none."""
+        """Spell the choice of a first chunk, sent before any part; None for shapes without such a chunk."""
 
     @abstractmethod
     def message(self, parts: Sequence[Part]) -> dict[str, Any]:

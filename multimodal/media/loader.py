@@ -29,7 +29,7 @@ SHARES = 4
 """Requests that it takes to have all files fetched that may be fetched at once, and hosts."""
 _UNLIMITED = 1 << 30
 _BYTES_PER_LENGTH = 64
-"""Of a file, for `off_loop`: decoding and checking small ones takes less than a turn."""
+"""Bytes of a file that count as one unit of length for `off_loop`: small files are checked in less than a turn."""
 
 
 class MediaLoader:

@@ -82,7 +82,7 @@ class ControlTokens:
     def encode(self, marked: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a rendered prompt. A control token without marks becomes what its letters become.
 
-        Where there is none, the ids are those of the text without marks.
+        Without such a token, the ids are those of the text without marks.
         """
         text, own = _parted(marked)
         if self._formed_otherwise or any(self._forged(text, own)):

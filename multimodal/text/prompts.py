@@ -77,7 +77,7 @@ class Prompts:
         most = limits.tokens(info)
 
         async def tokenise(text: str) -> list[int]:
-            if (length := _length(text, ask)) > (most + _OWN_TOKENS) * self.tokenizer.longest_token:
+            if length := self._excess(text, most, ask):
                 raise _too_long(f"its {length} characters are always more", most, ask)
             ids = await encoded(self.tokenizer, text, ask.add_special_tokens, encode=self._encode_of(ask), most=most)
             if len(ids) > most:
@@ -137,16 +137,16 @@ class Prompts:
     def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
         """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
         context = info.context_length
-        if (length := _length(text, ask)) > (context + _OWN_TOKENS) * self.tokenizer.longest_token:
+        if length := self._excess(text, context, ask):
             raise ContextOverflow(
                 f"This model's context is {context} tokens; the prompt's {length} characters are always more.",
                 ask.spelled("prompt"),
             )
 
-
-def _length(text: str, ask: Ask) -> int:
-    """Return the length of a prompt's text, which in a chat may have marks."""
-    return len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)
+    def _excess(self, text: str, most: int, ask: Ask) -> int:
+        """Return the length of a text that has more than `most` tokens however it is tokenised; 0 for others."""
+        length = len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)  # a chat's may have marks
+        return length if length > (most + _OWN_TOKENS) * self.tokenizer.longest_token else 0
 
 
 def _kept(ask: Ask, info: EngineInfo) -> int | None:

@@ -21,15 +21,13 @@ from typing import Any
 
 from tokenizers import models
 
-from engine.kit.work import NATIVE, WHOLE
+from engine.kit.work import INLINE_LENGTH, NATIVE, WHOLE
 from multimodal.errors import RequestError
 from multimodal.text.tokenizer import Tokenizer
 
 Encode = Callable[[str, bool], list[int]]
 """Return the token ids of a text, with the special tokens that the tokenizer adds or without."""
 
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: `Tokenizer.encode` releases the GIL, so the event loop goes on."""
 SLICE_CHARACTERS = 1 << 15
 """Characters after which a text is cut as soon as it can be; takes about 20 ms."""
 MAX_WHOLE_CHARACTERS = 1 << 20
@@ -65,7 +63,7 @@ async def encoded(
     It may end early once there are more than `most`. Raises RequestError.
     """
     encode = encode or tokenizer.encode
-    if len(text) <= INLINE_CHARACTERS:
+    if len(text) <= INLINE_LENGTH:
         return encode(text, add_special_tokens)
     pieces = [text]
     if (cuts := cuts_of(tokenizer)) is not None:

@@ -17,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy.disaggregated import MAX_FAILED_STARTS, Group, StartFailed
+from deploy.disaggregated import MAX_FAILED_STARTS, Group, StartFailed, free_port
 from engine.process import supervisor
-from tests.deploy.test_nginx import free_port, needs_nginx
+from tests.deploy.test_nginx import needs_nginx
 from tests.support.http import CHAT, ROOT
 from tests.support.waiting import slowness
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from deploy.disaggregated import free_port
 from tests.support.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,11 +80,6 @@ class Upstream:
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         await writer.drain()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.deploy.test_nginx import free_port
+from deploy.disaggregated import free_port
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.http import ROOT, ServerProcess
 from tests.support.media import data_url, png

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import yaml
 
+from deploy.disaggregated import free_port
 from server.settings import Settings
-from tests.deploy.test_nginx import free_port
 from tests.support.http import ROOT, ServerProcess
 from tests.support.waiting import slowness
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.deploy.test_nginx import free_port
+from deploy.disaggregated import free_port
 from tests.support.http import ROOT
 from tests.support.storm import SEEDS, TEXT, right
 from tests.support.waiting import slowness

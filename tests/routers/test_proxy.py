@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.disaggregated import free_port
 from engine.replicas.routing import replica as replica_module
 from routers.state import ReplicaState, RouterService
-from tests.deploy.test_nginx import free_port
 from tests.support.disaggregated import replica, stats_with
 from tests.support.http import CHAT
 from tests.support.routing import Bare, before, chunked, router

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu.model import FIRST_WORD, Shape, write_folder, write_weights
-from tests.deploy.test_nginx import free_port
+from deploy.disaggregated import free_port
 from tests.support.disaggregated import SECRET, servers
 from tests.support.http import ServerProcess
 

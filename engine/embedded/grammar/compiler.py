@@ -210,9 +210,9 @@ class GrammarCompiler:
 
     def _refused(self, guide: Guide, reason: str) -> InvalidRequest:
         """Remember why a guide is refused."""
-        message = _message(guide, reason)
-        self._refusals[_digest(guide)] = (time.monotonic() + _REFUSAL_SECONDS, message)
-        self._refusals.move_to_end(_digest(guide))
+        message, digest = _message(guide, reason), _digest(guide)
+        self._refusals[digest] = (time.monotonic() + _REFUSAL_SECONDS, message)
+        self._refusals.move_to_end(digest)
         while len(self._refusals) > _MAX_REFUSALS:
             self._refusals.popitem(last=False)
         return InvalidRequest(message, _PARAM)

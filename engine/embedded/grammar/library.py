@@ -26,7 +26,7 @@ class UnsupportedGuideError(ValueError):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a library needs to know of the model. `vocab_size` is the model's, padding included."""
+    """Facts of the model that a library needs. `vocab_size` is the model's, padding included."""
 
     library: LibraryName
     tokenizer_folder: str

@@ -35,7 +35,7 @@ _Turn = tuple[Guide, "asyncio.Future[GrammarWorker]"]
 
 @dataclass(slots=True)
 class _Run:
-    """What a worker is busy with."""
+    """A compilation in a worker."""
 
     lane: Lane
     timer: asyncio.TimerHandle

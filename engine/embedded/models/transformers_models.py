@@ -112,7 +112,7 @@ def _brief(error: Exception) -> str:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the automatic class of transformers that loads this model. Raises EngineFailure if there is none."""
+    """Return transformers' automatic class for this model. Raises EngineFailure for a model that it cannot load."""
     auto: Any = AutoModelForImageTextToText if family_of(config.model_type).vision else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         raise EngineFailure(f"models of type {config.model_type} generate no text: transformers has no class that does")

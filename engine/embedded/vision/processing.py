@@ -70,7 +70,7 @@ class ImageProcessing:
             self.processor, settings = _load_processor(config.model, facts, self._image_processor)
         except EngineFailure:
             raise
-        except Exception as error:  # of many kinds, a bare one for a tokenizer.json that is none
+        except Exception as error:  # tokenizers raises a bare Exception for a damaged tokenizer.json
             raise EngineFailure(f"the image processor of {config.model} cannot be loaded: {error}") from error
         self._arguments = facts.vision.processor_arguments
         self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits

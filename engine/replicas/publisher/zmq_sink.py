@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def of_rank(endpoint: str, rank: int) -> str:
     """Return the endpoint of a data-parallel rank: a port higher by `rank`, or a path with a suffix.
 
-    Port 0, a free port, stays 0, and the empty endpoint, which is none, stays empty.
+    Port 0 (any free port) and an empty endpoint (not published) are returned as they are.
     """
     if rank == 0 or not endpoint or endpoint.endswith(":0"):
         return endpoint

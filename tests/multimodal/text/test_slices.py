@@ -88,7 +88,7 @@ TOKENIZERS = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "INLINE_CHARACTERS", 0)
+    monkeypatch.setattr(slices, "INLINE_LENGTH", 0)
     monkeypatch.setattr(slices, "SLICE_CHARACTERS", 3)
 
 

@@ -1,7 +1,6 @@
 """/openapi.json: everything is described, and its examples and bounds are those of the server."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,17 +12,6 @@ from server.http.schemas import wire_types
 from server.settings import Settings
 from tests.support.http import application
 from tests.support.openapi import BODIES, App, Document, body_schema, property_of, resolved, shows_images, with_field
-
-
-@pytest.fixture(scope="module")
-def app() -> Iterator[App]:
-    with App() as app:
-        yield app
-
-
-@pytest.fixture(scope="module")
-def document(app: App) -> Document:
-    return app.get("/openapi.json")
 
 
 @pytest.mark.parametrize("path", BODIES)

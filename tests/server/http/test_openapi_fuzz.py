@@ -1,6 +1,5 @@
 """A fuzzer that reads /openapi.json finds no valid request that is refused for its shape, and no 5xx."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,17 +21,6 @@ from tests.support.openapi import (
     shows_images,
     with_field,
 )
-
-
-@pytest.fixture(scope="module")
-def app() -> Iterator[App]:
-    with App() as app:
-        yield app
-
-
-@pytest.fixture(scope="module")
-def document(app: App) -> Document:
-    return app.get("/openapi.json")
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deploy.disaggregated import free_port
 from engine.config import FakeConfig
 from engine.create import create_engine
 from engine.errors import EngineFailure
@@ -29,12 +29,6 @@ pytestmark = pytest.mark.skipif(SERVER is None, reason="nats-server is not insta
 
 def sink_to(port: int, subject: str = "trellis.kv_events") -> NatsSink:
     return NatsSink(f"nats://127.0.0.1:{port}", subject, capacity=10_000)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
