@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.trtllm.versions import Version
+from engine.trtllm.versions import PackageVersion
 from engine.types import Guide, SamplingParams
 
 MASKED = -1e9
 """Bias that masks a token. Minus infinity could become NaN when combined with another."""
 
 
-def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int], version: Version) -> dict[str, Any]:
+def sampling_keywords(
+    sampling: SamplingParams, eos_token_ids: Sequence[int], version: PackageVersion
+) -> dict[str, Any]:
     """Return keywords for one request.
 
     The caller adds `embedding_bias`, `logits_processor` and `guided_decoding` with the functions below. With an
