@@ -6,9 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from engine import trace
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.errors import EngineFailure, InvalidRequest
-from engine.kit.stream import DeltaStream
 from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.shapes import Shape
 from multimodal.errors import DeadlineExceeded

@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from engine.admission import AdmissionEngine
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.config import FakeConfig
 from engine.errors import InvalidRequest
 from engine.fake.engine import FakeEngine
-from engine.kit.stream import DeltaStream
 from engine.types import GUIDE_KINDS, GenerateRequest, Guide
 from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
