@@ -16,9 +16,7 @@ from multimodal.answers.parts import ParserFactory, PlainText
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
 from multimodal.metrics import GenerationMetrics
-from multimodal.request import Ask
-from multimodal.sampling import Limits, Sampling
-from multimodal.text.messages import Conversation
+from multimodal.request import Ask, Conversation, Limits, Sampling
 from multimodal.text.prompts import Prompts
 
 

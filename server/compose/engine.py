@@ -17,7 +17,7 @@ from engine.process.client import EngineClient
 from engine.types import EngineInfo
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer

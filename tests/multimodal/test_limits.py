@@ -20,7 +20,7 @@ from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits, guide_of
+from multimodal.request import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
@@ -217,7 +217,7 @@ async def test_errors_of_the_engine_name_the_fields_of_the_request(
 
     parts: list[str] = []
     monkeypatch.setattr(setup.engine, "generate", refuse)
-    monkeypatch.setattr("multimodal.sampling.guide_of", lambda *_: None)
+    monkeypatch.setattr("multimodal.request.guide_of", lambda *_: None)
     for part, body, param in (
         ("guide", {**CHAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ("guide", {**CHAT, "guided_regex": "a", "stream": True}, "guided_regex"),

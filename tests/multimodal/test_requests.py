@@ -25,7 +25,7 @@ from multimodal.answers.generation import Generation
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer

@@ -20,8 +20,8 @@ from engine.fake.encoder import FakeEncoder
 from engine.media import MediaFiles
 from multimodal.errors import RequestError
 from multimodal.media.prompts import BackendPrompts
+from multimodal.request import MediaRef
 from multimodal.text.control import MARK, ControlTokens, unmarked
-from multimodal.text.messages import MediaRef
 from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, IMAGE, Tokenizer, byte_tokenizer
