@@ -16,10 +16,9 @@ from engine.config import FakeConfig
 from engine.errors import InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.types import GUIDE_KINDS, GenerateRequest, Guide
-from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
 from multimodal.metrics import GenerationMetrics
-from multimodal.processor import Processor
+from multimodal.processor import Generation, Processor
 from multimodal.request import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
