@@ -1,6 +1,4 @@
-"""The way of a request through the engine: its prompts and sampling parameters are prepared, then its choices started and
-followed. Every one of them is closed whatever happens.
-"""
+"""The way of a request through the engine: prompts and parameters are prepared, choices started, followed and closed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
