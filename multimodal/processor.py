@@ -1,4 +1,4 @@
-"""The way of a request through the engine: prompts and parameters are prepared, choices started, followed and closed."""
+"""The way of a request through the engine: prompts and parameters are made, choices started, followed and closed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
