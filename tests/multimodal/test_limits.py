@@ -27,8 +27,8 @@ from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
 from routers.body import parsed
 from routers.fields import FieldCheck
-from tests.support.http import application
 from tests.support.requests import ask_of, prepare
+from tests.support.servers import application
 from tests.support.waiting import slowness
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

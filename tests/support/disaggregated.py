@@ -26,7 +26,7 @@ from server.app import create_app
 from server.http.connection import HttpConnection
 from server.process.serving import listen, url_of
 from server.settings import Settings
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 SECRET = "between us"
 BEARER = {"authorization": f"Bearer {SECRET}"}
