@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
@@ -276,7 +277,7 @@ class EmbeddedEncoder:
         jobs = [*self._suspects]
         for lane in self._lanes:
             self._disarm(lane)
-            jobs += [job for batch in (*lane.unfinished(), lane.waiting) for job in batch]
+            jobs += [*chain(*lane.unfinished()), *lane.waiting]
             lane.waiting = FairQueue()
         self._suspects.clear()
         self._suspect = None
