@@ -13,7 +13,7 @@ import torch
 
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
-from engine.embedded.sampling.truncation import largest
+from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
 
 
@@ -96,6 +96,8 @@ class ModelRunner(Protocol):
     """How the model takes images; None if it takes none."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
+    sampler: Sampler | None
+    """The runner's own sampler, which knows the logits of its last step; None for the usual one."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
@@ -107,11 +109,6 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the token with the largest logit of each row, int64 [rows]; `logits` is what `forward` returned
-        last, or a part of it."""
-        ...
-
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
         name them."""
@@ -121,11 +118,10 @@ class ModelRunner(Protocol):
 class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
+    sampler: Sampler | None = None
+
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return largest(logits)
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         self._sampled[torch.tensor(slots, device=self._sampled.device)] = tokens
