@@ -369,15 +369,15 @@ def _choose(
     if flags & REPORTED:
         report = reports + source * REPORT
         own = tl.load(logits + source * vocab + token).to(tl.float32)
-        most = tl.load(raw_best + row * chunks + each, each < chunks, _NEVER)
-        highest = tl.max(most, 0)
-        sums = tl.load(raw_sum + row * chunks + each, each < chunks, 0.0)
-        sums = tl.sum(sums * tl.exp(most - tl.maximum(highest, _LOWEST)), 0)
+        peaks = tl.load(raw_best + row * chunks + each, each < chunks, _NEVER)
+        highest = tl.max(peaks, 0)
+        parts = tl.load(raw_sum + row * chunks + each, each < chunks, 0.0)
+        total = tl.sum(parts * tl.exp(peaks - tl.maximum(highest, _LOWEST)), 0)
         above = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, vocab, BLOCK):
             place = start + tl.arange(0, BLOCK)
             above += (tl.load(logits + source * vocab + place, place < vocab, _NEVER).to(tl.float32) > own).to(tl.int32)
-        tl.store(report, highest + tl.log(sums))
+        tl.store(report, highest + tl.log(total))
         tl.store(report + 1, own)
         tl.store(report + 2, (tl.sum(above, 0) + 1).to(tl.float32))
         entry, asked = tl.arange(0, ENTRIES), _field(table, slot, 13, FIELDS)
