@@ -33,18 +33,21 @@ Fields = dict[str, object]
 """What a request adds to a greedy one."""
 _NUMBERS: Fields = {"type": "array", "items": {"type": "integer"}, "minItems": 300}
 """A schema that no answer of 256 tokens completes."""
-ROWS: dict[str, Callable[[random.Random], Fields]] = {
-    "temperature": lambda _: {"temperature": 1},
-    "truncated": lambda _: {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
-    "seed": lambda rng: {"temperature": 1, "seed": rng.getrandbits(31)},
-    "penalty": lambda _: {"frequency_penalty": 0.5},
-    "logprobs": lambda _: {"logprobs": 1},
-    "min-tokens": lambda _: {"min_tokens": 256},
-    "guided": lambda _: {"guided_json": _NUMBERS},
-    "mixed": lambda rng: ROWS[rng.choice(_MIXED)](rng)
-    | {"temperature": round(rng.uniform(0.1, 1.5), 2), "top_p": rng.choice((1, 0.9, 0.99)), "min_p": 0.01},
+ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
+    "temperature": lambda *_: {"temperature": 1},
+    "truncated": lambda *_: {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    "seed": lambda rng, _: {"temperature": 1, "seed": rng.getrandbits(31)},
+    "penalty": lambda *_: {"frequency_penalty": 0.5},
+    "logprobs": lambda *_: {"logprobs": 1},
+    "min-tokens": lambda _, max_tokens: {"min_tokens": max_tokens},
+    "guided": lambda *_: {"guided_json": _NUMBERS},
+    "mixed": lambda rng, max_tokens: (
+        ROWS[rng.choice(_MIXED)](rng, max_tokens)
+        | {"temperature": round(rng.uniform(0.1, 1.5), 2), "top_p": rng.choice((1, 0.9, 0.99)), "min_p": 0.01}
+    ),
 }
-"""Kinds of requests that are measured beside greedy ones; `mixed` is a batch in which each request differs."""
+"""Kinds of requests that are measured beside greedy ones, by what a request of so many tokens adds. `mixed` is a batch
+in which each request differs."""
 _MIXED = [name for name in ROWS if name not in ("mixed", "guided")]
 ROUNDS = 3
 """Requests of each stream, one after the other; all streams start at once."""
@@ -52,8 +55,8 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`cell.concurrency` streams in a closed loop. The rate counts prompt tokens of a `prefill` workload, each stream of
-    which sends one request, else output. `row` is a key of ROWS; greedy requests have none."""
+    """`cell.concurrency` streams in a closed loop. The rate counts prompt tokens of a `prefill` workload, each stream
+    of which sends one request, else output. `row` is a key of ROWS; greedy requests have none."""
 
     name: str
     cell: Cell
@@ -74,9 +77,9 @@ class Workload:
             return Cell(min(self.cell.concurrency, 16), 32, 8)
         return Cell(self.cell.concurrency, self.cell.prompt_tokens, min(self.cell.max_tokens, 24))
 
-    def fields(self, rng: random.Random) -> Fields:
-        """Return what the next request adds to a greedy one."""
-        return ROWS[self.row](rng) if self.row else {}
+    def fields(self, rng: random.Random, max_tokens: int) -> Fields:
+        """Return what the next request, of so many tokens, adds to a greedy one."""
+        return ROWS[self.row](rng, max_tokens) if self.row else {}
 
 
 WORKLOADS = {

@@ -89,7 +89,7 @@ def send(part: Part) -> tuple[list[Sample], float, float]:
     rng = random.Random(part.seed)
     target, workload = part.target, WORKLOADS[part.workload]
     requests = [
-        replace(target, extra=target.extra | workload.fields(rng)).request(
+        replace(target, extra=target.extra | workload.fields(rng, part.max_tokens)).request(
             token_ids(part.prompt_tokens, part.vocabulary, rng), part.max_tokens
         )
         for _ in range(part.requests)

@@ -52,7 +52,8 @@ class GpuReport:
         head += ["limit", "of limit", "vLLM tok/s", "TTFT p50 / p99", "ours / vLLM", "target"] if self.anchored else []
         rows = [self._row(WORKLOADS[name]) for name in names]
         note = (
-            f"Closed loop of {ROUNDS} requests for each stream, one for prefill; in process one. Medians over the repetitions, times in ms; a gap is the time between two chunks of a stream. "
+            f"Closed loop of {ROUNDS} requests for each stream, one for prefill; in process one. "
+            "Medians over the repetitions, times in ms; a gap is the time between two chunks of a stream. "
             f"Rates of prefill count prompt tokens. The target for HTTP is {HTTP_SHARE} of the rate in process."
         )
         note += f" vLLM: {VLLM}." if self.anchored else ""
@@ -62,9 +63,18 @@ class GpuReport:
         cell, anchors = workload.cell, workload.anchors
         http, inside = self.http.get(workload.name, []), self.in_process.get(workload.name, [])
         over_http, in_process = (median(map(workload.rate, runs)) if runs else 0.0 for runs in (http, inside))
-        row = [f"{cell.concurrency} x ({cell.prompt_tokens}, {cell.max_tokens})" + (f" {workload.row}" * bool(workload.row))]
+        row = [
+            f"{cell.concurrency} x ({cell.prompt_tokens}, {cell.max_tokens})"
+            + (f" {workload.row}" * bool(workload.row))
+        ]
         speed, *times = _figures(workload, http)
-        row += [speed, self._of_greedy(workload, over_http), *times, *_figures(workload, inside), _quotient(over_http, in_process, digits=3)]
+        row += [
+            speed,
+            self._of_greedy(workload, over_http),
+            *times,
+            *_figures(workload, inside),
+            _quotient(over_http, in_process, digits=3),
+        ]
         if self.anchored:
             best = over_http or in_process
             row += [f"{anchors.limit:,.0f}", _quotient(best, anchors.limit), f"{anchors.vllm:,.0f}"]

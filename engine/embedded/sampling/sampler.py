@@ -54,8 +54,8 @@ class Sampler:
         return self.draw(logits, states).results()
 
     def draw(self, logits: torch.Tensor, states: Sequence[SamplerState], slots: Sequence[int] = ()) -> Drawn:
-        """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued. `slots` are those of
-        the states; a runner's own sampler keeps the tokens for these."""
+        """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued. `slots` are those
+        of the states; a runner's own sampler keeps the tokens for these."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
             return Drawn(largest(logits))

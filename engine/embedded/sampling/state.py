@@ -96,12 +96,13 @@ class SamplerState:
         """For penalties; None without any. Those who never ask, as a GPU's sampler, spend nothing on it."""
         if not self.penalised:
             return None
-        counts = torch.zeros(self._vocab_size, device=self._device)
-        seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-        seen[self.tokens] = True
-        if output := self.tokens[self.num_prompt :]:
-            counts += torch.bincount(torch.tensor(output), minlength=self._vocab_size).to(self._device)
-        return Occurrences(counts, seen)
+        with torch.inference_mode(False):  # `accept` changes them outside of it
+            counts = torch.bincount(
+                torch.tensor(self.tokens[self.num_prompt :], dtype=torch.int64), minlength=self._vocab_size
+            )
+            seen = torch.zeros(self._vocab_size, dtype=torch.bool)
+            seen[self.tokens] = True
+            return Occurrences(counts.float().to(self._device), seen.to(self._device))
 
     @property
     def position(self) -> int:

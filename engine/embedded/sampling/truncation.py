@@ -65,8 +65,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
 
 
 def exponentials(seed: int, position: int, count: int) -> NDArray[np.float32]:
-    """Return the exponential variates of the ids below `count`, float32 [count], for a seed, of which 64 bits count, and
-    a position: those of Philox 4x32-10 with the key seed and the counter (id / 4, position, 0, 0).
+    """Return the exponential variates of the ids below `count`, float32 [count], for a seed, of which 64 bits count,
+    and a position: those of Philox 4x32-10 with the key seed and the counter (id / 4, position, 0, 0).
 
     A GPU's kernels compute the same, but for the last bits of logarithms.
     """

@@ -102,9 +102,7 @@ class CudaRunner(TorchRunner):
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, attention_step, rows)
         if count := sum(step.sampled):
             drawn = rows[-count:]
-            self.sampler.results = self.sampler.run(
-                logits[-count:], targets[drawn], positions[drawn], tokens[drawn]
-            )
+            self.sampler.results = self.sampler.run(logits[-count:], targets[drawn], positions[drawn], tokens[drawn])
         return logits
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:

@@ -58,9 +58,7 @@ class CudaSampler(Sampler):
             torch.empty((rows, REPORT), device=self._device),
         )
 
-    def run(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
-    ) -> RowDraws:
+    def run(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> RowDraws:
         """Draw a token for each row of `logits` [rows, vocab]; the others are the slots, positions and token ids of the
         step's inputs in these rows. Fits a CUDA graph."""
         results = self.new_results(len(logits))
@@ -77,7 +75,9 @@ class CudaSampler(Sampler):
         """Have the kernels for guided rows compiled and loaded."""
         self.results = self.new_results(1)
         masks = np.full((1, -(-self._vocab_size // 32)), -1, dtype=np.int32)
-        self._draw_guided(torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks)
+        self._draw_guided(
+            torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks
+        )
 
     def enter(self, slots: Sequence[int], admissions: Sequence[int], states: Sequence[SamplerState]) -> None:
         entered = [
@@ -125,8 +125,7 @@ class CudaSampler(Sampler):
             assert state.matcher is not None
             state.matcher.fill(masks, index)
         header = [
-            (row, slots[row], state.num_prompt + state.position - 1, 0)
-            for row, state in zip(rows, states, strict=True)
+            (row, slots[row], state.num_prompt + state.position - 1, 0) for row, state in zip(rows, states, strict=True)
         ]
         self._draw_guided(logits, header, masks.numpy())
 

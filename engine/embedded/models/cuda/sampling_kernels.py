@@ -311,9 +311,7 @@ def _choose(
                 middle = low + (last - low) // 2
                 kept = tl.zeros((BLOCK,), tl.int32)
                 for start in range(0, count, BLOCK):
-                    _, depth, _, inside = _listed(
-                        start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK
-                    )
+                    _, depth, _, inside = _listed(start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK)
                     kept += (inside & (depth <= middle)).to(tl.int32)
                 if tl.sum(kept, 0) >= k:
                     last = middle
@@ -431,8 +429,8 @@ class Kernels:
         [slots, vocab]. `ends`: int32, what is left when masks leave nothing. `results`: tokens, int64 [n]; the last
         token of each slot, int64 [slots]; reports, float32 [n, REPORT].
 
-        Either `rows`: the slots, positions and input tokens of all rows of logits; input tokens are counted. Or `guided`
-        rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and bitmasks,
+        Either `rows`: the slots, positions and input tokens of all rows of logits; input tokens are counted. Or
+        `guided` rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and bitmasks,
         int32 [m, ceil(vocab / 32)].
         """
         table, biases, marks = tables
