@@ -96,10 +96,13 @@ class ModelRunner(Protocol):
     """How the model takes images; None if it takes none."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
-    sampler: Sampler | None
-    """The runner's own sampler, which knows the logits of its last step; None for the usual one."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The runner's own sampler, for the logits of its last step; None for the usual one."""
+        ...
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Compute a step and return the logits [len(step.rows), vocab_size] of the rows wanted, on the device.

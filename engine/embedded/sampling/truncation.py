@@ -72,7 +72,8 @@ def exponentials(seed: int, position: int, count: int) -> NDArray[np.float32]:
     """
     words = _philox(seed & _PHILOX_KEY, position, -(-count // 4)).reshape(-1)[:count]
     part = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    return -np.log1p(-np.minimum(part, np.float32(1 - 2.0**-24)))
+    found: NDArray[np.float32] = -np.log1p(-np.minimum(part, np.float32(1 - 2.0**-24)))
+    return found
 
 
 def _philox(key: int, position: int, groups: int) -> NDArray[np.uint64]:

@@ -1,8 +1,8 @@
 """Triton kernels that sample a token for each row of a step: edits, temperature, truncation, the draw, and what is
 reported of it.
 
-Four kernels run one after the other, inside the graph of a step; a row that is greedy and unedited leaves the second and
-third at once. A row is cut into chunks of `CHUNK` ids, so that one row keeps many multiprocessors busy.
+Four kernels run one after the other, inside the graph of a step; a row that is greedy and unedited leaves the second
+and third at once. A row is cut into chunks of `CHUNK` ids, so that one row keeps many multiprocessors busy.
 
 1. `_edit`: bias, bans, grammar, penalties; the largest logit of each chunk; the likeliest ids of each chunk.
 2. `_weigh`: without truncation, the race within each chunk; else how many ids, of which weight, are above each of
@@ -33,8 +33,8 @@ REPORT = 3 + 2 * TOP
 ids."""
 FIELDS = 16
 """Values of a slot's parameters, int32 or float32, in this order: flags, temperature, top_k, top_p, min_p,
-repetition_penalty, frequency_penalty, presence_penalty, the seed's low and high half, prompt tokens, tokens that the host
-had counted, min_tokens, alternatives."""
+repetition_penalty, frequency_penalty, presence_penalty, the seed's low and high half, prompt tokens, tokens that the
+host had counted, min_tokens, alternatives."""
 
 RANDOM = tl.constexpr(1)
 """Flag: drawn, else greedy."""
@@ -430,8 +430,8 @@ class Kernels:
         token of each slot, int64 [slots]; reports, float32 [n, REPORT].
 
         Either `rows`: the slots, positions and input tokens of all rows of logits; input tokens are counted. Or
-        `guided` rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and bitmasks,
-        int32 [m, ceil(vocab / 32)].
+        `guided` rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and
+        bitmasks, int32 [m, ceil(vocab / 32)].
         """
         table, biases, marks = tables
         chosen, sampled, reports = results
