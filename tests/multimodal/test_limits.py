@@ -135,6 +135,8 @@ async def test_a_body_of_millions_of_values_is_refused() -> None:
             ('{"prompt": "' + "," * 1_400_000 + '"}', "characters"),  # text, whatever it consists of
             ('{"prompt": "' + '\\"[],' * 200_000 + '"}', "characters"),
             ('{"prompt": "' + '\\"[],' * 200_000, "JSON"),
+            ('{"prompt": "x", "metadata": [' + "12" * 200 + "1]}", "a number has more than 400 digits"),
+            ('{"prompt": "' + "12" * 200_000 + '"}', "400000 prompt tokens"),
             ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', values),
             (
                 '{"prompt": "' + "x" * (4 << 20) + '"}',
