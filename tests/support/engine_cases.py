@@ -70,7 +70,7 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
             "enable_iter_perf_stats": True,
         }
         arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
-        return TrtllmConfig(model=str(tiny_model), arguments=arguments)
+        return TrtllmConfig(model=str(tiny_model), arguments=arguments, sampling="processors")
     return FakeConfig(
         vocab_size=VOCABULARY,
         context_length=CONTEXT,
