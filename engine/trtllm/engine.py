@@ -63,7 +63,7 @@ class ActiveRequest:
         request by then, and frees the blocks when they have been read or after the transceiver's time limit.
         """
         if self._context_only:
-            delta = held_of(self.result, delta, request)
+            delta = held_of(self.result, delta, request, library.installed())
         self.stream.put(delta)
         if delta.held is not None:
             over = asyncio.Event()
@@ -136,7 +136,7 @@ class TrtllmEngine:
         started = time.monotonic()
         self.llm = library.load(self._config)
         processes = self._config.sampling == "processors"
-        self._support = Support(self._config.arguments, processors=processes, newer=library.is_newer())
+        self._support = Support(self._config.arguments, processors=processes, newer=library.installed().samples_more)
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
@@ -320,7 +320,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts = self.llm.args, self._facts
+        arguments, facts, version = self.llm.args, self._facts, library.installed()
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
@@ -343,7 +343,8 @@ class TrtllmEngine:
             load_seconds=seconds,
             guides=guides_of(arguments.guided_decoding_backend),
             refused_parameters=self._support.refused,
-            handoff_logprobs=False,
+            kv_layout=f"TensorRT-LLM {version.name}",
+            handoff_logprobs=version.handoff_logprobs,
         )
 
     def _watch(self, llm: Any) -> None:

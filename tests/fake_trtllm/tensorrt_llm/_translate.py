@@ -2,12 +2,12 @@
 
 import inspect
 import json
-import os
 import pickle
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.types import EngineInfo, Guide, SamplingParams
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._errors import RequestError
 
 _UNSUPPORTED = (
@@ -18,11 +18,6 @@ _UNSUPPORTED = (
     "top_p_decay",
     "lookahead_config",
 )
-
-
-def newest() -> bool:
-    """Whether to behave as the newest main where that differs from 1.2.1."""
-    return os.environ.get("FAKE_TRTLLM_VERSION") == "newest"
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Sampler:
         asked = "TRTLLMSampler" if "TRTLLMSampler" in str(args.sampler_type) else "TorchSampler"
         return cls(
             name="one_model" if one_model else "TorchSampler" if speculative is not None else asked,
-            advanced=one_model and (newest() or speculative.allow_advanced_sampling),
+            advanced=one_model and (NEWEST or speculative.allow_advanced_sampling),
             speculates=speculative is not None,
             overlaps=not args.disable_overlap_scheduler,
         )
@@ -54,7 +49,7 @@ class Sampler:
     @property
     def ignored(self) -> dict[str, Any]:
         """Fields of our SamplingParams that this sampler ignores, with neutral values."""
-        if self.name == "TRTLLMSampler" or (self.name == "TorchSampler" and newest()):
+        if self.name == "TRTLLMSampler" or (self.name == "TorchSampler" and NEWEST):
             return {}
         ignored = {
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
@@ -105,8 +100,8 @@ def engine_sampling(params: Any, info: EngineInfo, guided: bool, sampler: Sample
         "seed": params.seed,
         "ignore_eos": not native,
         "stop_token_ids": tuple(dict.fromkeys(stops)),
-        "logprobs": params.logprobs or None,
-        "prompt_logprobs": params.prompt_logprobs or None,
+        "logprobs": params.logprobs if NEWEST else params.logprobs or None,
+        "prompt_logprobs": params.prompt_logprobs if NEWEST else params.prompt_logprobs or None,
         "guide": _guide(params.guided_decoding, guided),
     }
     return asked | sampler.ignored
@@ -114,7 +109,7 @@ def engine_sampling(params: Any, info: EngineInfo, guided: bool, sampler: Sample
 
 def min_tokens(params: Any, sampler: Sampler, prompt: int) -> int:
     """Output tokens before which the end id is masked: 1.2.1's TorchSampler counts the prompt, too (#12166)."""
-    counted = prompt if sampler.name == "TorchSampler" and not newest() else 0
+    counted = prompt if sampler.name == "TorchSampler" and not NEWEST else 0
     return max(0, (params.min_tokens or 0) - counted)
 
 
@@ -135,9 +130,7 @@ class MinLength:
         several = len({params.end_id, *stop_ids(params)}) > 1
         if not tokens or sampler.name == "one_model" or not (several or params.ignore_eos):
             return None
-        return (
-            None if params.ignore_eos and newest() else cls(-1 if params.ignore_eos else params.end_id, tokens, prompt)
-        )
+        return None if params.ignore_eos and NEWEST else cls(-1 if params.ignore_eos else params.end_id, tokens, prompt)
 
     def __call__(self, token_ids: Any, logits: Any) -> None:
         if len(token_ids) < self._length:
