@@ -10,7 +10,7 @@ import msgspec
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
 from engine.media import Encoding, PromptMedia, Unexpanded
-from engine.trtllm.versions import Version
+from engine.trtllm.versions import PackageVersion
 from engine.types import Delta, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"
@@ -63,7 +63,7 @@ _USED_UP = frozenset(("request_type", "multimodal_embedding_handles", "first_gen
 _KNOWN = frozenset(ContextState.__struct_fields__) - {"package", "others"}
 
 
-def context_keywords(media: PromptMedia | None, version: Version) -> dict[str, Any]:
+def context_keywords(media: PromptMedia | None, version: PackageVersion) -> dict[str, Any]:
     """Return keywords of DisaggregatedParams for a prefill. Raises InvalidRequest."""
     keywords = {"request_type": "context_only", **_encoded(media)}
     if version.request_ids:
@@ -72,7 +72,7 @@ def context_keywords(media: PromptMedia | None, version: Version) -> dict[str, A
 
 
 def generation_keywords(
-    handoff: Handoff, version: Version, logprob: Callable[[float, int | None], Any]
+    handoff: Handoff, version: PackageVersion, logprob: Callable[[float, int | None], Any]
 ) -> dict[str, Any]:
     """Return keywords of DisaggregatedParams for a decode. `logprob` makes TensorRT-LLM's object of a log-probability.
 
@@ -123,7 +123,7 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
     return {"request_type": "context_and_generation", **_encoded(encoding)}
 
 
-def held_of(result: Any, delta: Delta, request: GenerateRequest, version: Version) -> Delta:
+def held_of(result: Any, delta: Delta, request: GenerateRequest, version: PackageVersion) -> Delta:
     """Return `delta`, the only one of a context-only result, with the state that it keeps for decode.
 
     Its one token, though the last that was allowed, does not end the request. Raises EngineFailure.

@@ -19,7 +19,7 @@ from engine.trtllm.disaggregation import context_keywords, generation_keywords, 
 from engine.trtllm.failures import classified, is_a_refusal, is_of_the_engine
 from engine.trtllm.sampling import bias_of, guide_keywords, sampling_keywords
 from engine.trtllm.support import Edits
-from engine.trtllm.versions import Version, version_of
+from engine.trtllm.versions import PackageVersion, version_of
 from engine.types import GenerateRequest, SamplingParams
 
 _OF_THE_REQUEST = (AssertionError, NotImplementedError, TypeError, ValueError)
@@ -53,7 +53,7 @@ def load(config: TrtllmConfig) -> Any:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
 
 
-def installed() -> Version:
+def installed() -> PackageVersion:
     """Return the facts of the package, once it is loaded."""
     from tensorrt_llm import __version__  # noqa: PLC0415
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.trtllm.versions import Version
+from engine.trtllm.versions import PackageVersion
 from engine.types import GUIDE_KINDS, Guide, GuideKind, SamplingParams
 
 MASKED = -1e9
 """Bias that masks a token. Minus infinity could become NaN when combined with another."""
 
 
-def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int], version: Version) -> dict[str, Any]:
+def sampling_keywords(
+    sampling: SamplingParams, eos_token_ids: Sequence[int], version: PackageVersion
+) -> dict[str, Any]:
     """Return keywords for one request.
 
     They are of the parameters that the engine honours (`engine/trtllm/support.py`); the caller adds `embedding_bias`,

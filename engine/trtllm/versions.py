@@ -1,6 +1,6 @@
 """What differs between the versions of TensorRT-LLM that this adapter runs on: 1.2.1, and main from 1.3 on.
 
-A `Version` is chosen at start by the package's own version. Nothing else in the adapter asks for it.
+A `PackageVersion` is chosen at start by the package's own version. Nothing else in the adapter asks for it.
 """
 
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Version:
+class PackageVersion:
     """Facts of a version. Their sources are in `tests/contract/trtllm_behaviours.json`."""
 
     name: str
@@ -29,8 +29,8 @@ class Version:
         return 0 if self.zero_logprobs else 1
 
 
-def version_of(name: str) -> Version:
+def version_of(name: str) -> PackageVersion:
     """Return the facts of the package version `name`; a version that cannot be read counts as 1.2.1."""
     numbers = re.match(r"(\d+)\.(\d+)", name)
     newest = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (1, 3)
-    return Version(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest, samples_more=newest)
+    return PackageVersion(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest, samples_more=newest)
