@@ -154,7 +154,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     (sm_90)."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
-    refused_parameters: dict[str, str] = {}
+    refused_parameters: tuple[tuple[str, str], ...] = ()
     """Fields of `SamplingParams` that this engine refuses, always or under conditions, each with the reason."""
     max_logprobs: int = 20
     capacity: int = 0

@@ -182,7 +182,7 @@ def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
         given = {field: value for field, value in tag.items() if value is not None}
         if not given:
             raise RequestError(f"'{name}' needs 'format', or 'structures' and 'triggers'.", f"{name}.format")
-        yield AskedGuide(name, kind, {"type": kind} | given)
+        yield AskedGuide(name, "structural_tag", {"type": kind} | given)
     elif kind in values:
         field, value = values[kind]
         if value is None:

@@ -342,7 +342,7 @@ class TrtllmEngine:
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
             guides=guides_of(arguments.guided_decoding_backend),
-            refused_parameters=self._support.refused,
+            refused_parameters=tuple(self._support.refused.items()),
             kv_layout=f"TensorRT-LLM {version.name}",
             handoff_logprobs=version.handoff_logprobs,
         )

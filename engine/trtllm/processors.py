@@ -32,7 +32,7 @@ class ProcessorAdapter:
     def __init__(self, factories: Sequence[Factory], edits: Edits) -> None:
         self._factories = tuple(factories)
         self._edits = edits
-        self._state: _State | None = None
+        self._state: _Progress | None = None
 
     def __call__(
         self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
@@ -44,7 +44,7 @@ class ProcessorAdapter:
             with _stream(stream_ptr):
                 row = logits.view(-1)
                 if self._state is None or len(token_ids[0]) <= self._state.length:
-                    self._state = _State(self._factories, self._edits, token_ids[0], row)
+                    self._state = _Progress(self._factories, self._edits, token_ids[0], row)
                 row.copy_(self._state.edited(token_ids[0], row))
         except Exception:  # on an engine thread, which must not stop
             log.exception("the logits processor of request %s failed and had no effect", req_id)
@@ -53,7 +53,7 @@ class ProcessorAdapter:
         return {"_factories": self._factories, "_edits": self._edits, "_state": None}
 
 
-class _State:
+class _Progress:
     """One request's tokens so far, what they imply, and its processors."""
 
     def __init__(self, factories: Sequence[Factory], edits: Edits, token_ids: Sequence[int], row: torch.Tensor) -> None:
@@ -134,7 +134,8 @@ class _State:
     def _penalise(self, logits: torch.Tensor) -> None:
         """Apply the repetition penalty to prompt and output, then those of presence and frequency to the output."""
         sampling = self._sampling
-        divisor = torch.where(logits > 0, sampling.repetition_penalty, 1 / sampling.repetition_penalty)
+        repetition = torch.tensor(sampling.repetition_penalty, device=logits.device)
+        divisor = torch.where(logits > 0, repetition, 1 / repetition)
         logits.div_(divisor.masked_fill_(~self._seen, 1))
         logits.sub_(sampling.frequency_penalty * self._counts).sub_(sampling.presence_penalty * (self._counts > 0))
 

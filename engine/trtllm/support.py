@@ -29,12 +29,13 @@ NOTES: Mapping[Way, str] = {
 
 class Column(NamedTuple):
     newer: bool
-    """Whether the version is a newer one than 1.2.1."""
+    """Whether the version is main of August 2026 or later, and not 1.2.1."""
     sampler: Sampler
 
     @property
-    def version(self) -> str:
-        return "newer" if self.newer else "1.2.1"
+    def title(self) -> str:
+        version = "main" if self.newer else "1.2.1"
+        return f"{version} {self.sampler}" if "Sampler" in self.sampler else f"{version}, speculation in {self.sampler}"
 
 
 COLUMNS = (
@@ -179,7 +180,7 @@ class Support:
     def _reason(self, name: str) -> str:
         """Return why a parameter is refused: the engine, and the setting that decides."""
         newer, sampler = self._column
-        engine = f"TensorRT-LLM {'(newer than 1.2.1)' if newer else '1.2.1'}"
+        engine = f"TensorRT-LLM {'1.3' if newer else '1.2.1'}"
         if self._ways[name] == "advanced":
             return f"{engine} decodes greedily with speculation: speculative_config.allow_advanced_sampling is false"
         if sampler in ("one model", "two models"):
@@ -189,7 +190,7 @@ class Support:
             cures.append("TRTLLM_SAMPLING=processors")
         if not newer and sampler == "TorchSampler" and TABLE[name][1] == "yes":
             cures.append("the argument sampler_type: TRTLLMSampler")
-        cure = f"; {' or '.join(cures)} would" if cures else ""
+        cure = f"; set {' or '.join(cures)}" if cures else ""
         return f"{engine}'s {sampler} does not honour {name!r}{cure}"
 
 
@@ -218,7 +219,7 @@ def one_model(arguments: Mapping[str, Any]) -> bool | None:
 def markdown() -> str:
     """Return the table of docs/tensorrt-llm.md."""
     notes = {way: number for number, way in enumerate(NOTES, 1)}
-    rows = [["parameter", *(f"{column.version}: {column.sampler}" for column in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
+    rows = [["parameter", *(column.title for column in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
     for name, ways in TABLE.items():
         shown = [f"yes, {notes[way]}" if way in NOTES else "-" if way == "no" else way for way in ways]
         rows.append([f"`{name}`" if name != "processors" else "logits processors", *shown])
