@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.kit.logits import Factory, LogitsProcessor
+from engine.kit.noise import exponentials
 from engine.trtllm.sampling import MASKED
 from engine.trtllm.support import Edits, draws
 
@@ -175,9 +175,8 @@ def weigh(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, mi
 
 def draw(weights: torch.Tensor, seed: int, position: int) -> int:
     """Return the token that wins the exponential race with the noise of a seed and a position in the output."""
-    noise = np.random.Generator(np.random.Philox(key=seed & ((1 << 128) - 1), counter=position << 128))
-    exponentials = torch.from_numpy(noise.standard_exponential(len(weights), dtype=np.float32)).to(weights.device)
-    return int((weights / exponentials.clamp_(min=1e-30)).argmax())
+    noise = torch.from_numpy(exponentials(seed, position, len(weights))).to(weights.device)
+    return int((weights / noise).argmax())
 
 
 def _stream(pointer: int | None) -> contextlib.AbstractContextManager[Any]:

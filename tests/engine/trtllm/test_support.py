@@ -27,7 +27,7 @@ from server.compose.engine_args import effective
 from server.settings import EngineArgsError, read_settings
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import EMBEDDED, collect, request_for, tokens_of
-from tests.support.trtllm import PROMPT, registered, sampling
+from tests.support.trtllm import BOTH_VERSIONS, NEWEST, OLDEST, PROMPT, registered, sampling
 from tests.support.trtllm_gotchas import request, running, tokens
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
@@ -174,6 +174,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+@BOTH_VERSIONS
 async def test_processors_give_what_the_embedded_engine_gives(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,33 @@ async def test_processors_give_what_the_embedded_engine_gives(
             for fields in (*ASKED, {"bad_words": (tuple(plain[2:4]), (plain[5],))}):
                 expected = await answer(reference, **fields)
                 assert await answer(engine, **fields) == expected != plain, fields
+    finally:
+        await reference.close()
+
+
+@pytest.mark.parametrize(("trt", "sampler"), [(OLDEST, "TRTLLMSampler"), (NEWEST, "TorchSampler")], indirect=["trt"])
+async def test_samplers_that_honour_parameters_give_what_the_embedded_engine_gives(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    """Without processors: what the engine gets means the same to it, which counts prompts in two of the penalties."""
+    reference = create_engine(EmbeddedConfig(model=str(tiny_model), **{**EMBEDDED, "num_blocks": 64}))
+    await reference.start()
+    try:
+        async with embedded(tiny_model, monkeypatch, arguments={"sampler_type": sampler}) as engine:
+            for fields in (
+                HOT | {"min_p": 0.01},
+                {"repetition_penalty": 1.8},
+                {"presence_penalty": 3.0, "min_tokens": 4},
+            ):
+                prompt = tuple(await answer(reference))  # which the answers would repeat
+                wanted = {"max_tokens": 12, **fields}
+                expected, found = [
+                    tokens_of(await collect(each.generate(request_for(prompt, **wanted))))
+                    for each in (reference, engine)
+                ]
+                assert found == expected, fields
+            with pytest.raises(InvalidRequest, match="bad_words"):
+                await answer(engine, bad_words=((4, 5),))
     finally:
         await reference.close()
 

@@ -5,16 +5,15 @@ A job has the sequences that it asks our engine for, and what their deltas say i
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from engine.base import Engine
+from engine.base import DeltaStream, Engine, merge
 from engine.errors import EngineError, EngineUnavailable
 from engine.kit import logits
-from engine.kit.stream import DeltaStream, merge
 from engine.media import MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest, TokenLogprobs
 from tensorrt_llm._contract import NEWEST
@@ -22,7 +21,7 @@ from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
-from tensorrt_llm._translate import MinLength, Processor, Sampler, sampling_of, stop_ids
+from tensorrt_llm._translate import MinLength, Processor, PromptCounts, Sampler, sampling_of, stop_ids
 
 _LOST = "Error in kv cache transfer for generation requests"
 
@@ -39,7 +38,8 @@ class Job:
     cache_salt: str
     processors: list[Any]
     sampler: Sampler
-    min_length: MinLength | None = None
+    own_processors: Sequence[MinLength | PromptCounts] = ()
+    """What the sampler does, and our engines do otherwise."""
     images: tuple[MediaSpan, ...] = ()
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
@@ -71,9 +71,9 @@ class Job:
             for position, processor in enumerate(self.processors):
                 names.append(f"fake-trtllm-{id(self)}-{position}")
                 logits.register(names[-1], lambda processor=processor: self._processor(processor))
-            if self.min_length is not None:
-                names.append(f"fake-trtllm-{id(self)}-min-length")
-                logits.register(names[-1], lambda: self.min_length)
+            for processor in self.own_processors:
+                names.append(f"fake-trtllm-{id(self)}-{type(processor).__name__}")
+                logits.register(names[-1], lambda processor=processor: processor)
             async with asyncio.TaskGroup() as group:
                 for index in range(self.result.sampling_params.n):
                     group.create_task(self._follow(engine, index, tuple(names)))

@@ -21,7 +21,7 @@ from tensorrt_llm._models import MODELS, gpu_count
 from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
 from tensorrt_llm._tokenizer import check_guided, load_tokenizer, set_up
-from tensorrt_llm._translate import MinLength, Sampler, checked_processors, engine_sampling
+from tensorrt_llm._translate import MinLength, PromptCounts, Sampler, checked_processors, engine_sampling
 from tensorrt_llm._vision import embed, encode, expand, has_mrope, load, position, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
@@ -231,7 +231,14 @@ class LLM(BaseLLM):
                 cache_salt=call.cache_salt or "",
                 processors=[] if sampler.speculates else processors,
                 sampler=sampler,
-                min_length=MinLength.of(params, sampler, len(token_ids)),
+                own_processors=[
+                    processor
+                    for processor in (
+                        PromptCounts.of(params, sampler, token_ids),
+                        MinLength.of(params, sampler, len(token_ids)),
+                    )
+                    if processor is not None
+                ],
                 disaggregated=call.disaggregated_params if typed else None,
                 images=images,
             )

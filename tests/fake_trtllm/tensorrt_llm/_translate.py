@@ -3,6 +3,7 @@
 import inspect
 import json
 import pickle
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,6 +112,28 @@ def min_tokens(params: Any, sampler: Sampler, prompt: int) -> int:
     """Output tokens before which the end id is masked: 1.2.1's TorchSampler counts the prompt, too (#12166)."""
     counted = prompt if sampler.name == "TorchSampler" and not NEWEST else 0
     return max(0, (params.min_tokens or 0) - counted)
+
+
+class PromptCounts:
+    """Applies the presence and frequency penalties to the prompt, of which our engines count the output alone."""
+
+    def __init__(self, presence: float, frequency: float, prompt: list[int], ignored: int) -> None:
+        self._presence = presence
+        self._frequency = frequency
+        self._prompt = len(prompt)
+        self._counts = Counter(prompt[ignored:])
+
+    @classmethod
+    def of(cls, params: Any, sampler: Sampler, prompt: list[int]) -> "PromptCounts | None":
+        presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+        if "presence_penalty" in sampler.ignored or not (presence or frequency):
+            return None
+        return cls(presence, frequency, prompt, params.prompt_ignore_length or 0)
+
+    def __call__(self, token_ids: Any, logits: Any) -> None:
+        output = set(token_ids[self._prompt :])
+        for token, count in self._counts.items():
+            logits[token] -= self._frequency * count + self._presence * (token not in output)
 
 
 class MinLength:
