@@ -203,7 +203,10 @@ class TrtllmEngine:
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
         asked = recomputed(request) if self._is_lost(request) else request
-        native, edits = self._support.split(asked.sampling, self._facts.eos_token_ids, library.num_prompt(asked))
+        sampling = asked.sampling
+        if context_only:
+            sampling = replace(sampling, min_tokens=min(1, sampling.min_tokens))
+        native, edits = self._support.split(sampling, self._facts.eos_token_ids, library.num_prompt(asked))
         if edits is not None and asked is not request:  # its prompt ends with tokens of the output
             edits = edits._replace(sampling=request.sampling, num_prompt=len(request.prompt_token_ids))
         submitted = replace(asked, sampling=native)
