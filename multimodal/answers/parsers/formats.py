@@ -1,0 +1,146 @@
+"""How a family of models writes reasoning and tool calls. A family is data; `engine.py` reads it.
+
+Patterns are regular expressions. A literal between « and » is a marker: where the tokenizer has it as a special token, it
+is recognised by that token's id alone, whether or not the detokenizer shows it, and the same text in other tokens is
+text. Elsewhere its text counts. `EOS` matches the end of the output only. A pattern says what can follow a marker by
+looking ahead, and does not end in an unbounded repetition: text is held back while a pattern can still match.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SPACE = r"\s{0,16}"
+NAME = r"[^\s<>{}\[\]()\"']{1,256}"
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text between two markers that is the model's reasoning. White space beside the markers belongs to them."""
+
+    name: str
+    begin: str
+    end: str
+    implied: bool = False
+    """The output begins inside, unless the prompt says otherwise: the model leaves the first marker out."""
+    aliases: tuple[str, ...] = ()
+    markup: str = ""
+    """Markers without a meaning for the answer."""
+    write: tuple[str, str] = ("", "")
+    """What a model writes before and after its reasoning."""
+
+
+@dataclass(frozen=True)
+class Json:
+    """The arguments, a JSON object. The pattern that begins the call has found the name."""
+
+
+@dataclass(frozen=True)
+class JsonCall:
+    """A JSON object with the name and the arguments of a call, or a list of such objects."""
+
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments between markers, as XML has them: text, cast by the tool's schema."""
+
+    begin: str
+    """Begins an argument. Groups: `key`; `string`, true or false; `type`, a JSON type."""
+    close: str
+    """Ends an argument."""
+    end: str
+    """Ends the call."""
+    newline: bool = False
+    """A line break after `begin` belongs to the marker."""
+    escaped: bool = False
+    """Keys are escaped as in HTML."""
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A JSON object whose keys have no quotes, and whose strings stand between two equal markers."""
+
+    quote: str
+
+
+@dataclass(frozen=True)
+class Pythonic:
+    """A list of Python calls with keyword arguments, which is complete or nothing."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """How calls are written. Groups of `begin`: `name`, and `id` where the model chooses one."""
+
+    name: str
+    begin: str
+    content: Json | JsonCall | Params | Bare | Pythonic
+    end: str
+    """Comes behind a call; it may be missing."""
+    write: str
+    """A call as the model writes it: NAME, ARGUMENTS (in the content's own notation) and INDEX are filled in."""
+    section: tuple[str, str] | None = None
+    """Markers around all calls. Other text between them is dropped."""
+    write_section: tuple[str, str] = ("", "")
+    separator: str = ""
+    """Between two calls, as the model writes them."""
+    bare: str = ""
+    """Begins a call too, where only white space came before: the format has no marker. The name must be a tool's."""
+    marker: str = ""
+    """Markers that begin calls. They are dropped where the output ends right behind them."""
+    markup: str = ""
+    trim: bool = True
+    """White space around a call is not part of the text."""
+    id_length: int = 0
+    """Length of the ids that the model's chat template accepts; 0 takes any."""
+    xgrammar: str = "json"
+    """The style by which xgrammar writes arguments."""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Messages:
+    """An output of several messages, each with a header that says what it is."""
+
+    name: str
+    header: str
+    """Groups: `channel` and `to`, both in several places."""
+    kinds: tuple[tuple[str, str], ...]
+    """What the messages of a channel are: "text" or "reasoning"."""
+    end: str
+    """Ends a message."""
+    call: str
+    """Matches the `to` of a call, with the group `name`."""
+    reasoning_end: str
+    """Ends a message of reasoning, which may show other markers."""
+    unfinished: str
+    """Matches a header that the output ends in."""
+    readers: tuple[str, ...] = ()
+    """Recipients whose messages the user reads. What else a model sends, say to a tool of its own, is dropped."""
+    restart: str = ""
+    """Where to look for the next header after a malformed one."""
+    write: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one model writes: reasoning, calls, or messages of both."""
+
+    reasoning: Reasoning | None = None
+    tools: Tools | None = None
+    messages: Messages | None = None
+
+    def patterns(self) -> Iterator[str]:
+        """Yield the sources of all patterns."""
+        for record in (self.reasoning, self.tools, self.messages, self.tools and self.tools.content):
+            for value in vars(record).values() if record is not None else ():
+                for source in value if isinstance(value, tuple) else (value,):
+                    if isinstance(source, str):
+                        yield f"«{source}»" if isinstance(record, Bare) else source
+
+
+Schema = dict[str, Any]
