@@ -4,12 +4,13 @@ It is written as generators that read a buffer, and yield where they need more o
 the buffer, so that the work per token does not grow with the answer.
 """
 
+import html
 import json
 import re
 import secrets
 import string
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import regex
@@ -18,14 +19,16 @@ from multimodal.answers.parsers.formats import (
     Bare,
     Family,
     JsonCall,
+    Malformed,
     Messages,
     Params,
     Pythonic,
     Reasoning,
+    Region,
     Schema,
     Tools,
 )
-from multimodal.answers.parsers.values import Malformed, cast, property_of, python_value, types_of, unescape
+from multimodal.answers.parsers.values import cast, property_of, python_value, types_of
 from multimodal.answers.parts import Part, Text, ToolCall
 from multimodal.answers.parts import Reasoning as Thought
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
@@ -60,6 +63,10 @@ class Pattern:
         """Return the first match. One that more output may complete, or end, is partial."""
         return self._end.search(text, start) if final else self._middle.search(text, start, partial=True)
 
+    def all(self, text: str) -> "Iterator[regex.Match[str]]":
+        """Yield the matches in a whole text."""
+        return self._end.finditer(text)
+
     def match(self, text: str, start: int, final: bool) -> "regex.Match[str] | None":
         """Return the match right here, as `search` does."""
         return self._end.match(text, start) if final else self._middle.match(text, start, partial=True)
@@ -69,9 +76,9 @@ class FamilyParser:
     """Finds reasoning and tool calls as a family of models writes them.
 
     `tools` maps the names of the request's tools to the schemas of their arguments; without any, calls are text.
-    `prompt` is the end of the prompt, from where the answer's message begins: the parser starts where it leaves off, say
-    inside reasoning. `tokenizer` and `skip_special_tokens` are what made the text: by them, special tokens are known by
-    their ids, shown or not.
+    `prompt` is the end of the prompt, from where the answer's message begins: the parser starts where it leaves off,
+    say inside reasoning. `tokenizer` and `skip_special_tokens` are what made the text: by them, special tokens are
+    known by their ids, shown or not.
 
     With `whole_calls`, a call is one part, and one that never completes comes out as text. Without, its arguments are
     passed on as they come, and a call that breaks off stays as far as it went: what was sent cannot be taken back.
@@ -104,6 +111,7 @@ class FamilyParser:
         self._after_reasoning = False
         self._after_call = False
         self._inside = False  # of reasoning
+        self._saying = False  # inside the markers of text, if the family has some
         self._interrupted = False  # reasoning, by a call: its end is still to come
         self._record: list[str] | None = None  # what a call was made of, to give it back as text
         self._index = 0
@@ -129,6 +137,9 @@ class FamilyParser:
 
     def _start(self, reasoning: Reasoning | None, prompt: str) -> None:
         prompt = self._tokens.hide(prompt)
+        if prompt and self._family.start:
+            starts = list(self._pattern(self._family.start).all(prompt))
+            prompt = prompt[starts[-1].end() :] if starts else ""
         if reasoning is not None and reasoning.implied:
             marks = self._pattern(f"{reasoning.begin}|{reasoning.end}")
             self._inside = marks.search(prompt, 0, True) is None
@@ -223,6 +234,8 @@ class FamilyParser:
     # Parts.
 
     def _text(self, text: str) -> None:
+        if self._family.says is not None and not self._saying:
+            return
         if self._after_reasoning:
             text = text.lstrip()
         if not text:
@@ -258,7 +271,7 @@ class FamilyParser:
     # The answer: text, reasoning and calls between markers.
 
     def _answer(self, reasoning: Reasoning | None, tools: Tools | None) -> Reading:
-        pattern = {stray: self._pattern(_anchors(reasoning, tools, stray)) for stray in (False, True)}
+        pattern = {stray: self._pattern(_anchors(self._family, tools, stray)) for stray in (False, True)}
         bare = self._pattern(tools.bare) if tools is not None and tools.bare else None
         marker = self._pattern(rf"(?:{tools.marker})\s*\Z") if tools is not None and tools.marker else None
         while True:
@@ -274,6 +287,12 @@ class FamilyParser:
             if groups.get("think") is not None:
                 self._skip(found)
                 self._inside, self._blank = True, True
+            elif groups.get("say") is not None:
+                self._skip(found)
+                self._saying = True
+            elif groups.get("said") is not None:
+                self._skip(found)
+                self._saying = False
             elif groups.get("section") is not None and tools is not None:
                 yield from self._section(tools, found)
             elif groups.get("call") is not None and tools is not None:
@@ -368,7 +387,7 @@ class FamilyParser:
         self._call = _Call(tools.id_length)
         self._list = None
         try:
-            if name is not None:
+            if name is not None and not isinstance(tools.content, Region):
                 self._begin(self._tokens.show(name), call_id)
             match tools.content:
                 case JsonCall() as content if name is None:
@@ -379,10 +398,12 @@ class FamilyParser:
                 case Params() as content:
                     yield from self._params(content)
                 case Bare(quote):
-                    yield from self._bare_object(quote, self._pass)
+                    yield from self._bare_object(quote)
+                case Region() as content:
+                    yield from self._region(content, groups)
                 case _:
                     yield from self._arguments()
-            if name is not None:
+            if self._call.name is not None:
                 self._end()
             yield from self._leave_out(self._pattern(tools.end))
         except Malformed:
@@ -634,7 +655,7 @@ class FamilyParser:
             if groups["end"] is not None:
                 break
             key = self._tokens.show(groups["key"])
-            key = unescape(key) if content.escaped else key
+            key = html.unescape(key) if content.escaped else key
             if content.newline:
                 yield from self._more()
                 if self._buffer[self._position] == "\n":
@@ -661,9 +682,10 @@ class FamilyParser:
     def _pass_quoted(self, text: str) -> None:
         self._pass(_quoted(text))
 
-    def _bare_object(self, quote: str, sink: Sink) -> Reading:
+    def _bare_object(self, quote: str) -> Reading:
         """Read an object whose keys have no quotes, and pass it on as JSON."""
         delimiter = self._pattern(f"«{quote}»")
+        sink = self._pass
         closers: list[str] = []
         state = "value"
         comma = ""
@@ -682,7 +704,11 @@ class FamilyParser:
                 comma = ", "
                 continue
             elif state == "key":
-                key = yield from self._bare_word(delimiter, ":")
+                if character == '"':
+                    self._take(self._position + 1)
+                    key = yield from self._word()
+                else:
+                    key = yield from self._bare_word(delimiter, ":")
                 yield from self._expect(":")
                 sink(f"{comma}{_json_string(key)}: ")
                 state, comma = "value", ""
@@ -696,6 +722,12 @@ class FamilyParser:
                 if ended is None:
                     raise Malformed
                 self._take(ended.end())
+                sink('"')
+                state = ","
+            elif character == '"' and closers:
+                self._take(self._position + 1)
+                sink(comma + '"')
+                yield from self._string(sink)
                 sink('"')
                 state = ","
             elif character in "{[":
@@ -729,6 +761,24 @@ class FamilyParser:
             if plain is None or sum(map(len, pieces)) > 4 * _LONGEST_NAME:
                 raise Malformed
             pieces.append(self._take(plain.end()))
+
+    def _region(self, content: Region, groups: Mapping[str, str | None]) -> Reading:
+        """Read calls as a whole, and cast arguments that are text."""
+        pieces: list[str] = []
+        found = yield from self._until(self._pattern(content.close), pieces.append)
+        if found is None:
+            raise Malformed
+        self._take(found.end())
+        captured = {key: self._tokens.show(value) for key, value in groups.items() if value is not None}
+        for name, arguments in content.read("".join(pieces), captured):
+            schema = self._schemas.get(name, {})
+            for key, value in arguments.items():
+                types = types_of(property_of(schema, key))
+                if isinstance(value, str) and types:
+                    arguments[key] = cast(value, types)
+            self._begin(name)
+            self._pass(json.dumps(arguments, ensure_ascii=False))
+            self._end()
 
     def _python_calls(self, known: bool) -> Reading:
         """Read a list of Python calls. They count when the list is complete."""
@@ -998,9 +1048,12 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {tokenizer.bytes_of(token_id).decode(errors="replace"): token_id for token_id in tokenizer.special_ids}
 
 
-def _anchors(reasoning: Reasoning | None, tools: Tools | None, stray: bool) -> str:
+def _anchors(family: Family, tools: Tools | None, stray: bool) -> str:
     """Return a pattern of all that ends text; `stray` adds the end of reasoning that a call interrupted."""
     found = []
+    reasoning = family.reasoning
+    if family.says is not None:
+        found += [f"(?P<say>{family.says[0]})", f"(?P<said>{family.says[1]})"]
     if reasoning is not None:
         found.append(f"(?P<think>{reasoning.begin})")
         if stray:

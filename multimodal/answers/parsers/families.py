@@ -37,7 +37,9 @@ def _dsml(outer: str, space: str = "") -> Params:
     )
 
 
-def _dsml_tools(name: str, outer: str, space: str = "", xgrammar: str = "deepseek_xml", aliases: tuple[str, ...] = ()) -> Tools:
+def _dsml_tools(
+    name: str, outer: str, space: str = "", xgrammar: str = "deepseek_xml", aliases: tuple[str, ...] = ()
+) -> Tools:
     tag = f"«｜DSML｜»{space}"
     text = f"｜DSML｜{space}"
     return Tools(
@@ -54,7 +56,9 @@ def _dsml_tools(name: str, outer: str, space: str = "", xgrammar: str = "deepsee
     )
 
 
-def _json_list(name: str, begin: str, end: str, write: tuple[str, str], aliases: tuple[str, ...] = (), marker: str = "") -> Tools:
+def _json_list(
+    name: str, begin: str, end: str, write: tuple[str, str], aliases: tuple[str, ...] = (), marker: str = ""
+) -> Tools:
     """Return tools whose calls are a list of JSON objects behind a marker."""
     return Tools(
         name=name,
@@ -89,12 +93,21 @@ TOOLS = (
         write="<tool_call>\n<function=NAME>\nARGUMENTS\n</function>\n</tool_call>",
         separator="\n",
         xgrammar="qwen_xml",
-        aliases=("qwen3.5", "qwen3_5", "qwen3_xml", "qwen3_coder_xml", "nemotron_nano_v3", "nemotron3", "nemotron_v3", "mimo"),
+        aliases=(
+            "qwen3.5",
+            "qwen3_5",
+            "qwen3_xml",
+            "qwen3_coder_xml",
+            "nemotron_nano_v3",
+            "nemotron3",
+            "nemotron_v3",
+            "mimo",
+        ),
     ),
     Tools(
         name="llama3_json",
         begin=rf"«<|python_tag|>»{SPACE}(?=\{{)",
-        bare=rf"\s{{0,64}}(?:;\s{{0,64}})?(?=\{{)",
+        bare=r"\s{0,64}(?:;\s{0,64})?(?=\{)",
         content=JsonCall(),
         end=rf"{SPACE}«<|eom_id|>»",
         marker="«<|python_tag|>»",
@@ -106,7 +119,7 @@ TOOLS = (
     Tools(
         name="llama4_pythonic",
         begin=rf"«<|python_start|>»{SPACE}(?=\[)",
-        bare=rf"\s{{0,64}}(?=\[)",
+        bare=r"\s{0,64}(?=\[)",
         content=Pythonic(),
         end=rf"{SPACE}«<|python_end|>»",
         marker="«<|python_start|>»",
@@ -133,7 +146,7 @@ TOOLS = (
         section=("«<｜tool▁calls▁begin｜>»", "«<｜tool▁calls▁end｜>»"),
         begin=rf"«<｜tool▁call▁begin｜>»\w{{1,32}}«<｜tool▁sep｜>»(?P<name>{NAME})\s{{0,16}}```(?:json)?\s{{0,16}}(?=\{{)",
         content=Json(),
-        end=rf"\s{{0,16}}```\s{{0,16}}«<｜tool▁call▁end｜>»",
+        end=r"\s{0,16}```\s{0,16}«<｜tool▁call▁end｜>»",
         marker="«<｜tool▁calls▁begin｜>»",
         write_section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         write="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
@@ -153,7 +166,7 @@ TOOLS = (
     ),
     _dsml_tools("deepseek_v32", "function_calls", aliases=("deepseekv32", "deepseek_v3_2")),
     _dsml_tools("deepseek_v4", "tool_calls", aliases=("deepseekv4",)),
-    _dsml_tools("deepseek_v41", "calls", " ", xgrammar="", aliases=("deepseek_v4_1",)),
+    _dsml_tools("deepseek_v41", "calls", " ", xgrammar="deepseek_v4_1_xml", aliases=("deepseek_v4_1",)),
     Tools(
         name="kimi_k2",
         section=("«<|tool_calls_section_begin|>»", "«<|tool_calls_section_end|>»"),
@@ -206,7 +219,6 @@ TOOLS = (
         marker="«<|tool_call>»",
         write="<|tool_call>call:NAMEARGUMENTS<tool_call|>",
         trim=False,
-        xgrammar="",
     ),
     Tools(
         name="functiongemma",
@@ -215,7 +227,6 @@ TOOLS = (
         end=rf"{SPACE}«<end_function_call>»",
         marker="«<start_function_call>»",
         write="<start_function_call>call:NAMEARGUMENTS<end_function_call>",
-        xgrammar="",
     ),
     Tools(
         name="minimax_m2",
@@ -245,14 +256,33 @@ TOOLS = (
         xgrammar="qwen_xml",
         aliases=("seed36",),
     ),
-    _json_list("nemotron", "«<TOOLCALL>»", "«</TOOLCALL>»", ("<TOOLCALL>", "</TOOLCALL>"), ("nemotron_deci", "nemotron_json", "nemotron_nano_v2")),
+    _json_list(
+        "nemotron",
+        "«<TOOLCALL>»",
+        "«</TOOLCALL>»",
+        ("<TOOLCALL>", "</TOOLCALL>"),
+        ("nemotron_deci", "nemotron_json", "nemotron_nano_v2"),
+    ),
     _json_list("jamba", "«<tool_calls>»", "«</tool_calls>»", ("<tool_calls>", "</tool_calls>"), ("minimax_m1",)),
-    _json_list("granite", "(?:«<|tool_call|>»|«<tool_call>»|«<function_call>»)", "«</tool_call>»", ("<tool_call>", "</tool_call>"), ("granite-20b-fc",)),
-    _json_list("phi4_mini", "(?:«<|tool_call|>»|functools)", "«<|/tool_call|>»", ("functools", ""), ("phi4_mini_json", "phi4"), marker="«<|tool_call|>»|functools"),
+    _json_list(
+        "granite",
+        "(?:«<|tool_call|>»|«<tool_call>»|«<function_call>»)",
+        "«</tool_call>»",
+        ("<tool_call>", "</tool_call>"),
+        ("granite-20b-fc",),
+    ),
+    _json_list(
+        "phi4_mini",
+        "(?:«<|tool_call|>»|functools)",
+        "«<|/tool_call|>»",
+        ("functools", ""),
+        ("phi4_mini_json", "phi4"),
+        marker="«<|tool_call|>»|functools",
+    ),
     Tools(
         name="xlam",
         begin=rf"(?:«<tool_call>»|«[TOOL_CALLS]»|```(?:json)?){SPACE}(?=[\[{{])",
-        bare=rf"\s{{0,64}}(?=[\[{{])",
+        bare=r"\s{0,64}(?=[\[{])",
         content=JsonCall(),
         end=rf"{SPACE}(?:«</tool_call>»|```)",
         marker="«<tool_call>»|«[TOOL_CALLS]»",
@@ -265,9 +295,36 @@ TOOLS = (
 _THINK = ("«<think>»", "«</think>»")
 
 REASONING = (
-    Reasoning("deepseek_r1", *_THINK, implied=True, write=("<think>\n", "\n</think>\n\n"), aliases=("basic", "minimax", "minimax_m2", "minimax_append_think", "nemotron_nano_v2", "nano_v3", "nemotron", "nemotron_deci", "step3p5")),
-    Reasoning("deepseek_v3", *_THINK, write=("<think>", "</think>"), aliases=("deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41")),
-    Reasoning("qwen3", "«<think>»", rf"«</think>»|(?=«<tool_call>»{SPACE}«<function=»)", write=("<think>\n", "\n</think>\n\n"), aliases=("hunyuan_a13b", "nemotron_v3")),
+    Reasoning(
+        "deepseek_r1",
+        *_THINK,
+        implied=True,
+        write=("<think>\n", "\n</think>\n\n"),
+        aliases=(
+            "basic",
+            "minimax",
+            "minimax_m2",
+            "minimax_append_think",
+            "nemotron_nano_v2",
+            "nano_v3",
+            "nemotron",
+            "nemotron_deci",
+            "step3p5",
+        ),
+    ),
+    Reasoning(
+        "deepseek_v3",
+        *_THINK,
+        write=("<think>", "</think>"),
+        aliases=("deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
+    ),
+    Reasoning(
+        "qwen3",
+        "«<think>»",
+        rf"«</think>»|(?=«<tool_call>»{SPACE}«<function=»)",
+        write=("<think>\n", "\n</think>\n\n"),
+        aliases=("hunyuan_a13b", "nemotron_v3"),
+    ),
     Reasoning("glm45", *_THINK, write=("\n<think>", "</think>\n"), aliases=("glm47",)),
     Reasoning("kimi", "◁think▷", "◁/think▷", write=("◁think▷", "◁/think▷"), aliases=("kimi_vl",)),
     Reasoning("kimi_k2", "«<think>»", "«</think>»|(?=«<|tool_calls_section_begin|>»)", write=("<think>", "</think>")),
@@ -278,7 +335,9 @@ REASONING = (
         markup="«<|open|>»response«<|sep|>»|«<|close|>»(?:response|message)«<|sep|>»",
         write=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ),
-    Reasoning("mistral", "«[THINK]»|«<think>»", "«[/THINK]»|«</think>»", write=("[THINK]", "[/THINK]"), aliases=("magistral",)),
+    Reasoning(
+        "mistral", "«[THINK]»|«<think>»", "«[/THINK]»|«</think>»", write=("[THINK]", "[/THINK]"), aliases=("magistral",)
+    ),
     Reasoning(
         "granite",
         r"(?:Here's|Here is) my thought process:|«<think>»",

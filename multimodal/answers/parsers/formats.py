@@ -1,17 +1,21 @@
 """How a family of models writes reasoning and tool calls. A family is data; `engine.py` reads it.
 
-Patterns are regular expressions. A literal between « and » is a marker: where the tokenizer has it as a special token, it
-is recognised by that token's id alone, whether or not the detokenizer shows it, and the same text in other tokens is
+Patterns are regular expressions. A literal between « and » is a marker: where the tokenizer has it as a special token,
+it is recognised by that token's id alone, whether or not the detokenizer shows it, and the same text in other tokens is
 text. Elsewhere its text counts. `EOS` matches the end of the output only. A pattern says what can follow a marker by
 looking ahead, and does not end in an unbounded repetition: text is held back while a pattern can still match.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 SPACE = r"\s{0,16}"
 NAME = r"[^\s<>{}\[\]()\"']{1,256}"
+
+
+class Malformed(Exception):
+    """The output stopped being what it began as."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Params:
 
 @dataclass(frozen=True)
 class Bare:
-    """A JSON object whose keys have no quotes, and whose strings stand between two equal markers."""
+    """A JSON object whose keys have no quotes, and whose strings stand between two equal markers. JSON does too."""
 
     quote: str
 
@@ -72,12 +76,21 @@ class Pythonic:
 
 
 @dataclass(frozen=True)
+class Region:
+    """Calls that are read as a whole, when the pattern `close` has matched."""
+
+    close: str
+    read: Callable[[str, Mapping[str, str]], list[tuple[str, dict[str, Any]]]]
+    """Return names and arguments of the calls in a text, with the groups of `begin`. Raises Malformed."""
+
+
+@dataclass(frozen=True)
 class Tools:
     """How calls are written. Groups of `begin`: `name`, and `id` where the model chooses one."""
 
     name: str
     begin: str
-    content: Json | JsonCall | Params | Bare | Pythonic
+    content: Json | JsonCall | Params | Bare | Pythonic | Region
     end: str
     """Comes behind a call; it may be missing."""
     write: str
@@ -123,6 +136,8 @@ class Messages:
     restart: str = ""
     """Where to look for the next header after a malformed one."""
     write: str = ""
+    """A call as the model writes it."""
+    xgrammar: str = "json"
     aliases: tuple[str, ...] = ()
 
 
@@ -133,9 +148,14 @@ class Family:
     reasoning: Reasoning | None = None
     tools: Tools | None = None
     messages: Messages | None = None
+    start: str = ""
+    """Ends what the parser leaves out of a prompt: its last match is right before the answer's message."""
+    says: tuple[str, str] | None = None
+    """Markers around text of the answer; other text is dropped."""
 
     def patterns(self) -> Iterator[str]:
         """Yield the sources of all patterns."""
+        yield from (self.start, *(self.says or ()))
         for record in (self.reasoning, self.tools, self.messages, self.tools and self.tools.content):
             for value in vars(record).values() if record is not None else ():
                 for source in value if isinstance(value, tuple) else (value,):

@@ -1,20 +1,15 @@
 """Values of arguments: text cast by a tool's schema, and Python literals."""
 
 import ast
-import html
 import json
 import math
 import re
 from typing import Any
 
-from multimodal.answers.parsers.formats import Schema
+from multimodal.answers.parsers.formats import Malformed, Schema
 
 _DEPTH = 64
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
-
-
-class Malformed(Exception):
-    """The output stopped being what it began as."""
 
 
 def property_of(schema: Schema, key: str) -> Schema | None:
@@ -84,11 +79,6 @@ def python_value(source: str) -> Any:
         raise Malformed from error
 
 
-def unescape(text: str) -> str:
-    """Return the text of an attribute."""
-    return html.unescape(text)
-
-
 def _literal(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
@@ -100,7 +90,10 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            pairs = [(_literal(key) if key is not None else None, _literal(value)) for key, value in zip(keys, values, strict=True)]
+            pairs = [
+                (_literal(key) if key is not None else None, _literal(value))
+                for key, value in zip(keys, values, strict=True)
+            ]
             if any(not isinstance(key, str) for key, _ in pairs):
                 raise Malformed
             return dict(pairs)
