@@ -10,7 +10,10 @@ Format = TypeVar("Format", Tools, Reasoning, Messages)
 
 
 def _by_name(formats: Iterable[Format]) -> dict[str, Format]:
-    return {_plain(name): found for found in formats for name in (found.name, *found.aliases)}
+    table: dict[str, Format] = {}
+    for record in formats:
+        table.update(dict.fromkeys(map(_plain, (record.name, *record.aliases)), record))
+    return table
 
 
 def _plain(name: str) -> str:
@@ -19,8 +22,8 @@ def _plain(name: str) -> str:
 
 _TOOLS, _REASONING, _MESSAGES = _by_name(TOOLS), _by_name(REASONING), _by_name(MESSAGES)
 
-TOOL_PARSERS = tuple(sorted(found.name for found in (*TOOLS, *MESSAGES)))
-REASONING_PARSERS = tuple(sorted(found.name for found in (*REASONING, *MESSAGES)))
+TOOL_PARSERS = tuple(sorted({record.name for record in TOOLS} | {record.name for record in MESSAGES}))
+REASONING_PARSERS = tuple(sorted({record.name for record in REASONING} | {record.name for record in MESSAGES}))
 
 # What a chat template has in it, all of it, and the parser of its calls. The first of these counts.
 _TOOL_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -72,7 +75,7 @@ _MODEL_TYPES: dict[str, tuple[str | None, str | None]] = {
     "deepseek_v32": ("deepseek_v32", "deepseek_v3"),
     "deepseek_v4": ("deepseek_v4", "deepseek_v3"),
     "deepseek_v41": ("deepseek_v41", "deepseek_v3"),
-    "minimax_m2": ("minimax_m2", "minimax_m2"),
+    "minimax_m2": ("minimax_m2", "deepseek_v3"),
     "seed_oss": ("seed_oss", "seed_oss"),
     "glm4_moe": ("glm45", "glm45"),
     "mistral": ("mistral", None),
@@ -97,17 +100,15 @@ def choose(chat_template: str | None, model_type: str | None) -> tuple[str | Non
     if template:
         tools = _first(_TOOL_TEMPLATES, template) or (tools if "tools" in template else None)
         reasoning = _first(_REASONING_TEMPLATES, template) or (reasoning if "think" in template.lower() else None)
-    return (
-        _known(tools, TOOL_PARSERS) if tools else None,
-        _known(reasoning, REASONING_PARSERS) if reasoning else None,
-    )
+    return tools, reasoning
 
 
 def family(tools: str | None = None, reasoning: str | None = None) -> Family:
     """Return the family of parsers chosen by name. Raises ValueError for an unknown name, and lists the known."""
-    for name, known in ((tools, {**_TOOLS, **_MESSAGES}), (reasoning, {**_REASONING, **_MESSAGES})):
-        if name is not None and _plain(name) not in known:
-            raise ValueError(f"{name} is none of {', '.join(sorted(found.name for found in {*known.values()}))}")
+    if tools is not None and _plain(tools) not in {*_TOOLS, *_MESSAGES}:
+        raise ValueError(f"{tools} is none of the tool parsers {', '.join(TOOL_PARSERS)}")
+    if reasoning is not None and _plain(reasoning) not in {*_REASONING, *_MESSAGES}:
+        raise ValueError(f"{reasoning} is none of the reasoning parsers {', '.join(REASONING_PARSERS)}")
     messages = _MESSAGES.get(_plain(tools or "")) or _MESSAGES.get(_plain(reasoning or ""))
     if messages is not None:
         return Family(messages=messages)
@@ -120,9 +121,3 @@ def family(tools: str | None = None, reasoning: str | None = None) -> Family:
 def _first(rules: Iterable[tuple[tuple[str, ...], str]], template: str) -> str | None:
     return next((name for texts, name in rules if all(text in template for text in texts)), None)
 
-
-def _known(name: str, known: tuple[str, ...]) -> str:
-    if name in known:
-        return name
-    plain = _plain(name)
-    return (_TOOLS.get(plain) if known is TOOL_PARSERS else _REASONING.get(plain)).name  # type: ignore[union-attr]

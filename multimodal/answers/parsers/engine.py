@@ -39,6 +39,7 @@ Sink = Callable[[str], None]
 _LITERAL = re.compile("«(.*?)»")
 _FIRST_STAND_IN = 0xDC00  # lone surrogates, which decoded text never has, stand for special tokens
 _STAND_IN = re.compile("[\ud800-\udfff]")
+_NEGATED = re.compile(r"(?<!\\)\[\^")
 _CHARACTERS = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _SCALAR = re.compile(r"[\w.+\-]{1,1000}")
@@ -55,6 +56,7 @@ class Pattern:
     """A family's pattern, compiled for the middle and for the end of an output."""
 
     def __init__(self, source: str, stand_ins: Mapping[str, str]) -> None:
+        source = _NEGATED.sub("[^\ud800-\udfff", source)  # a special token is in no class
         source = _LITERAL.sub(lambda found: stand_ins.get(found[1]) or regex.escape(found[1]), source)
         self._middle = regex.compile(source.replace("EOS", "(?!)"), regex.DOTALL)
         self._end = regex.compile(source.replace("EOS", r"\Z"), regex.DOTALL)
@@ -65,7 +67,7 @@ class Pattern:
 
     def all(self, text: str) -> "Iterator[regex.Match[str]]":
         """Yield the matches in a whole text."""
-        return self._end.finditer(text)
+        yield from self._end.finditer(text)
 
     def match(self, text: str, start: int, final: bool) -> "regex.Match[str] | None":
         """Return the match right here, as `search` does."""

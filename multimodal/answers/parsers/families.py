@@ -353,8 +353,8 @@ REASONING = (
 MESSAGES = (
     Messages(
         name="gpt_oss",
-        header=r"\s{0,16}(?:«<|start|>»)?\s?(?:assistant)?\s?(?:to=(?P<to>[^\s<\ud800-\udfff]{1,256}+))?\s?"
-        r"(?:«<|channel|>»\s?(?P<channel>\w{1,32})\s?(?:to=(?P<to>[^\s<\ud800-\udfff]{1,256}+))?\s?){1,4}"
+        header=r"\s{0,16}(?:«<|start|>»)?\s?(?:assistant)?\s?(?:to=(?P<to>[^\s<]{1,256}+))?\s?"
+        r"(?:«<|channel|>»\s?(?P<channel>\w{1,32})\s?(?:to=(?P<to>[^\s<]{1,256}+))?\s?){1,4}"
         r"(?:«<|constrain|>»)?\s?\w{0,32}\s?«<|message|>»",
         kinds=(("analysis", "reasoning"), ("commentary", "text"), ("final", "text")),
         end="«<|end|>»|«<|return|>»|«<|call|>»|(?=«<|start|>»assistant)",

@@ -1,6 +1,6 @@
 """Calls that are valid by construction: what a grammar lets a model write, from the description its parser reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,3 @@ def _tag(written: str, name: str, schema: Schema, style: str) -> Tag:
     begin, counted, number = before.partition("INDEX")
     return Tag(begin, schema or {"type": "object"}, after, style, number if counted else None)
 
-
-def written(family: Family, calls: Sequence[tuple[str, str]]) -> str:
-    """Return calls as a model writes them, from names and arguments in the family's notation."""
-    form = family.tools or family.messages
-    assert form is not None
-    begin, end = ("", "") if family.tools is None else family.tools.write_section
-    separator = "" if family.tools is None else family.tools.separator
-    texts = []
-    for index, (name, arguments) in enumerate(calls):
-        before, _, after = form.write.partition("ARGUMENTS")
-        texts.append(before.replace("NAME", name).replace("INDEX", str(index)) + arguments + after)
-    return begin + separator.join(texts) + end
