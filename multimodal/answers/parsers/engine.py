@@ -100,6 +100,7 @@ class FamilyParser:
         """Calls that came out as text or broke off."""
         self._family = family
         self._schemas = tools
+        self._trim = bool(tools) and family.tools is not None and family.tools.trim
         self._whole = whole_calls
         self._tokens = _SpecialTokens(family, tokenizer, skip_special_tokens)
         self._stand_ins = tuple(self._tokens.stand_ins.items())
@@ -150,7 +151,7 @@ class FamilyParser:
             self._silent = len(self._buffer) - self._position
             self._parts, self._spaces = [], []
             self._blank = True
-            if self._record is None:  # a call without a marker may begin here
+            if self._family.messages is None:  # a call without a marker may begin here
                 self._reading = self._read()
 
     def _feed(self, text: str) -> list[Part]:
@@ -242,9 +243,7 @@ class FamilyParser:
             text = text.lstrip()
         if not text:
             return
-        body, tools = text, self._family.tools
-        if tools is None or tools.trim or (self._blank and text.isspace()):
-            body = text.rstrip()
+        body = text.rstrip() if self._trim or (self._blank and text.isspace()) else text
         if body:
             self._parts.append(Text("".join(self._spaces) + body))
             self._spaces.clear()
@@ -288,6 +287,7 @@ class FamilyParser:
             groups = found.groupdict()
             if groups.get("think") is not None:
                 self._skip(found)
+                self._count()
                 self._inside, self._blank = True, True
             elif groups.get("say") is not None:
                 self._skip(found)
@@ -330,7 +330,6 @@ class FamilyParser:
 
     def _reason(self, reasoning: Reasoning) -> Reading:
         pattern = self._pattern(f"(?P<end>{reasoning.end})|(?P<begin>{reasoning.begin})")
-        self._count()
         while True:
             found = yield from self._until(pattern, self._think)
             if found is None:
