@@ -163,4 +163,3 @@ def random_groups(ids: Sequence[int], seed: int) -> list[list[int]]:
         groups.append(list(ids[start : start + size]))
         start += size
     return groups
-

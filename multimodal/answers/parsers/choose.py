@@ -6,7 +6,7 @@ from typing import TypeVar
 from multimodal.answers.parsers.families import MESSAGES, REASONING, TOOLS
 from multimodal.answers.parsers.formats import Family, Messages, Reasoning, Tools
 
-Format = TypeVar("Format", Tools, Reasoning, Messages)
+Format = TypeVar("Format", bound=Tools | Reasoning | Messages)
 
 
 def _by_name(formats: Iterable[Format]) -> dict[str, Format]:
@@ -120,4 +120,3 @@ def family(tools: str | None = None, reasoning: str | None = None) -> Family:
 
 def _first(rules: Iterable[tuple[tuple[str, ...], str]], template: str) -> str | None:
     return next((name for texts, name in rules if all(text in template for text in texts)), None)
-

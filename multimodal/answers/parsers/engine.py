@@ -36,7 +36,7 @@ from multimodal.text.tokenizer import Detokenizer, Tokenizer
 Reading = Generator[None, None, None]
 Sink = Callable[[str], None]
 
-_LITERAL = re.compile("«(.*?)»")
+_LITERAL = re.compile("«(.*?)»", re.DOTALL)
 _FIRST_STAND_IN = 0xDC00  # lone surrogates, which decoded text never has, stand for special tokens
 _STAND_IN = re.compile("[\ud800-\udfff]")
 _NEGATED = re.compile(r"(?<!\\)\[\^")
@@ -49,6 +49,7 @@ _BARE = re.compile(r"[^,:{}\[\]\ud800-\udfff]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
+_LONGEST_MATCH = 4096
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -60,10 +61,17 @@ class Pattern:
         source = _LITERAL.sub(lambda found: stand_ins.get(found[1]) or regex.escape(found[1]), source)
         self._middle = regex.compile(source.replace("EOS", "(?!)"), regex.DOTALL)
         self._end = regex.compile(source.replace("EOS", r"\Z"), regex.DOTALL)
+        characters = {*map(chr, range(128)), *source}
+        starts = [one for one in characters if self._middle.match(one, partial=True) is not None]
+        self._starts = re.compile(f"[{re.escape(''.join(sorted(starts)))}]" if starts else "(?!)")
 
     def search(self, text: str, start: int, final: bool) -> "regex.Match[str] | None":
         """Return the first match. One that more output may complete, or end, is partial."""
-        return self._end.search(text, start) if final else self._middle.search(text, start, partial=True)
+        if final:
+            return self._end.search(text, start)
+        if self._starts.search(text, start) is None:  # much faster, and almost always so
+            return None
+        return _bounded(self._middle.search(text, start, partial=True), text)
 
     def all(self, text: str) -> "Iterator[regex.Match[str]]":
         """Yield the matches in a whole text."""
@@ -71,7 +79,12 @@ class Pattern:
 
     def match(self, text: str, start: int, final: bool) -> "regex.Match[str] | None":
         """Return the match right here, as `search` does."""
-        return self._end.match(text, start) if final else self._middle.match(text, start, partial=True)
+        return self._end.match(text, start) if final else _bounded(self._middle.match(text, start, partial=True), text)
+
+
+def _bounded(found: "regex.Match[str] | None", text: str) -> "regex.Match[str] | None":
+    """Give up on a match that is still open after many characters: they would be read again with every token."""
+    return None if found is not None and found.partial and len(text) - found.start() > _LONGEST_MATCH else found
 
 
 class FamilyParser:
@@ -552,7 +565,9 @@ class FamilyParser:
         state = "value"
         comma = ""
         while True:
-            character = yield from self._next()
+            character = self._buffer[self._position : self._position + 1]
+            if character <= " ":
+                character = yield from self._next()
             if character == '"' and state not in (":", ","):
                 self._take(self._position + 1)
                 sink(comma + '"')
@@ -942,7 +957,7 @@ class _SpecialTokens:
 
     def __init__(self, family: Family, tokenizer: Tokenizer | None, skipped: bool) -> None:
         special = {} if tokenizer is None else _special_ids(tokenizer)
-        literals = [literal for literal in _literals(family) if literal in special]
+        literals = [literal for literal in family.markers if literal in special]
         self.stand_ins = {literal: chr(_FIRST_STAND_IN + n) for n, literal in enumerate(literals)}
         self._shown = {stand_in: literal for literal, stand_in in self.stand_ins.items()}
         self._marks = {special[literal]: (literal, stand_in) for literal, stand_in in self.stand_ins.items()}
@@ -950,6 +965,8 @@ class _SpecialTokens:
         self._detokenizer = None
         if tokenizer is not None and (literals or family.reasoning is not None or family.messages is not None):
             self._detokenizer = Detokenizer(tokenizer, skipped)
+            self._widths = _widths(tokenizer, skipped)
+        self._unfinished = False  # a character
         self._made = 0  # characters that the ids made
         self._placed = 0  # the same, with stand-ins
         self._seen = 0  # characters that came
@@ -966,7 +983,7 @@ class _SpecialTokens:
             self._ends.extend([self._total] * len(ids))
             return text
         for token in ids:
-            made = len(self._detokenizer.feed((token,)))
+            made = self._width(token)
             self._made += made
             self._placed += made
             mark = self._marks.get(token)
@@ -979,6 +996,17 @@ class _SpecialTokens:
         text = self._put(text) if self._due or self._held else self._pass(text)
         self._total += len(text)
         return text
+
+    def _width(self, token: int) -> int:
+        """Return how many characters a token adds to the text."""
+        width = None if self._unfinished else self._widths.get(token)
+        if width is None:
+            assert self._detokenizer is not None
+            width = len(self._detokenizer.feed((token,)))
+            before, self._unfinished = self._unfinished, self._detokenizer.unfinished
+            if not before and not self._unfinished:
+                self._widths[token] = width
+        return width
 
     def _pass(self, text: str) -> str:
         self._seen += len(text)
@@ -1037,10 +1065,10 @@ def _compiled(source: str, stand_ins: tuple[tuple[str, str], ...]) -> Pattern:
     return Pattern(source, dict(stand_ins))
 
 
-@lru_cache(maxsize=256)
-def _literals(family: Family) -> tuple[str, ...]:
-    """Return the markers of a family."""
-    return tuple(dict.fromkeys(_LITERAL.findall(" ".join(family.patterns()))))
+@lru_cache(maxsize=8)
+def _widths(tokenizer: Tokenizer, skipped: bool) -> dict[int, int]:
+    """Return a table, filled by use, of how many characters tokens add to a text that ends in a whole character."""
+    return {}
 
 
 @lru_cache(maxsize=8)

@@ -6,8 +6,10 @@ text. Elsewhere its text counts. `EOS` matches the end of the output only. A pat
 looking ahead, and does not end in an unbounded repetition: text is held back while a pattern can still match.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 SPACE = r"\s{0,16}"
@@ -153,8 +155,12 @@ class Family:
     says: tuple[str, str] | None = None
     """Markers around text of the answer; other text is dropped."""
 
-    def patterns(self) -> Iterator[str]:
-        """Yield the sources of all patterns."""
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The literals of all patterns that may be tokens."""
+        return tuple(dict.fromkeys(re.findall("(?s)«(.*?)»", " ".join(self._patterns()))))
+
+    def _patterns(self) -> Iterator[str]:
         yield from (self.start, *(self.says or ()))
         for record in (self.reasoning, self.tools, self.messages, self.tools and self.tools.content):
             for value in vars(record).values() if record is not None else ():

@@ -82,4 +82,3 @@ def _tag(written: str, name: str, schema: Schema, style: str) -> Tag:
     before = before.replace("NAME", name)
     begin, counted, number = before.partition("INDEX")
     return Tag(begin, schema or {"type": "object"}, after, style, number if counted else None)
-

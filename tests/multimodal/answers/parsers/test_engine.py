@@ -158,7 +158,9 @@ def test_tokens_of_reasoning_are_counted() -> None:
         for start in range(0, len(ids), size):
             parts += found.feed(ids[start : start + size], detokenizer.feed(ids[start : start + size]))
         parts += found.finish()
-        assert sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 4  # three letters and the end marker
+        assert (
+            sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 4
+        )  # three letters and the end marker
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,12 @@ def test_what_is_no_object_of_json_is_no_call(arguments: str) -> None:
 
 
 def test_calls_without_a_marker_name_a_known_tool() -> None:
-    for output in ('{"name": "Bob", "arguments": {}}', '{"name": "write"}', '{"write": {}}', '{"name": "write", "age": 3}'):
+    for output in (
+        '{"name": "Bob", "arguments": {}}',
+        '{"name": "write"}',
+        '{"write": {}}',
+        '{"name": "write", "age": 3}',
+    ):
         assert read(parser("llama3_json", whole_calls=True), output) == [Text(output)]
     both = read(parser("llama3_json"), '{"name": "write", "parameters": {}}; {"name": "write", "parameters": {}}')
     assert [name for name, _ in names_and_arguments(both)] == ["write", "write"]
@@ -205,7 +212,9 @@ def test_a_list_of_python_calls_counts_as_a_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", ["-" * 5000 + "1", "[" * 5000, "__import__('os')", "1if 1else 2", "x" * 5000, "{**{}}"])
+@pytest.mark.parametrize(
+    "value", ["-" * 5000 + "1", "[" * 5000, "__import__('os')", "1if 1else 2", "x" * 5000, "{**{}}"]
+)
 def test_python_that_is_no_literal_is_no_call(value: str) -> None:
     output = f"[write(text={value})]"
     assert read(parser("pythonic", whole_calls=True), output) == [Text(output)]

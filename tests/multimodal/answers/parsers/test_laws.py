@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from multimodal.answers.parsers.engine import FamilyParser, _literals
+from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.families import MESSAGES, REASONING, TOOLS
 from multimodal.answers.parsers.formats import Family, Params
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
@@ -23,7 +23,21 @@ FAMILIES = {
     "qwen3_coder with qwen3": Family(REASONING[2], TOOLS[1]),
     **{record.name: Family(messages=record) for record in MESSAGES},
 }
-COMMON = [*' {}[]"():,=\\`<>|-.\n', "\n\n", "</", "'", "f", "g", "ü", "日本", "👩\u200d💻", "null", "1.5e3", "words ", "f(s='a')"]
+COMMON = [
+    *' {}[]"():,=\\`<>|-.\n',
+    "\n\n",
+    "</",
+    "'",
+    "f",
+    "g",
+    "ü",
+    "日本",
+    "👩\u200d💻",
+    "null",
+    "1.5e3",
+    "words ",
+    "f(s='a')",
+]
 COMMON += ['{"name": "f", "arguments": {"s": "x"}}', '{"s": "a b", "n": 3}', '"s": ']
 PARAMS = [
     "<parameter=s>\nv\n</parameter>",
@@ -40,7 +54,7 @@ def outputs(family: Family) -> st.SearchStrategy[str]:
     form = family.tools or family.messages
     assert form is not None
     call = form.write.replace("NAME", "f").replace("INDEX", "0")
-    pieces = [*_literals(family), *re.split(r"(?=ARGUMENTS)|(?<=ARGUMENTS)", call), "WORD", "WORD"]
+    pieces = [*family.markers, *re.split(r"(?=ARGUMENTS)|(?<=ARGUMENTS)", call), "WORD", "WORD"]
     pieces += [call.replace("ARGUMENTS", arguments) for arguments in ("{}", '{"s": "a b", "n": 3}', "")]
     if family.tools is not None:
         pieces += [marker for marker in family.tools.write_section if marker]
@@ -139,7 +153,7 @@ def tokenizer_with(markers: Sequence[str]) -> Tokenizer:
 def test_token_ids_do_for_markers_what_text_does(name: str, data: st.DataObject) -> None:
     """Also if the detokenizer drops special tokens, and if its text comes late."""
     family = FAMILIES[name]
-    tokenizer = tokenizer_with(_literals(family))
+    tokenizer = tokenizer_with(family.markers)
     text = data.draw(outputs(family))
     ids = tokenizer.encode(text)
     expected = parse(family, [text], True)

@@ -1,10 +1,9 @@
-"""All of canitoolcall's fixtures under all its ways to cut a stream, and more: text, token ids, hidden special tokens."""
+"""All of canitoolcall's fixtures under all its ways to cut a stream, with token ids, and with hidden special tokens."""
 
 import pytest
 from canitoolcall.chunking import DEFAULT_STRATEGIES, ChunkStrategy
 
 from multimodal.answers.parsers.choose import family
-from multimodal.answers.parsers.engine import _literals
 from tests.support.fixtures_of_calls import (
     FIXTURES,
     FORMATS,
@@ -33,7 +32,7 @@ def test_text(name: str) -> None:
 def test_token_ids(name: str, skip: bool) -> None:
     """Markers are special tokens, which the detokenizer shows or drops."""
     fixture = FIXTURES[name]
-    known = _literals(family(*parsers_of(fixture)))
+    known = family(*parsers_of(fixture)).markers
     markers = [marker for marker in FORMATS[fixture.family].markers if marker in fixture.raw_output]
     if skip and not all(marker in known for marker in markers):
         pytest.skip("has a special token in its text that is no marker of the parser's")
