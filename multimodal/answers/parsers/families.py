@@ -321,17 +321,21 @@ REASONING = (
     Reasoning(
         "qwen3",
         "«<think>»",
-        rf"«</think>»|(?=«<tool_call>»{SPACE}«<function=»)",
+        "«</think>»",
+        cut=rf"«<tool_call>»{SPACE}«<function=»",
         write=("<think>\n", "\n</think>\n\n"),
         aliases=("hunyuan_a13b", "nemotron_v3"),
     ),
     Reasoning("glm45", *_THINK, write=("\n<think>", "</think>\n"), aliases=("glm47",)),
     Reasoning("kimi", "◁think▷", "◁/think▷", write=("◁think▷", "◁/think▷"), aliases=("kimi_vl",)),
-    Reasoning("kimi_k2", "«<think>»", "«</think>»|(?=«<|tool_calls_section_begin|>»)", write=("<think>", "</think>")),
+    Reasoning(
+        "kimi_k2", "«<think>»", "«</think>»", cut="«<|tool_calls_section_begin|>»", write=("<think>", "</think>")
+    ),
     Reasoning(
         "kimi_k3",
         "«<|open|>»think«<|sep|>»",
-        "«<|close|>»think«<|sep|>»|(?=«<|open|>»(?:response|tools)«<|sep|>»)",
+        "«<|close|>»think«<|sep|>»",
+        cut="«<|open|>»(?:response|tools)«<|sep|>»",
         markup="«<|open|>»response«<|sep|>»|«<|close|>»(?:response|message)«<|sep|>»",
         write=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ),

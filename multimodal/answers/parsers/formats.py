@@ -27,6 +27,8 @@ class Reasoning:
     name: str
     begin: str
     end: str
+    cut: str = ""
+    """Begins something else, which ends reasoning too."""
     implied: bool = False
     """The output begins inside, unless the prompt says otherwise: the model leaves the first marker out."""
     aliases: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ CASES = [
     ),
     (GEMMA, "<|turn>model\n", '<|channel>thought\nso<channel|><|tool_call>call:f{s:<|"|>a "b"<|"|>,n:3}<tool_call|>'),
     (GEMMA, "<|turn>model\n", "Hello<turn|>"),
-    (HARMONY, "<|start|>assistant", "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>hi"),
+    (HARMONY, "<|start|>assistant", "<|channel|>analysis<|message|>so<|end|><|channel|>final<|message|>hi"),
     (HARMONY, "<|start|>assistant", ' to=functions.f<|channel|>commentary json<|message|>{"s": "a"}<|call|>'),
     (LIST, "A:", 'so CALLS[{"tool": "f", "input": {"n": "3"}}, {"tool": "g", "input": {}}]END'),
     (LINES, "A:", "<call f>\ns: 12\nn: 12\nother: x y\n</call>"),
@@ -124,6 +124,12 @@ def test_arguments_stream_where_the_template_lets_them() -> None:
     parser = FamilyParser(family_of(QWEN), {"f": {}})
     parser.feed((), '<tool_call>{"name": "f", "arguments": {"s": "a')
     assert parser.feed((), "b") == [ToolCall(0, arguments="b")]
+
+
+def test_patterns_that_match_nothing_stop_nothing() -> None:
+    field = {"open_pattern": r"\s*", "close_pattern": "$|(?=b)"}
+    template = {"start_anchor": "A:", "fields": {"thinking": field, "content": {"close_pattern": r"\s*"}}}
+    assert read(template, "A:", ["a b ", "b"])["content"] == "abb"
 
 
 def test_a_cut_call_is_text() -> None:
