@@ -15,14 +15,14 @@ import regex
 
 from multimodal.answers.parsers.formats import (
     Bare,
-    Family,
     JsonCall,
     Malformed,
+    OutputFormat,
     Params,
     Pythonic,
-    Region,
     Schema,
-    Tools,
+    ToolFormat,
+    WholeCalls,
 )
 from multimodal.answers.parsers.markers import STAND_INS, Pattern, SpecialTokens, compiled
 from multimodal.answers.parsers.values import cast, property_of, python_value, types_of
@@ -43,7 +43,7 @@ _LONGEST_NAME = 256
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class Call:
+class CallState:
     """A call that is being read."""
 
     def __init__(self, id_length: int = 0) -> None:
@@ -66,7 +66,9 @@ class Call:
 class CallReader:
     """Reads calls from a buffer of output. Who inherits reads the rest, and knows what to do with text."""
 
-    def __init__(self, family: Family, tools: Mapping[str, Schema], tokens: SpecialTokens, whole_calls: bool) -> None:
+    def __init__(
+        self, family: OutputFormat, tools: Mapping[str, Schema], tokens: SpecialTokens, whole_calls: bool
+    ) -> None:
         self.malformed = 0
         """Calls that came out as text or broke off."""
         self._family = family
@@ -84,7 +86,7 @@ class CallReader:
         self._after_call = False
         self._record: list[str] | None = None  # what a call was made of, to give it back as text
         self._index = 0
-        self._call = Call()
+        self._call = CallState()
         self._list: list[ToolCall] | None = None  # calls that count only together
 
     def _text(self, text: str) -> None:
@@ -159,17 +161,17 @@ class CallReader:
 
     # Calls.
     def _calls(
-        self, tools: Tools, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
+        self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
     ) -> Generator[None, None, bool]:
         """Read a call, or a list of some. Return whether it was one; otherwise it is text."""
         groups = found.groupdict()
         name, call_id = groups.get("name"), groups.get("id")
         self._record = list(before)
         self._take(found.end())
-        self._call = Call(tools.id_length)
+        self._call = CallState(tools.id_length)
         self._list = None
         try:
-            if name is not None and not isinstance(tools.content, Region):
+            if name is not None and not isinstance(tools.content, WholeCalls):
                 self._begin(self._tokens.show(name), call_id)
             match tools.content:
                 case JsonCall() as content if name is None:
@@ -181,7 +183,7 @@ class CallReader:
                     yield from self._params(content)
                 case Bare(quote):
                     yield from self._bare_object(quote)
-                case Region() as content:
+                case WholeCalls() as content:
                     yield from self._region(content, groups)
                 case _:
                     yield from self._arguments()
@@ -225,7 +227,7 @@ class CallReader:
             else:
                 self._emit([part])
         self._index += 1
-        self._call = Call(call.id_length)
+        self._call = CallState(call.id_length)
         self._blank = False
         self._after_call = self._record is not None
         if self._record is not None and self._list is None:
@@ -546,7 +548,7 @@ class CallReader:
                 raise Malformed
             pieces.append(self._take(plain.end()))
 
-    def _region(self, content: Region, groups: Mapping[str, str | None]) -> Reading:
+    def _region(self, content: WholeCalls, groups: Mapping[str, str | None]) -> Reading:
         """Read calls as a whole, and cast arguments that are text."""
         pieces: list[str] = []
         found = yield from self._until(self._pattern(content.close), pieces.append)

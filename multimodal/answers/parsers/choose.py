@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from multimodal.answers.parsers.families import MESSAGES, REASONING, TOOLS
-from multimodal.answers.parsers.formats import Family, Messages, Reasoning, Tools
+from multimodal.answers.parsers.formats import MessagesFormat, OutputFormat, ReasoningFormat, ToolFormat
 
-Format = TypeVar("Format", bound=Tools | Reasoning | Messages)
+Format = TypeVar("Format", bound=ToolFormat | ReasoningFormat | MessagesFormat)
 
 
 def _by_name(formats: Iterable[Format]) -> dict[str, Format]:
@@ -103,7 +103,7 @@ def choose(chat_template: str | None, model_type: str | None) -> tuple[str | Non
     return tools, reasoning
 
 
-def family(tools: str | None = None, reasoning: str | None = None) -> Family:
+def family(tools: str | None = None, reasoning: str | None = None) -> OutputFormat:
     """Return the family of parsers chosen by name. Raises ValueError for an unknown name, and lists the known."""
     if tools is not None and _plain(tools) not in {*_TOOLS, *_MESSAGES}:
         raise ValueError(f"{tools} is none of the tool parsers {', '.join(TOOL_PARSERS)}")
@@ -111,8 +111,8 @@ def family(tools: str | None = None, reasoning: str | None = None) -> Family:
         raise ValueError(f"{reasoning} is none of the reasoning parsers {', '.join(REASONING_PARSERS)}")
     messages = _MESSAGES.get(_plain(tools or "")) or _MESSAGES.get(_plain(reasoning or ""))
     if messages is not None:
-        return Family(messages=messages)
-    return Family(
+        return OutputFormat(messages=messages)
+    return OutputFormat(
         reasoning=_REASONING[_plain(reasoning)] if reasoning else None,
         tools=_TOOLS[_plain(tools)] if tools else None,
     )

@@ -4,11 +4,17 @@ from collections.abc import Generator, Mapping, Sequence
 
 import regex
 
-from multimodal.answers.parsers.calls import Call, CallReader, Reading, Sink
-from multimodal.answers.parsers.formats import Family, Malformed, Messages, Reasoning, Schema, Tools
+from multimodal.answers.parsers.calls import CallReader, CallState, Reading, Sink
+from multimodal.answers.parsers.formats import (
+    Malformed,
+    MessagesFormat,
+    OutputFormat,
+    ReasoningFormat,
+    Schema,
+    ToolFormat,
+)
 from multimodal.answers.parsers.markers import Pattern, SpecialTokens
-from multimodal.answers.parts import Part, Text, ToolCall
-from multimodal.answers.parts import Reasoning as Thought
+from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 from multimodal.text.tokenizer import Tokenizer
 
 
@@ -26,7 +32,7 @@ class FamilyParser(CallReader):
 
     def __init__(
         self,
-        family: Family,
+        family: OutputFormat,
         tools: Mapping[str, Schema],
         *,
         tokenizer: Tokenizer | None = None,
@@ -58,7 +64,7 @@ class FamilyParser(CallReader):
             return self._messages(family.messages)
         return self._answer(family.reasoning, family.tools if self._schemas else None)
 
-    def _start(self, reasoning: Reasoning | None, prompt: str) -> None:
+    def _start(self, reasoning: ReasoningFormat | None, prompt: str) -> None:
         prompt = self._tokens.hide(prompt)
         if prompt and self._family.start:
             starts = list(self._pattern(self._family.start).all(prompt))
@@ -86,7 +92,7 @@ class FamilyParser(CallReader):
         """Note how many tokens the reasoning took, and forget those that were read."""
         tokens = self._tokens.read_up_to(len(self._buffer) - self._position)
         if self._inside and tokens and not self._silent:
-            self._parts.append(Thought("", tokens))
+            self._parts.append(Reasoning("", tokens))
 
     # Parts.
 
@@ -110,7 +116,7 @@ class FamilyParser(CallReader):
             text = text.lstrip()
         body = text.rstrip()
         if body:
-            self._parts.append(Thought("".join(self._spaces) + body))
+            self._parts.append(Reasoning("".join(self._spaces) + body))
             self._spaces.clear()
             self._blank = False
         if len(body) < len(text):
@@ -121,11 +127,11 @@ class FamilyParser(CallReader):
         if self._spaces and not self._after_call:
             text = "".join(self._spaces)
             self._spaces.clear()
-            self._parts.append(Thought(text) if self._inside else Text(text))
+            self._parts.append(Reasoning(text) if self._inside else Text(text))
 
     # The answer: text, reasoning and calls between markers.
 
-    def _answer(self, reasoning: Reasoning | None, tools: Tools | None) -> Reading:
+    def _answer(self, reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> Reading:
         pattern = {stray: self._pattern(_anchors(self._family, tools, stray)) for stray in (False, True)}
         bare = self._pattern(tools.bare) if tools is not None and tools.bare else None
         marker = self._pattern(rf"(?:{tools.marker})\s*\Z") if tools is not None and tools.marker else None
@@ -191,7 +197,7 @@ class FamilyParser(CallReader):
         self._take(found.end())
         self._spaces.clear()
 
-    def _reason(self, reasoning: Reasoning) -> Reading:
+    def _reason(self, reasoning: ReasoningFormat) -> Reading:
         cut = f"|(?={reasoning.cut})" if reasoning.cut else ""
         pattern = self._pattern(f"(?P<end>{reasoning.end}{cut})|(?P<begin>{reasoning.begin})")
         while True:
@@ -213,7 +219,7 @@ class FamilyParser(CallReader):
         self._inside = False
         self._blank = self._after_reasoning = True
 
-    def _section(self, tools: Tools, found: "regex.Match[str]") -> Reading:
+    def _section(self, tools: ToolFormat, found: "regex.Match[str]") -> Reading:
         """Read all calls of a section. Other text in it is dropped if a call follows."""
         assert tools.section is not None
         pattern = self._pattern(f"(?P<call>{tools.begin})|(?P<end>{tools.section[1]})")
@@ -232,7 +238,7 @@ class FamilyParser(CallReader):
                 self._text("".join(others) + ending)
             return
 
-    def _bare_calls(self, tools: Tools, pattern: Pattern) -> Reading:
+    def _bare_calls(self, tools: ToolFormat, pattern: Pattern) -> Reading:
         """Read calls that have no marker, as long as there are some right here."""
         while True:
             found = yield from self._match(pattern)
@@ -241,7 +247,7 @@ class FamilyParser(CallReader):
 
     # Messages with headers.
 
-    def _messages(self, messages: Messages) -> Reading:
+    def _messages(self, messages: MessagesFormat) -> Reading:
         header = self._pattern(messages.header)
         restart = self._pattern(messages.restart)
         while True:
@@ -259,7 +265,7 @@ class FamilyParser(CallReader):
             self._take(found.end())
             yield from self._message(messages, captures)
 
-    def _malformed_message(self, messages: Messages, restart: Pattern) -> Reading:
+    def _malformed_message(self, messages: MessagesFormat, restart: Pattern) -> Reading:
         """Pass on as text what begins with no header. A header at the end of the output says nothing."""
         rest = self._buffer[self._position :]
         if self._final and self._pattern(messages.unfinished).match(rest, 0, True) is not None:
@@ -270,14 +276,14 @@ class FamilyParser(CallReader):
             self._text(self._take(self._position + 1))
         yield from self._until(restart, self._text)
 
-    def _message(self, messages: Messages, captures: Mapping[str, Sequence[str]]) -> Reading:
+    def _message(self, messages: MessagesFormat, captures: Mapping[str, Sequence[str]]) -> Reading:
         channel = captures["channel"][-1] if captures["channel"] else ""
         recipient = next(iter(captures["to"]), "")
         call = self._pattern(messages.call).match(recipient, 0, True) if recipient else None
         kind = dict(messages.kinds).get(channel, "text")
         end = self._pattern(messages.end)
         if call is not None and self._schemas:
-            self._call = Call()
+            self._call = CallState()
             try:
                 self._begin(call["name"])
                 yield from self._arguments()
@@ -307,7 +313,7 @@ class FamilyParser(CallReader):
             self._take(found.end())
 
 
-def _anchors(family: Family, tools: Tools | None, stray: bool) -> str:
+def _anchors(family: OutputFormat, tools: ToolFormat | None, stray: bool) -> str:
     """Return a pattern of all that ends text; `stray` adds the end of reasoning that a call interrupted."""
     found = []
     reasoning = family.reasoning
@@ -336,8 +342,8 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
         last = joined[-1]
         if isinstance(part, Text) and isinstance(last, Text):
             joined[-1] = Text(last.text + part.text)
-        elif isinstance(part, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + part.text, last.tokens + part.tokens)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + part.text, last.tokens + part.tokens)
         elif isinstance(part, ToolCall) and isinstance(last, ToolCall) and part.index == last.index:
             joined[-1] = ToolCall(last.index, last.id, last.name, last.arguments + part.arguments)
         else:

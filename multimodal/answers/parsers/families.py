@@ -6,11 +6,11 @@ from multimodal.answers.parsers.formats import (
     Bare,
     Json,
     JsonCall,
-    Messages,
+    MessagesFormat,
     Params,
     Pythonic,
-    Reasoning,
-    Tools,
+    ReasoningFormat,
+    ToolFormat,
 )
 
 _QWEN_PARAMETER = r"«<parameter=»(?P<key>[^>\n]{1,256})>"
@@ -39,10 +39,10 @@ def _dsml(outer: str, space: str = "") -> Params:
 
 def _dsml_tools(
     name: str, outer: str, space: str = "", xgrammar: str = "deepseek_xml", aliases: tuple[str, ...] = ()
-) -> Tools:
+) -> ToolFormat:
     tag = f"«｜DSML｜»{space}"
     text = f"｜DSML｜{space}"
-    return Tools(
+    return ToolFormat(
         name=name,
         section=(f"<{tag}{outer}>", f"</{tag}{outer}>"),
         begin=rf'<{tag}invoke name="(?P<name>[^"\n]{{1,256}})"(?:>|(?=/>))',
@@ -58,9 +58,9 @@ def _dsml_tools(
 
 def _json_list(
     name: str, begin: str, end: str, write: tuple[str, str], aliases: tuple[str, ...] = (), marker: str = ""
-) -> Tools:
+) -> ToolFormat:
     """Return tools whose calls are a list of JSON objects behind a marker."""
-    return Tools(
+    return ToolFormat(
         name=name,
         begin=rf"{begin}{SPACE}(?=[\[{{])",
         content=JsonCall(),
@@ -74,7 +74,7 @@ def _json_list(
 
 
 TOOLS = (
-    Tools(
+    ToolFormat(
         name="hermes",
         begin=rf"«<tool_call>»{SPACE}(?=[\[{{])",
         content=JsonCall(),
@@ -84,7 +84,7 @@ TOOLS = (
         separator="\n",
         aliases=("qwen3", "qwen25", "qwen2_5", "hermes2_pro", "hermes2pro", "granite4"),
     ),
-    Tools(
+    ToolFormat(
         name="qwen3_coder",
         begin=rf"(?:«<tool_call>»{SPACE})?{_FUNCTION}",
         content=_function_params("</tool_call>"),
@@ -104,7 +104,7 @@ TOOLS = (
             "mimo",
         ),
     ),
-    Tools(
+    ToolFormat(
         name="llama3_json",
         begin=rf"«<|python_tag|>»{SPACE}(?=\{{)",
         bare=r"\s{0,64}(?:;\s{0,64})?(?=\{)",
@@ -116,7 +116,7 @@ TOOLS = (
         trim=False,
         aliases=("llama3", "llama4_json"),
     ),
-    Tools(
+    ToolFormat(
         name="llama4_pythonic",
         begin=rf"«<|python_start|>»{SPACE}(?=\[)",
         bare=r"\s{0,64}(?=\[)",
@@ -130,7 +130,7 @@ TOOLS = (
         trim=False,
         aliases=("pythonic", "llama4"),
     ),
-    Tools(
+    ToolFormat(
         name="mistral",
         begin=rf"«[TOOL_CALLS]»{SPACE}(?:(?P<name>{NAME})(?:«[CALL_ID]»(?P<id>\w{{1,64}}))?(?:«[ARGS]»)?{SPACE}(?=\{{)|(?=[\[{{]))",
         content=JsonCall(),
@@ -141,7 +141,7 @@ TOOLS = (
         id_length=9,
         aliases=("mistral_v3", "mistral_v11"),
     ),
-    Tools(
+    ToolFormat(
         name="deepseek_v3",
         section=("«<｜tool▁calls▁begin｜>»", "«<｜tool▁calls▁end｜>»"),
         begin=rf"«<｜tool▁call▁begin｜>»\w{{1,32}}«<｜tool▁sep｜>»(?P<name>{NAME})\s{{0,16}}```(?:json)?\s{{0,16}}(?=\{{)",
@@ -153,7 +153,7 @@ TOOLS = (
         separator="\n",
         aliases=("deepseekv3",),
     ),
-    Tools(
+    ToolFormat(
         name="deepseek_v31",
         section=("«<｜tool▁calls▁begin｜>»", "«<｜tool▁calls▁end｜>»"),
         begin=rf"«<｜tool▁call▁begin｜>»(?P<name>{NAME})«<｜tool▁sep｜>»{SPACE}(?=\{{)",
@@ -167,7 +167,7 @@ TOOLS = (
     _dsml_tools("deepseek_v32", "function_calls", aliases=("deepseekv32", "deepseek_v3_2")),
     _dsml_tools("deepseek_v4", "tool_calls", aliases=("deepseekv4",)),
     _dsml_tools("deepseek_v41", "calls", " ", xgrammar="deepseek_v4_1_xml", aliases=("deepseek_v4_1",)),
-    Tools(
+    ToolFormat(
         name="kimi_k2",
         section=("«<|tool_calls_section_begin|>»", "«<|tool_calls_section_end|>»"),
         begin=rf"«<|tool_call_begin|>»{SPACE}(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{{1,256}})(?::\d{{1,9}})?){SPACE}«<|tool_call_argument_begin|>»{SPACE}(?=\{{)",
@@ -178,7 +178,7 @@ TOOLS = (
         write="<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
         trim=False,
     ),
-    Tools(
+    ToolFormat(
         name="kimi_k3",
         section=("«<|open|>»tools«<|sep|>»", "«<|close|>»tools«<|sep|>»"),
         begin=r'«<|open|>»call tool="(?P<name>[^"\n]{1,256})"(?: index="\d{1,9}")?«<|sep|>»',
@@ -196,7 +196,7 @@ TOOLS = (
         trim=False,
         xgrammar="kimi_k3_xml",
     ),
-    Tools(
+    ToolFormat(
         name="glm45",
         begin=rf"«<tool_call>»{SPACE}(?P<name>[^\s<>]{{1,256}}){SPACE}(?=«<arg_key>»|«</tool_call>»)",
         content=Params(
@@ -211,7 +211,7 @@ TOOLS = (
         xgrammar="glm_xml",
         aliases=("glm4_moe", "glm47", "glm4_7", "glm47_moe", "glm53", "glm5"),
     ),
-    Tools(
+    ToolFormat(
         name="gemma4",
         begin=rf"«<|tool_call>»{SPACE}call:(?P<name>{NAME}){SPACE}(?=\{{)",
         content=Bare('<|"|>'),
@@ -220,7 +220,7 @@ TOOLS = (
         write="<|tool_call>call:NAMEARGUMENTS<tool_call|>",
         trim=False,
     ),
-    Tools(
+    ToolFormat(
         name="functiongemma",
         begin=rf"«<start_function_call>»{SPACE}call:(?P<name>{NAME}){SPACE}(?=\{{)",
         content=Bare("<escape>"),
@@ -228,7 +228,7 @@ TOOLS = (
         marker="«<start_function_call>»",
         write="<start_function_call>call:NAMEARGUMENTS<end_function_call>",
     ),
-    Tools(
+    ToolFormat(
         name="minimax_m2",
         section=("«<minimax:tool_call>»", "«</minimax:tool_call>»"),
         begin=r'<invoke name="?(?P<name>[^">\n]{1,256})"?>',
@@ -245,7 +245,7 @@ TOOLS = (
         xgrammar="minimax_xml",
         aliases=("minimax",),
     ),
-    Tools(
+    ToolFormat(
         name="seed_oss",
         begin=rf"«<seed:tool_call>»{SPACE}{_FUNCTION}",
         content=_function_params("</seed:tool_call>"),
@@ -279,7 +279,7 @@ TOOLS = (
         ("phi4_mini_json", "phi4"),
         marker="«<|tool_call|>»|functools",
     ),
-    Tools(
+    ToolFormat(
         name="xlam",
         begin=rf"(?:«<tool_call>»|«[TOOL_CALLS]»|```(?:json)?){SPACE}(?=[\[{{])",
         bare=r"\s{0,64}(?=[\[{])",
@@ -295,7 +295,7 @@ TOOLS = (
 _THINK = ("«<think>»", "«</think>»")
 
 REASONING = (
-    Reasoning(
+    ReasoningFormat(
         "deepseek_r1",
         *_THINK,
         implied=True,
@@ -312,13 +312,13 @@ REASONING = (
             "step3p5",
         ),
     ),
-    Reasoning(
+    ReasoningFormat(
         "deepseek_v3",
         *_THINK,
         write=("<think>", "</think>"),
         aliases=("deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
     ),
-    Reasoning(
+    ReasoningFormat(
         "qwen3",
         "«<think>»",
         "«</think>»",
@@ -326,12 +326,12 @@ REASONING = (
         write=("<think>\n", "\n</think>\n\n"),
         aliases=("hunyuan_a13b", "nemotron_v3"),
     ),
-    Reasoning("glm45", *_THINK, write=("\n<think>", "</think>\n"), aliases=("glm47",)),
-    Reasoning("kimi", "◁think▷", "◁/think▷", write=("◁think▷", "◁/think▷"), aliases=("kimi_vl",)),
-    Reasoning(
+    ReasoningFormat("glm45", *_THINK, write=("\n<think>", "</think>\n"), aliases=("glm47",)),
+    ReasoningFormat("kimi", "◁think▷", "◁/think▷", write=("◁think▷", "◁/think▷"), aliases=("kimi_vl",)),
+    ReasoningFormat(
         "kimi_k2", "«<think>»", "«</think>»", cut="«<|tool_calls_section_begin|>»", write=("<think>", "</think>")
     ),
-    Reasoning(
+    ReasoningFormat(
         "kimi_k3",
         "«<|open|>»think«<|sep|>»",
         "«<|close|>»think«<|sep|>»",
@@ -339,23 +339,23 @@ REASONING = (
         markup="«<|open|>»response«<|sep|>»|«<|close|>»(?:response|message)«<|sep|>»",
         write=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ),
-    Reasoning(
+    ReasoningFormat(
         "mistral", "«[THINK]»|«<think>»", "«[/THINK]»|«</think>»", write=("[THINK]", "[/THINK]"), aliases=("magistral",)
     ),
-    Reasoning(
+    ReasoningFormat(
         "granite",
         r"(?:Here's|Here is) my thought process:|«<think>»",
         r"(?:Here's|Here is) my response:|«</think>»(?:\s{0,16}<response>)?",
         markup="</response>",
         write=("Here is my thought process:\n", "\nHere is my response:\n"),
     ),
-    Reasoning("seed_oss", "«<seed:think>»", "«</seed:think>»", write=("<seed:think>\n", "\n</seed:think>\n\n")),
-    Reasoning("step3", *_THINK, implied=True, write=("", "\n</think>\n\n")),
-    Reasoning("gemma4", r"«<|channel>»thought\n?", "«<channel|>»", write=("<|channel>thought\n", "\n<channel|>")),
+    ReasoningFormat("seed_oss", "«<seed:think>»", "«</seed:think>»", write=("<seed:think>\n", "\n</seed:think>\n\n")),
+    ReasoningFormat("step3", *_THINK, implied=True, write=("", "\n</think>\n\n")),
+    ReasoningFormat("gemma4", r"«<|channel>»thought\n?", "«<channel|>»", write=("<|channel>thought\n", "\n<channel|>")),
 )
 
 MESSAGES = (
-    Messages(
+    MessagesFormat(
         name="gpt_oss",
         header=r"\s{0,16}(?:«<|start|>»)?\s?(?:assistant)?\s?(?:to=(?P<to>[^\s<]{1,256}+))?\s?"
         r"(?:«<|channel|>»\s?(?P<channel>\w{1,32})\s?(?:to=(?P<to>[^\s<]{1,256}+))?\s?){1,4}"

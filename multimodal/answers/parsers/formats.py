@@ -21,7 +21,7 @@ class Malformed(Exception):
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningFormat:
     """Text between two markers that is the model's reasoning. White space beside the markers belongs to them."""
 
     name: str
@@ -80,7 +80,7 @@ class Pythonic:
 
 
 @dataclass(frozen=True)
-class Region:
+class WholeCalls:
     """Calls that are read as a whole, when the pattern `close` has matched."""
 
     close: str
@@ -89,12 +89,12 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Tools:
+class ToolFormat:
     """How calls are written. Groups of `begin`: `name`, and `id` where the model chooses one."""
 
     name: str
     begin: str
-    content: Json | JsonCall | Params | Bare | Pythonic | Region
+    content: Json | JsonCall | Params | Bare | Pythonic | WholeCalls
     end: str
     """Comes behind a call; it may be missing."""
     write: str
@@ -119,7 +119,7 @@ class Tools:
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessagesFormat:
     """An output of several messages, each with a header that says what it is."""
 
     name: str
@@ -146,12 +146,12 @@ class Messages:
 
 
 @dataclass(frozen=True)
-class Family:
+class OutputFormat:
     """What one model writes: reasoning, calls, or messages of both."""
 
-    reasoning: Reasoning | None = None
-    tools: Tools | None = None
-    messages: Messages | None = None
+    reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None
+    messages: MessagesFormat | None = None
     start: str = ""
     """Ends what the parser leaves out of a prompt: its last match is right before the answer's message."""
     says: tuple[str, str] | None = None

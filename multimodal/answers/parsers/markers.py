@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import regex
 
-from multimodal.answers.parsers.formats import Family
+from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
 STAND_INS = "\ud800-\udfff"
@@ -56,7 +56,7 @@ def _bounded(found: "regex.Match[str] | None", text: str) -> "regex.Match[str] |
 class SpecialTokens:
     """Where a family's markers are special tokens: puts one character that stands for the token into the text."""
 
-    def __init__(self, family: Family, tokenizer: Tokenizer | None, skipped: bool) -> None:
+    def __init__(self, family: OutputFormat, tokenizer: Tokenizer | None, skipped: bool) -> None:
         special = {} if tokenizer is None else _special_ids(tokenizer)
         literals = [literal for literal in family.markers if literal in special]
         self.stand_ins = {literal: chr(_FIRST_STAND_IN + n) for n, literal in enumerate(literals)}

@@ -9,7 +9,16 @@ from typing import Any
 
 import regex
 
-from multimodal.answers.parsers.formats import Bare, Family, Json, JsonCall, Malformed, Reasoning, Region, Tools
+from multimodal.answers.parsers.formats import (
+    Bare,
+    Json,
+    JsonCall,
+    Malformed,
+    OutputFormat,
+    ReasoningFormat,
+    ToolFormat,
+    WholeCalls,
+)
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -20,7 +29,7 @@ _NAMED_CALLS = ({"type": "function", "function": _NAMED_CALL}, {"function": _NAM
 Field = Mapping[str, Any]
 
 
-def family_of(template: Any) -> Family:
+def family_of(template: Any) -> OutputFormat:
     """Return the family that a response template describes. Raises ValueError if it cannot be understood.
 
     Its fields `content`, `tool_calls` and `reasoning_content` (or `thinking`) are the parts of an answer. What it
@@ -36,7 +45,7 @@ def family_of(template: Any) -> Family:
         raise ValueError(f"the response template cannot be understood: {error}") from error
 
 
-def _family(template: Mapping[str, Any], fields: Mapping[str, Field]) -> Family:
+def _family(template: Mapping[str, Any], fields: Mapping[str, Field]) -> OutputFormat:
     content = fields.get("content", {})
     thoughts = next((fields[name] for name in _REASONING if name in fields), None)
     calls = fields.get("tool_calls")
@@ -51,15 +60,15 @@ def _family(template: Mapping[str, Any], fields: Mapping[str, Field]) -> Family:
     markup = "|".join(dropped)
     reasoning = None
     if thoughts is not None:
-        reasoning = Reasoning(
+        reasoning = ReasoningFormat(
             "response_template",
             _anchor(thoughts, "open") or "(?!)",
             _anchor(thoughts, "close") or "(?!)",
             markup=markup,
         )
     elif markup:
-        reasoning = Reasoning("response_template", "(?!)", "(?!)", markup=markup)
-    return Family(
+        reasoning = ReasoningFormat("response_template", "(?!)", "(?!)", markup=markup)
+    return OutputFormat(
         reasoning=reasoning,
         tools=_tools(calls) if calls is not None else None,
         start=_anchor(template, "start_anchor"),
@@ -76,10 +85,10 @@ def _anchor(field: Mapping[str, Any], key: str) -> str:
     return "|".join(f"«{literal}»" for literal in sorted(literals, key=len, reverse=True))
 
 
-def _tools(field: Field) -> Tools:
+def _tools(field: Field) -> ToolFormat:
     begin, close = _anchor(field, "open"), _anchor(field, "close") or "EOS"
     kind, arguments, transform = field.get("content", "text"), field.get("content_args", {}), field.get("transform")
-    content: Json | JsonCall | Bare | Region = Region(close, _reader(field))
+    content: Json | JsonCall | Bare | WholeCalls = WholeCalls(close, _reader(field))
     end = "(?!)"
     if kind == "json" and not field.get("transform_each"):
         delimiters = arguments.get("string_delims") or []
@@ -92,7 +101,7 @@ def _tools(field: Field) -> Tools:
             streamed = Bare(delimiters[0][0]) if delimiters[0][0] == delimiters[0][1] else None
         if streamed is not None:
             content, end = streamed, rf"\s{{0,16}}(?:{close})"
-    return Tools("response_template", begin=begin, content=content, end=end, write="", trim=True, xgrammar="")
+    return ToolFormat("response_template", begin=begin, content=content, end=end, write="", trim=True, xgrammar="")
 
 
 def _reader(field: Field) -> Callable[[str, Mapping[str, str]], list[tuple[str, dict[str, Any]]]]:

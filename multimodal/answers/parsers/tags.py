@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from multimodal.answers.parsers.formats import Family, Schema
+from multimodal.answers.parsers.formats import OutputFormat, Schema
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StructuralTags:
         }
 
 
-def structural_tags(family: Family, tools: Mapping[str, Schema]) -> StructuralTags | None:
+def structural_tags(family: OutputFormat, tools: Mapping[str, Schema]) -> StructuralTags | None:
     """Return what calls of these tools look like; None if no grammar describes how the family writes arguments."""
     form = family.tools or family.messages
     if form is None or not form.xgrammar or not form.write:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.engine import FamilyParser
-from multimodal.answers.parsers.formats import Family
+from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 from multimodal.text.tokenizer import Detokenizer, Tokenizer, byte_tokenizer
 from tests.support.waiting import slowness
@@ -256,4 +256,4 @@ def test_each_choice_has_a_parser_of_its_own() -> None:
 
 
 def test_a_family_without_formats_passes_text_on() -> None:
-    assert read(FamilyParser(Family(), WRITE), "<think>", " a ") == [Text("<think>"), Text(" a ")]
+    assert read(FamilyParser(OutputFormat(), WRITE), "<think>", " a ") == [Text("<think>"), Text(" a ")]

@@ -11,17 +11,17 @@ from tokenizers import AddedToken
 
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.families import MESSAGES, REASONING, TOOLS
-from multimodal.answers.parsers.formats import Family, Params
+from multimodal.answers.parsers.formats import OutputFormat, Params
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 from multimodal.text.tokenizer import Detokenizer, Tokenizer, byte_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": ["integer", "null"]}}}
 NAMES = {"f": SCHEMA, "g": {}}
 FAMILIES = {
-    **{record.name: Family(tools=record) for record in TOOLS},
-    **{f"hermes with {record.name}": Family(record, TOOLS[0]) for record in REASONING},
-    "qwen3_coder with qwen3": Family(REASONING[2], TOOLS[1]),
-    **{record.name: Family(messages=record) for record in MESSAGES},
+    **{record.name: OutputFormat(tools=record) for record in TOOLS},
+    **{f"hermes with {record.name}": OutputFormat(record, TOOLS[0]) for record in REASONING},
+    "qwen3_coder with qwen3": OutputFormat(REASONING[2], TOOLS[1]),
+    **{record.name: OutputFormat(messages=record) for record in MESSAGES},
 }
 COMMON = [
     *' {}[]"():,=\\`<>|-.\n',
@@ -49,7 +49,7 @@ PARAMS = [
 ]
 
 
-def outputs(family: Family) -> st.SearchStrategy[str]:
+def outputs(family: OutputFormat) -> st.SearchStrategy[str]:
     """Return texts that come close to what a family writes."""
     form = family.tools or family.messages
     assert form is not None
@@ -76,7 +76,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def parse(family: Family, pieces: Sequence[str], whole_calls: bool) -> list[tuple[str, ...]]:
+def parse(family: OutputFormat, pieces: Sequence[str], whole_calls: bool) -> list[tuple[str, ...]]:
     parser = FamilyParser(family, NAMES, whole_calls=whole_calls)
     parts: list[Part] = []
     for piece in pieces:
