@@ -263,43 +263,41 @@ class CallReader:
     def _json_call(self, content: JsonCall, known: bool) -> Reading:
         """Read an object with a name and arguments, in any order; also one inside another's `function`."""
         yield from self._expect("{")
-        depth, key = 1, ""
+        depth = 1
         while depth:
-            if (yield from self._expect('"}' if key != "," else '"')) == "}":
+            if (yield from self._expect('"}')) == "}":
                 depth -= 1
-                key = ""
-                if depth and (yield from self._next()) == ",":
-                    key = yield from self._expect(",")
-                continue
-            key = yield from self._word()
-            yield from self._expect(":")
-            first = yield from self._next()
-            if key == "function" and first == "{":
-                self._take(self._position + 1)
-                depth += 1
-                key = ""
-                continue
-            if (key in content.names or key == "function") and self._call.name is None:
-                yield from self._expect('"')
-                name = yield from self._word()
-                if not name or (known and name not in self._schemas):
-                    raise Malformed
-                self._begin(name)
-            elif key in content.arguments and not self._call.given:
-                yield from self._arguments()
-            elif known and key not in ("id", "type"):
-                raise Malformed
             else:
-                ignored: list[str] = []
-                yield from self._json(ignored.append)
-            key = ""
-            if (yield from self._next()) == ",":
-                key = yield from self._expect(",")
+                key = yield from self._word()
+                yield from self._expect(":")
+                first = yield from self._next()
+                if key == "function" and first == "{":
+                    yield from self._expect("{")
+                    depth += 1
+                    continue
+                yield from self._json_field(content, key, known)
+            if depth and (yield from self._next()) == ",":
+                yield from self._expect(",")
         if self._call.name is None or (known and not self._call.given):
             raise Malformed
         if not self._call.given:
             self._pass("{}")
         self._end()
+
+    def _json_field(self, content: JsonCall, key: str, known: bool) -> Reading:
+        if (key in content.names or key == "function") and self._call.name is None:
+            yield from self._expect('"')
+            name = yield from self._word()
+            if not name or (known and name not in self._schemas):
+                raise Malformed
+            self._begin(name)
+        elif key in content.arguments and not self._call.given:
+            yield from self._arguments()
+        elif known and key not in ("id", "type"):
+            raise Malformed
+        else:
+            ignored: list[str] = []
+            yield from self._json(ignored.append)
 
     def _word(self) -> Generator[None, None, str]:
         """Read the rest of a short string in JSON."""
@@ -448,17 +446,14 @@ class CallReader:
                     self._take(self._position + 1)
             types = _declared(groups, types_of(property_of(schema, key)))
             pieces: list[str] = []
-            sink: Sink = pieces.append
+            streamed = types == {"string"} and key not in seen
             if key not in seen:
-                self._pass(f"{', ' if seen else ''}{_json_string(key)}: ")
-                if types == {"string"}:
-                    self._pass('"')
-                    sink = self._pass_quoted
-            found = yield from self._until(close, sink)
+                self._pass(f"{', ' if seen else ''}{_json_string(key)}: " + '"' * streamed)
+            found = yield from self._until(close, self._pass_quoted if streamed else pieces.append)
             if found is None:
                 raise Malformed
             self._take(found.end())
-            if sink is not pieces.append and key not in seen and types == {"string"}:
+            if streamed:
                 self._pass('"')
             elif key not in seen:
                 self._pass(json.dumps(cast("".join(pieces), types), ensure_ascii=False))

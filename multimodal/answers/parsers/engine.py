@@ -1,6 +1,7 @@
 """The incremental parser: token ids and text of one choice in, parts of its answer out."""
 
 from collections.abc import Generator, Mapping, Sequence
+from itertools import groupby
 
 import regex
 
@@ -76,8 +77,9 @@ class FamilyParser(CallReader):
             self._feed(prompt)
             self._silent = len(self._buffer) - self._position
             self._parts, self._spaces = [], []
-            self._blank = True
+            self._blank, self._index, self.malformed = True, 0, 0
             if self._family.messages is None:  # a call without a marker may begin here
+                self._record = self._list = None
                 self._reading = self._read()
 
     def _feed(self, text: str) -> list[Part]:
@@ -291,7 +293,7 @@ class FamilyParser(CallReader):
             except Malformed:
                 self._break()
             kind = "text"
-        elif recipient and recipient not in messages.readers:
+        elif recipient and call is None and recipient not in messages.readers:
             self._record = None
             yield from self._close_message(end, lambda text: None)
             return
@@ -337,15 +339,17 @@ def _anchors(family: OutputFormat, tools: ToolFormat | None, stray: bool) -> str
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
     """Join what belongs together."""
-    joined: list[Part] = [parts[0]]
-    for part in parts[1:]:
-        last = joined[-1]
-        if isinstance(part, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text, last.tokens + part.tokens)
-        elif isinstance(part, ToolCall) and isinstance(last, ToolCall) and part.index == last.index:
-            joined[-1] = ToolCall(last.index, last.id, last.name, last.arguments + part.arguments)
+    joined: list[Part] = []
+    for key, group in groupby(parts, key=lambda part: part.index if isinstance(part, ToolCall) else type(part)):
+        same = list(group)
+        first = same[0]
+        if len(same) == 1:
+            joined.append(first)
+        elif isinstance(first, ToolCall):
+            arguments = "".join(part.arguments for part in same if isinstance(part, ToolCall))
+            joined.append(ToolCall(first.index, first.id, first.name, arguments))
         else:
-            joined.append(part)
+            text = "".join(part.text for part in same if not isinstance(part, ToolCall))
+            tokens = sum(part.tokens for part in same if isinstance(part, Reasoning))
+            joined.append(Text(text) if key is Text else Reasoning(text, tokens))
     return joined

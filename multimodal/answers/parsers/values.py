@@ -53,11 +53,11 @@ def cast(text: str, types: set[str]) -> Any:
     try:
         value = _CONSTANTS[stripped] if stripped in _CONSTANTS else json.loads(stripped, parse_constant=_refuse)
     except (ValueError, RecursionError):
+        if not stripped.startswith(("[", "{", "(")):
+            return text
         try:
             value = python_value(stripped)
         except Malformed:
-            return text
-        if isinstance(value, str):
             return text
     if isinstance(value, float) and "integer" in types and "number" not in types and value.is_integer():
         return int(value)

@@ -247,6 +247,27 @@ def test_time_grows_with_the_length_only(name: str, piece: str) -> None:
     assert time.process_time() - start < 3 * slowness()
 
 
+def test_a_prompt_that_has_a_call_leaves_nothing_behind() -> None:
+    found = parser(prompt='<tool_call>{"name": "write", "arguments": {}}</tool_call>', whole_calls=True)
+    parts = read(found, '<tool_call>{"name": "write", "arguments": {}}</tool_call>')
+    assert [part.index for part in parts if isinstance(part, ToolCall)] == [0]
+
+
+def test_without_tools_a_message_to_one_is_text() -> None:
+    output = '<|channel|>commentary to=functions.write<|message|>{"text": "a"}'
+    assert read(FamilyParser(family("gpt_oss"), {}), output) == [Text('{"text": "a"}')]
+
+
+def test_many_parts_of_one_delta_are_joined_fast() -> None:
+    numbers = ", ".join(map(str, range(50_000)))
+    output = f'<tool_call>{{"name": "write", "arguments": {{"a": [{numbers}]}}}}</tool_call>'
+    start = time.process_time()
+    (call,) = parser().feed((), output)
+    assert isinstance(call, ToolCall)
+    assert call.arguments == f'{{"a": [{numbers}]}}'
+    assert time.process_time() - start < 3 * slowness()
+
+
 def test_each_choice_has_a_parser_of_its_own() -> None:
     both = [parser(whole_calls=True), parser(whole_calls=True)]
     for found in both:
