@@ -40,6 +40,7 @@ _BARE = re.compile(rf"[^,:{{}}\[\]{STAND_INS}]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
+_encoded = json.JSONEncoder(ensure_ascii=False).encode
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -106,7 +107,7 @@ class CallReader:
             hidden = min(self._silent, len(text))
             self._silent -= hidden
             text = text[hidden:]
-        if self._stand_ins:
+        if self._stand_ins and not text.isascii():
             text = self._tokens.show(text)
         if self._record is not None:
             self._record.append(text)
@@ -321,7 +322,7 @@ class CallReader:
             raise Malformed from None
         if not isinstance(value, dict):
             raise Malformed
-        self._pass(json.dumps(value, ensure_ascii=False))
+        self._pass(_encoded(value))
 
     def _json(self, sink: Sink) -> Reading:
         """Read a value in JSON, and pass it on as it comes, without white space of its own.
@@ -425,12 +426,13 @@ class CallReader:
 
     def _params(self, content: Params) -> Reading:
         """Read arguments between markers up to the end of the call, and pass them on as an object of JSON."""
-        pattern = self._pattern(rf"\s{{0,64}}(?:(?P<begin>{content.begin})|(?P<end>{content.end}))")
+        pattern = self._pattern(f"(?P<begin>{content.begin})|(?P<end>{content.end})")
         close = self._pattern(content.close)
         schema = self._schemas.get(self._call.name or "", {})
         seen: set[str] = set()
         self._pass("{")
         while True:
+            yield from self._next()
             found = yield from self._match(pattern)
             if found is None:
                 raise Malformed
@@ -448,7 +450,7 @@ class CallReader:
             pieces: list[str] = []
             streamed = types == {"string"} and key not in seen
             if key not in seen:
-                self._pass(f"{', ' if seen else ''}{_json_string(key)}: " + '"' * streamed)
+                self._pass(f"{', ' if seen else ''}{_encoded(key)}: " + '"' * streamed)
             found = yield from self._until(close, self._pass_quoted if streamed else pieces.append)
             if found is None:
                 raise Malformed
@@ -456,7 +458,7 @@ class CallReader:
             if streamed:
                 self._pass('"')
             elif key not in seen:
-                self._pass(json.dumps(cast("".join(pieces), types), ensure_ascii=False))
+                self._pass(_encoded(cast("".join(pieces), types)))
             seen.add(key)
         self._pass("}")
 
@@ -491,7 +493,7 @@ class CallReader:
                 else:
                     key = yield from self._bare_word(delimiter, ":")
                 yield from self._expect(":")
-                sink(f"{comma}{_json_string(key)}: ")
+                sink(f"{comma}{_encoded(key)}: ")
                 state, comma = "value", ""
                 continue
             elif state == ",":
@@ -521,7 +523,7 @@ class CallReader:
                 raise Malformed
             else:
                 word = yield from self._bare_word(delimiter, ",}]")
-                sink(comma + json.dumps(cast(word, set()), ensure_ascii=False))
+                sink(comma + _encoded(cast(word, set())))
                 state = ","
             comma = ""
             if not closers:
@@ -558,7 +560,7 @@ class CallReader:
                 if isinstance(value, str) and types:
                     arguments[key] = cast(value, types)
             self._begin(name)
-            self._pass(json.dumps(arguments, ensure_ascii=False))
+            self._pass(_encoded(arguments))
             self._end()
 
     def _python_calls(self, known: bool) -> Reading:
@@ -591,8 +593,8 @@ class CallReader:
             if not equals or _NAME.fullmatch(key) is None:
                 raise Malformed
             if key not in seen:
-                written = json.dumps(python_value(value), ensure_ascii=False)
-                self._pass(f"{', ' if seen else ''}{_json_string(key)}: {written}")
+                written = _encoded(python_value(value))
+                self._pass(f"{', ' if seen else ''}{_encoded(key)}: {written}")
             seen.add(key)
             if (yield from self._next()) == ",":
                 yield from self._expect(",")
@@ -639,10 +641,6 @@ def _declared(groups: Mapping[str, str | None], types: set[str]) -> set[str]:
     return types
 
 
-def _json_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _quoted(text: str) -> str:
     """Return text as it stands between the quotes of JSON."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _encoded(text)[1:-1]

@@ -84,9 +84,11 @@ class SpecialTokens:
             self._ends.extend([self._total] * len(ids))
             return text
         for token in ids:
-            made = self._width(token)
-            self._made += made
-            self._placed += made
+            width = None if self._unfinished else self._widths.get(token)
+            if width is None:
+                width = self._width(token)
+            self._made += width
+            self._placed += width
             mark = self._marks.get(token)
             if mark is not None:
                 literal, stand_in = mark
@@ -94,24 +96,22 @@ class SpecialTokens:
                 self._due.append((self._made - width, literal[:width], stand_in))
                 self._placed += 1 - width
             self._ends.append(self._placed)
-        text = self._put(text) if self._due or self._held else self._pass(text)
+        if self._due or self._held:
+            text = self._put(text)
+        else:
+            self._seen += len(text)
         self._total += len(text)
         return text
 
     def _width(self, token: int) -> int:
         """Return how many characters a token adds to the text."""
-        width = None if self._unfinished else self._widths.get(token)
-        if width is None:
-            assert self._detokenizer is not None
-            width = len(self._detokenizer.feed((token,)))
-            before, self._unfinished = self._unfinished, self._detokenizer.unfinished
-            if not before and not self._unfinished:
-                self._widths[token] = width
+        assert self._detokenizer is not None
+        before = self._unfinished
+        width = len(self._detokenizer.feed((token,)))
+        self._unfinished = self._detokenizer.unfinished
+        if not before and not self._unfinished:
+            self._widths[token] = width
         return width
-
-    def _pass(self, text: str) -> str:
-        self._seen += len(text)
-        return text
 
     def _put(self, text: str) -> str:
         text = self._held + text
@@ -154,7 +154,12 @@ class SpecialTokens:
 
     def read_up_to(self, left: int) -> int:
         """Return how many tokens were read since the last time; `left` characters are unread."""
-        count, ends, read = 0, self._ends, self._total - left
+        count, ends = 0, self._ends
+        if not left and ends and ends[-1] <= self._total:  # almost always so
+            count = len(ends)
+            ends.clear()
+            return count
+        read = self._total - left
         while ends and ends[0] <= read:
             ends.popleft()
             count += 1
