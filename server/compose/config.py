@@ -9,7 +9,7 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
 from server.compose.model import served_name
 from server.roles import role_of
 from server.settings import Settings
@@ -29,6 +29,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             token_delay=settings.fake_token_delay_ms / 1e3,
             context_length=settings.max_seq_len or default.context_length,
             max_num_seqs=settings.max_batch_size if batch_is_set else default.max_num_seqs,
+            script=_script(settings, folder),
         )
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without
@@ -47,6 +48,18 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             processors=_processors(settings, folder),
         )
     return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+
+
+def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the answers in FAKE_SCRIPT. Raises EngineFailure if it has no list of texts."""
+    if settings.fake_script is None:
+        return ()
+    try:
+        answers = msgspec.json.decode(settings.fake_script.read_bytes(), type=list[str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineFailure(f"FAKE_SCRIPT: {error}") from error
+    tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()
+    return tuple(tuple(tokenizer.encode(answer)) for answer in answers)
 
 
 def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:

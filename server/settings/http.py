@@ -69,6 +69,8 @@ class HttpSettings(Section):
     """
     max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
     """Maximum number of messages in a chat. MAX_BODY_VALUES bounds them, too."""
+    max_tools: int = Field(Limits.max_tools, ge=0)
+    """Maximum number of tools in a chat. The schema of each is bounded as other schemas are."""
     max_tokenize_tokens: int = Field(Limits.max_tokenize_tokens, ge=0)
     """Maximum number of tokens that /tokenize returns and /detokenize takes; 0 takes four times the context length."""
     max_stop: int = Field(Limits.max_stop, ge=0)
