@@ -183,7 +183,7 @@ class CalledFunction(BaseModel):
     """JSON text of an object."""
 
 
-class ToolCall(BaseModel):
+class CalledTool(BaseModel):
     """A call of a tool."""
 
     id: str
@@ -205,7 +205,7 @@ class AssistantMessage(BaseModel):
     """Always null."""
     reasoning_content: str | None = None
     """The model's reasoning, if any."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[CalledTool] | None = None
     """Calls of tools, if any."""
     function_call: CalledFunction | None = None
     """The call, if the request has `functions`."""

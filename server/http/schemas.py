@@ -40,6 +40,7 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _ARRAY: Schema = {"type": "array"}
 _NULL: Schema = {"type": "null"}
+_SOME: Schema = {"type": "array", "minItems": 1}
 
 
 def _needs(**fields: Schema) -> Schema:
@@ -80,6 +81,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
     "StructuredOutputs": {"maxProperties": 1},
+    "FunctionTool": _needs(type={"enum": ["function"]}, function=_OBJECT),
     "TokenizeRequest": {
         "oneOf": [
             _needs(prompt=_TEXT) | {"not": _needs(messages=_ARRAY)},
@@ -91,13 +93,16 @@ _CONDITIONS: dict[str, Schema] = {
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),
+    "tool_choice": {"anyOf": [_needs(tools=_SOME), {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}}]},
+    "function_call": {"anyOf": [_needs(functions=_SOME), {"properties": {"function_call": {"enum": [None, "none"]}}}]},
+    "functions": {"properties": {"tools": _NULL}},
     "best_of": {"anyOf": [{"properties": {"best_of": {"const": None}}}, {"properties": {"n": {"enum": [None, 1]}}}]},
 }
 """Fields of a request that need others."""
 
 
 _REFUSED: dict[type[Wire], Collection[str]] = {
-    chat.ChatMessage: ("audio", "function_call"),
+    chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
 """Fields, besides those of requests, that are not supported."""
@@ -226,6 +231,8 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
         "prompt_logprobs": alternatives,
         "truncate_prompt_tokens": {"minimum": -1, "maximum": context, "not": {"const": 0}},
         "messages": {"maxItems": settings.max_messages},
+        "tools": {"maxItems": settings.max_tools},
+        "functions": {"maxItems": settings.max_tools},
         "prompt": prompt | {"items": ids | prompt | {"items": ids}},
         "chat_template_kwargs": {"propertyNames": {"enum": list(settings.chat_template_kwargs)}},
         **dict.fromkeys(("choice", "choices", "guided_choice"), choices),
@@ -235,10 +242,7 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
     """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
     if issubclass(cls, GenerationFields):
-        tools: dict[str, tuple[object, ...]] = (
-            {"tools": ([],), "tool_choice": ("none", "auto")} if "tools" in cls.model_fields else {}
-        )
-        return refused(cls) | tools
+        return refused(cls)
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 
 

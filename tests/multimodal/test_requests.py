@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from engine.config import FakeConfig
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.fake.engine import FakeEngine
+from multimodal.answers.formats import AnswerFormat
+from multimodal.answers.parsers.choose import family
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Generation, Processor
@@ -54,6 +56,7 @@ class Setup:
             Limits(**{"chat_template_kwargs": ("enable_thinking",), **limits}),
             "fake",
             GenerationMetrics(self.registry, "fake"),
+            format=AnswerFormat(family("hermes")),
         )
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
@@ -78,11 +81,12 @@ async def setup() -> AsyncIterator[Setup]:
     await engine.close()
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HONOURED_BY_TYPE = {
     "model": "fake", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": 1,
     "presence_penalty": 0.1,
     "frequency_penalty": -0.1, "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": True,
-    "top_logprobs": 2,
+    "top_logprobs": 2, "tools": TOOLS, "tool_choice": "auto", "functions": [{"name": "f"}], "parallel_tool_calls": False,
     "max_completion_tokens": 3, "reasoning_effort": "low", "stream": False, "messages": CHAT["messages"],
     "prompt": "hi", "echo": True,
 }  # fmt: skip
@@ -91,14 +95,12 @@ IGNORED = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h", "prompt_cache_options": {}, "verbosity": "low",
     "prediction": {"type": "content", "content": "x"},
-    "parallel_tool_calls": False, "tool_choice": "none", "modalities": ["text"], "function_call": "none",
-    "functions": [], "tools": [],
+    "modalities": ["text"], "function_call": "none",
     "best_of": 1, "suffix": "",
 }  # fmt: skip
 REFUSED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
+    "function_call": {"name": "f"}, "modalities": ["text", "audio"],
     "audio": {"voice": "a", "format": "wav"},
     "web_search_options": {}, "moderation": {"type": "x"}, "suffix": "tail", "best_of": 3, "use_beam_search": True,
     "prompt_embeds": "AAAA",
