@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,6 +17,8 @@ from engine.types import EngineInfo
 from tensorrt_llm import _test
 from tensorrt_llm._feeds import Buffer, event_item, stats_item
 from tensorrt_llm._jobs import Job
+from tensorrt_llm._test import faults
+from tensorrt_llm._workers import Workers
 
 SHUT_DOWN = "LLM is shutting down"
 
@@ -39,11 +43,19 @@ class Executor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-trtllm", daemon=True)
+        self._ending = threading.Lock()
+        self._thawed = threading.Event()
+        self._hangs = False
+        count = int(os.environ.get("FAKE_TRTLLM_WORKERS", "0"))
+        self._workers = Workers(count, self.freeze) if count else None
 
     def start(self) -> None:
-        """Blocks until the engine is ready. Raises what the engine raises."""
+        """Blocks until the engine is ready, for ever if a worker is killed. Raises what the engine raises."""
         self._thread.start()
         try:
+            time.sleep(faults.construction_seconds)
+            if (message := faults.take("construction_error")) is not None:
+                raise RuntimeError(message)
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         except BaseException:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -74,14 +86,34 @@ class Executor:
                 job.push(error)
             self._jobs.clear()
 
+    def answer(self, result: Any, response: Any) -> None:
+        """Give a result a response that needs no engine."""
+        self._loop.call_soon_threadsafe(result._push, response)
+
+    def freeze(self) -> None:
+        """What follows a worker's death by SIGKILL: silence. Nobody is told, and a shutdown waits for ever."""
+        self._hangs = True
+        self._loop.call_soon_threadsafe(self._thawed.wait)
+
+    def thaw(self) -> None:
+        """Let tests end an executor that hangs."""
+        if self._hangs:
+            self._thawed.set()
+            self.shutdown()
+
+    def waits(self, job: Job) -> bool:
+        """Return whether a request is in the waiting queue: as many as run at once came before it."""
+        return job.id in list(self._jobs)[self.args.max_batch_size or len(self._jobs) :]
+
     def shutdown(self) -> None:
         """Idempotent, and right after a death too."""
-        if self._loop.is_closed():
-            return
-        self.die(RuntimeError(SHUT_DOWN))
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._stop()
-        _test.executors.discard(self)
+        with self._ending:
+            if self._loop.is_closed():
+                return
+            self.die(RuntimeError(SHUT_DOWN))
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._stop()
+            _test.executors.discard(self)
 
     # In the executor's thread.
 
@@ -104,6 +136,8 @@ class Executor:
         await self._loop.shutdown_default_executor()
 
     def _stop(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -122,11 +156,11 @@ class Executor:
 
     def _run(self, job: Job) -> None:
         assert self._engine is not None
-        self._spawn(job.run(self._engine, self.die), lambda: self._jobs.pop(job.id, None))
+        self._spawn(job.run(self._engine, self), lambda: self._jobs.pop(job.id, None))
 
     def _abort(self, request_id: int) -> None:
         if job := self._jobs.get(request_id):
-            self._spawn(job.abort())
+            self._spawn(job.abort(self))
 
     async def _collect_stats(self, engine: Engine) -> None:
         async for stats in engine.stats():

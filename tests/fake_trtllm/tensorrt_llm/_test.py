@@ -26,6 +26,8 @@ class Faults:
     device_error: str | None = None
     """Message of an error of the GPU: every request, running or new, fails with it, and health stays as it is. It is
     not used up."""
+    hang_after: int | None = None
+    """Responses that the next request gives before all of the executor hangs, as it does once a worker is killed."""
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
@@ -63,7 +65,9 @@ def kill_executors(error: Exception | None = None) -> None:
 
 
 def reset() -> None:
-    """No faults, and no embeddings that nobody took."""
+    """No faults, no executor that hangs, and no embeddings that nobody took."""
+    for executor in list(executors):
+        executor.thaw()
     if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:
         shared.free()
     for field in dataclasses.fields(Faults):
