@@ -79,7 +79,7 @@ async def test_an_engine_that_hangs_ends(folder: Path) -> None:
     async with impatient(folder) as engine:
         faults().hang_after = 2
         stream = engine.generate(request(max_tokens=4000))
-        with pytest.raises(EngineDied, match="no progress for 0.5 s"):
+        with pytest.raises(EngineDied, match=r"no progress for 0\.5 s"):
             await all_of(stream)
         assert not engine.healthy and engine.llm._check_health()
 
@@ -126,6 +126,20 @@ async def test_a_request_that_waits_for_its_transfer_owes_nothing(folder: Path) 
         assert engine.healthy
         await stream.aclose()
         found("tensorrt_llm._test").reset()  # or closing would take for ever
+
+
+async def test_the_stand_in_does_not_answer_an_abort_in_the_waiting_queue() -> None:
+    with llm(max_batch_size=1) as engine:
+        first = engine.generate_async(PROMPT, sampling(max_tokens=5000), streaming=True)
+        await anext(first)
+        waiting = engine.generate_async(PROMPT, sampling(), streaming=True)
+        waiting.abort()
+        await until(lambda: len(engine._executor._jobs) == 1)
+        first.abort()
+        assert (await first).outputs[0].finish_reason == "cancelled"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(waiting), 0.1)
+        assert not waiting.finished
 
 
 async def test_an_abort_in_the_waiting_queue_gets_no_answer_and_is_over(
