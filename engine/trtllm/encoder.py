@@ -65,7 +65,7 @@ class TrtllmEncoder:
         if (encoder := self._encoder) is None or self._dead:
             raise EngineNotReady("the encoder is closing")
         result = library.encode(encoder, prompt, pixels)
-        waiting = asyncio.ensure_future(result.aresult())
+        waiting = asyncio.ensure_future(result)
         self._waiting.add(waiting)
         try:
             await waiting
