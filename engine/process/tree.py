@@ -17,7 +17,7 @@ _PROC = Path("/proc")
 _DEAD = (b"Z", b"X")
 
 
-class Process(NamedTuple):
+class RunningProcess(NamedTuple):
     """A process that cannot be taken for a later one of the same number."""
 
     pid: int
@@ -54,22 +54,22 @@ def kill(mark: str, seconds: float = 0.0) -> list[int]:
     return left
 
 
-def descendants(pid: int) -> list[Process]:
+def descendants(pid: int) -> list[RunningProcess]:
     """Return the processes below `pid`, nearest first."""
     parents = {child: int(stat[1]) for child in _pids() if (stat := _stat(child))}
     found = [pid]
     for parent in found:
         found += [child for child, of in parents.items() if of == parent]
-    return [Process(child, int(stat[19])) for child in found[1:] if (stat := _stat(child))]
+    return [RunningProcess(child, int(stat[19])) for child in found[1:] if (stat := _stat(child))]
 
 
-def runs(process: Process) -> bool:
+def runs(process: RunningProcess) -> bool:
     """Return whether a process has not ended."""
     stat = _stat(process.pid)
     return bool(stat) and stat[0] not in _DEAD and int(stat[19]) == process.started
 
 
-def command(process: Process) -> list[str]:
+def command(process: RunningProcess) -> list[str]:
     """Return the command line; empty if the process has ended."""
     return _read(process.pid, "cmdline").decode(errors="replace").split("\0")[:-1]
 

@@ -38,9 +38,7 @@ class Watch:
         self._hang_seconds = hang_seconds
         self._silent_seconds = 0.0
         self._loop = asyncio.get_running_loop()
-        self._workers: set[tree.Process] = set()
-        self._complete = False
-        """Whether all workers are known."""
+        self._workers: set[tree.RunningProcess] = set()
         self._llm: Any = None
         self._owes: Callable[[], bool] = lambda: False
         self._die: Callable[[str], None]
@@ -54,6 +52,7 @@ class Watch:
         """
         self._owes = owes
         self._die = die
+        self._find_workers()
         self._llm = llm
 
     def progress(self) -> None:
@@ -72,9 +71,8 @@ class Watch:
     def _fault(self) -> str:
         """Return what is wrong, or nothing."""
         llm = self._llm
-        if not self._complete:
-            self._workers |= {below for below in tree.descendants(os.getpid()) if _WORKER in tree.command(below)}
-            self._complete = llm is not None
+        if llm is None:
+            self._find_workers()
         if ended := [worker.pid for worker in self._workers if not tree.runs(worker)]:
             self.broken = True
             return f"the engine died: its worker process {ended[0]} has ended"
@@ -88,6 +86,9 @@ class Watch:
             self.broken = True
             return f"the engine died: it has made no progress for {self._hang_seconds:g} s"
         return ""
+
+    def _find_workers(self) -> None:
+        self._workers |= {below for below in tree.descendants(os.getpid()) if _WORKER in tree.command(below)}
 
     def _report(self, reason: str) -> None:
         """Have the event loop end the engine, or end the process if it does not react.

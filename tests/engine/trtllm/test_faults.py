@@ -203,7 +203,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
             with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
-        await until(lambda: not engine.llm._executor._jobs)
+        await until(lambda: not engine.llm._executor.jobs)
         assert engine.healthy and await tokens(engine, request())
 
 

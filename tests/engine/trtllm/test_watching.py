@@ -34,6 +34,10 @@ def impatient(folder: Path, role: Any = "aggregated", seconds: float = HANG_SECO
     return TrtllmEngine(config)
 
 
+def stand_in() -> Any:
+    return found("tensorrt_llm._test")
+
+
 async def all_of(stream: Any) -> list[int]:
     return [token async for delta in stream for token in delta.token_ids]
 
@@ -42,7 +46,7 @@ async def test_the_stand_in_is_silent_once_a_worker_is_killed(monkeypatch: pytes
     """As 1.2.1: the future of the worker stays pending, so nobody is told, and a shutdown waits for ever."""
     monkeypatch.setenv("FAKE_TRTLLM_WORKERS", "2")
     engine = llm()
-    pids = engine._executor._workers.pids
+    pids = stand_in().worker_pids()
     result = engine.generate_async(PROMPT, sampling(max_tokens=5000), streaming=True)
     await anext(result)
     assert len(pids) == 2 and [psutil.Process(pid).cmdline()[-1] for pid in pids] == ["mpi4py.futures.server"] * 2
@@ -54,7 +58,7 @@ async def test_the_stand_in_is_silent_once_a_worker_is_killed(monkeypatch: pytes
     assert engine._check_health() and engine.get_stats(0.05) == []
     ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
     assert not (await asyncio.wait([ending], timeout=0.1))[0]
-    found("tensorrt_llm._test").reset()
+    stand_in().reset()
     await ending
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -66,7 +70,7 @@ async def test_a_killed_worker_ends_the_engine_though_its_executor_stays_healthy
     async with running(folder) as engine:
         stream = engine.generate(request(max_tokens=4000))
         assert (await anext(stream)).token_ids
-        pid = engine.llm._executor._workers.pids[0]
+        pid = stand_in().worker_pids()[0]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match=f"worker process {pid} has ended"):
             await all_of(stream)
@@ -125,7 +129,7 @@ async def test_a_request_that_waits_for_its_transfer_owes_nothing(folder: Path) 
         await asyncio.sleep(0.3)
         assert engine.healthy
         await stream.aclose()
-        found("tensorrt_llm._test").reset()  # or closing would take for ever
+        stand_in().reset()  # or closing would take for ever
 
 
 async def test_the_stand_in_does_not_answer_an_abort_in_the_waiting_queue() -> None:
@@ -134,7 +138,7 @@ async def test_the_stand_in_does_not_answer_an_abort_in_the_waiting_queue() -> N
         await anext(first)
         waiting = engine.generate_async(PROMPT, sampling(), streaming=True)
         waiting.abort()
-        await until(lambda: len(engine._executor._jobs) == 1)
+        await until(lambda: stand_in().requests() == 1)
         first.abort()
         assert (await first).outputs[0].finish_reason == "cancelled"
         with pytest.raises(TimeoutError):
@@ -155,7 +159,7 @@ async def test_an_abort_in_the_waiting_queue_gets_no_answer_and_is_over(
         await until(lambda: engine.running == 1)
         assert engine.aborted == 1
         await first.aclose()
-        await until(lambda: not engine.running and not engine.llm._executor._jobs)
+        await until(lambda: not engine.running and not stand_in().requests())
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -166,7 +170,8 @@ async def test_requests_that_fail_again_and_again_end_the_engine_though_a_token_
             faults().request_error = "index out of range"
             with pytest.raises((EngineFailure, EngineDied), match="index out of range"):
                 await tokens(engine, request())
-            await until(lambda: engine._probe is not None and engine._probe.done())
+            await asyncio.sleep(0.01)
+            await until(lambda: not stand_in().requests())  # the probe has ended: it would meet the next fault
 
         for _ in range(engine_module.MANY_FAILURES - 1):
             await fails()
@@ -182,10 +187,10 @@ async def test_an_encoder_whose_worker_is_killed_ends(folder: Path, monkeypatch:
     monkeypatch.setenv("FAKE_TRTLLM_WORKERS", "1")
     async with TrtllmEncoder(TrtllmEncoderConfig(model=str(folder))) as encoder:
         assert (await encoder.encode([picture()], "<image>")).state and encoder.healthy
-        encoder._encoder._executor.freeze()
+        stand_in().freeze()
         encoding = asyncio.create_task(encoder.encode([picture()], "<image>"))
-        await until(lambda: encoder._waiting)
-        os.kill(encoder._encoder._executor._workers.pids[0], signal.SIGKILL)
+        await until(lambda: stand_in().asked() == 2)
+        os.kill(stand_in().worker_pids()[0], signal.SIGKILL)
         with pytest.raises(EngineDied):
             await encoding
         assert not encoder.healthy

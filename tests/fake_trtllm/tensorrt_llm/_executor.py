@@ -38,7 +38,7 @@ class Executor:
         self.events = Buffer(cache.event_buffer_max_size if cache.enable_block_reuse else 0)
         self._config = config
         self._engine: Engine | None = None
-        self._jobs: dict[int, Job] = {}
+        self.jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -48,6 +48,8 @@ class Executor:
         self._hangs = False
         count = int(os.environ.get("FAKE_TRTLLM_WORKERS", "0"))
         self._workers = Workers(count, self.freeze) if count else None
+        self.worker_pids = [] if self._workers is None else self._workers.pids
+        self.asked = 0
 
     def start(self) -> None:
         """Blocks until the engine is ready, for ever if a worker is killed. Raises what the engine raises."""
@@ -64,13 +66,14 @@ class Executor:
         _test.executors.add(self)
 
     def new_id(self) -> int:
+        self.asked += 1
         return next(self._ids)
 
     def submit(self, job: Job) -> None:
         """Raises RuntimeError once the executor is no more."""
         if self.is_shutdown:
             raise RuntimeError(SHUT_DOWN)
-        self._jobs[job.id] = job
+        self.jobs[job.id] = job
         self._loop.call_soon_threadsafe(self._run, job)
 
     def abort(self, request_id: int) -> None:
@@ -82,9 +85,9 @@ class Executor:
         """What follows a background exception: the executor shuts itself down, and running results raise."""
         if not self.is_shutdown:
             self.is_shutdown = True
-            for job in list(self._jobs.values()):
+            for job in list(self.jobs.values()):
                 job.push(error)
-            self._jobs.clear()
+            self.jobs.clear()
 
     def answer(self, result: Any, response: Any) -> None:
         """Give a result a response that needs no engine."""
@@ -103,7 +106,7 @@ class Executor:
 
     def waits(self, job: Job) -> bool:
         """Return whether a request is in the waiting queue: as many as run at once came before it."""
-        return job.id in list(self._jobs)[self.args.max_batch_size or len(self._jobs) :]
+        return job.id in list(self.jobs)[self.args.max_batch_size or len(self.jobs) :]
 
     def shutdown(self) -> None:
         """Idempotent, and right after a death too."""
@@ -156,10 +159,10 @@ class Executor:
 
     def _run(self, job: Job) -> None:
         assert self._engine is not None
-        self._spawn(job.run(self._engine, self), lambda: self._jobs.pop(job.id, None))
+        self._spawn(job.run(self._engine, self), lambda: self.jobs.pop(job.id, None))
 
     def _abort(self, request_id: int) -> None:
-        if job := self._jobs.get(request_id):
+        if job := self.jobs.get(request_id):
             self._spawn(job.abort(self))
 
     async def _collect_stats(self, engine: Engine) -> None:

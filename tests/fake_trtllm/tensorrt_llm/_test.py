@@ -58,6 +58,27 @@ def live() -> int:
     return len(executors)
 
 
+def worker_pids() -> list[int]:
+    """The MPI workers of all."""
+    return [pid for executor in executors for pid in executor.worker_pids]
+
+
+def requests() -> int:
+    """How many requests have not ended."""
+    return sum(len(executor.jobs) for executor in executors)
+
+
+def asked() -> int:
+    """How many requests there have been."""
+    return sum(executor.asked for executor in executors)
+
+
+def freeze() -> None:
+    """Have every live executor hang."""
+    for executor in executors:
+        executor.freeze()
+
+
 def kill_executors(error: Exception | None = None) -> None:
     """Have every live executor die of `error`: running results raise it, and every later call raises RuntimeError."""
     for executor in list(executors):
