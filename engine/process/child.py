@@ -23,9 +23,9 @@ from engine.process.sockets import remove_socket_file
 from engine.process.supervisor import End, Supervisor
 from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions
 
-_STOP_SECONDS = 5.0
+STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
-_KILL_SECONDS = 10.0
+KILL_SECONDS = 10.0
 """Time that killed processes may take to go; those that hold GPU memory take longest."""
 _LAST_LINES = 20
 _LAST_CHARACTERS = 16384
@@ -59,7 +59,7 @@ class ServiceProcess:
         self._options = msgspec.json.encode(options) + b"\n"
         self._mark = secrets.token_hex(8)
         self._hang_seconds = interface.hang_seconds(config)
-        self._stop_seconds = _STOP_SECONDS + interface.more_stop_seconds(config)
+        self._stop_seconds = STOP_SECONDS + interface.more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
         self._was_ready = False
@@ -201,7 +201,7 @@ class _Host:
         """Kill what the ended process has left behind, and read the remaining output."""
         if self._watch is not None:
             self._watch.cancel()
-        if left := await asyncio.to_thread(tree.kill, self._mark, _KILL_SECONDS):
+        if left := await asyncio.to_thread(tree.kill, self._mark, KILL_SECONDS):
             log.error("processes that the %s has started cannot be killed: %s", self._noun, left)
         await self._read_to_end()
 
