@@ -67,6 +67,11 @@ def alive(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
             pass
 
 
+def ignored_signals(pid: int) -> set[int]:
+    mask = int(Path(f"/proc/{pid}/status").read_text(encoding="utf-8").partition("SigIgn:\t")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 async def gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     await until(lambda: not [*alive(processes)], seconds * slowness())
 
@@ -193,10 +198,8 @@ async def test_workers_have_the_dispositions_of_signals_that_they_expect(config:
         assert host is not None
         os.kill(host, signal.SIGTERM)  # of a service manager, while the parent drains
         os.kill(host, signal.SIGINT)
-        for pid in (below(host)[0].pid, below(host)[1].pid):
-            status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-            ignored = int(status.partition("SigIgn:\t")[2].split()[0], 16)
-            assert not ignored & sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+        for worker in below(host):
+            assert not ignored_signals(worker.pid) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         await asyncio.sleep(0.1)
         assert psutil.Process(host).status() != psutil.STATUS_ZOMBIE and tree.descendants(host)
 

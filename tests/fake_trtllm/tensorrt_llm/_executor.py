@@ -15,6 +15,7 @@ from engine.create import create_engine
 from engine.kv_events import Cleared
 from engine.types import EngineInfo
 from tensorrt_llm import _test
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._feeds import Buffer, event_item, stats_item
 from tensorrt_llm._jobs import Job
 from tensorrt_llm._test import faults
@@ -47,7 +48,7 @@ class Executor:
         self._thawed = threading.Event()
         self._hangs = False
         count = int(os.environ.get("FAKE_TRTLLM_WORKERS", "0"))
-        self._workers = Workers(count, self.freeze) if count else None
+        self._workers = Workers(count, self._lose_worker) if count else None
         self.worker_pids = [] if self._workers is None else self._workers.pids
         self.asked = 0
 
@@ -99,8 +100,8 @@ class Executor:
         self._loop.call_soon_threadsafe(self._thawed.wait)
 
     def thaw(self) -> None:
-        """Let tests end an executor that hangs."""
-        if self._hangs:
+        """Let tests end an executor that hangs, or died and was not shut down."""
+        if self._hangs or self.is_shutdown:
             self._thawed.set()
             self.shutdown()
 
@@ -117,6 +118,12 @@ class Executor:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._stop()
             _test.executors.discard(self)
+
+    def _lose_worker(self) -> None:
+        if NEWEST:  # main watches its workers (#16338)
+            self.die(RuntimeError("an MPI worker was killed"))
+        else:
+            self.freeze()
 
     # In the executor's thread.
 

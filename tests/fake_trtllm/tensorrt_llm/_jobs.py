@@ -78,9 +78,9 @@ class Job:
         except* RequestError as errors:
             self.push(errors.exceptions[0])
             if NEWEST and faults.device_error is not None:  # main tells fatal errors (#12718)
-                die(RuntimeError(faults.device_error))
+                executor.die(RuntimeError(faults.device_error))
         except* AssertionError as errors:
-            die(RuntimeError(f"Error in event loop: {errors.exceptions[0]}"))
+            executor.die(RuntimeError(f"Error in event loop: {errors.exceptions[0]}"))
         except* EngineUnavailable as errors:
             executor.die(RuntimeError(str(errors.exceptions[0])))
         except* EngineError as errors:
