@@ -289,6 +289,7 @@ class _HostProcess:
         self._config = msgspec.json.decode(options.config, type=interface.config)
         self._channel = channel
         self._stop = asyncio.Event()
+        self._beats: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start the service and serve it until the parent ends.
@@ -315,11 +316,10 @@ class _HostProcess:
     async def _serve(self, host: ServiceHost) -> None:
         gc.freeze()  # loaded objects stay; walking them would take 0.2 s
         print("ready", file=self._channel.output, flush=True)
-        beats = asyncio.create_task(self._beat())
+        self._beats = asyncio.create_task(self._beat())  # until the process ends: closing takes time
         try:
             await self._completed(host.serve())
         finally:
-            beats.cancel()
             host.close()
 
     async def _beat(self) -> None:

@@ -164,7 +164,9 @@ async def test_a_worker_that_is_killed_while_the_model_loads_ends_the_start(
         await process.close()
 
 
-async def test_the_tree_ends_with_a_parent_that_is_killed(config: TrtllmConfig) -> None:
+@pytest.mark.parametrize("state", ["healthy", "broken"])
+async def test_the_tree_ends_with_a_parent_that_is_killed(config: TrtllmConfig, state: str) -> None:
+    """An engine that has lost a worker cannot end the others."""
     code = """
         import asyncio, sys
         from engine.process.client import EngineClient
@@ -187,6 +189,8 @@ async def test_the_tree_ends_with_a_parent_that_is_killed(config: TrtllmConfig) 
     assert parent.stdout is not None
     host = int(await asyncio.wait_for(parent.stdout.readline(), 60))
     processes = [psutil.Process(host), *below(host)]
+    if state == "broken":
+        os.kill(processes[-1].pid, signal.SIGKILL)
     parent.kill()
     await parent.wait()
     await gone(processes, 30)

@@ -100,7 +100,8 @@ class Job:
     def _check(self) -> None:
         """Takes the fault that waits for this request, and a generation request's state."""
         self.fault = faults.device_error or faults.take("request_error")
-        self.hang_after = faults.take("hang_after")
+        if self.max_tokens > (faults.hang_after or 0):
+            self.hang_after = faults.take("hang_after")
         if self.fault is not None and (faults.device_error or not faults.request_error_after):
             raise RequestError(self.fault)
         if NEWEST and self.kind is not None:

@@ -27,7 +27,9 @@ class Faults:
     """Message of an error of the GPU: every request, running or new, fails with it, and health stays as it is. It is
     not used up."""
     hang_after: int | None = None
-    """Responses that the next request gives before all of the executor hangs, as it does once a worker is killed."""
+    """Responses that the next request for more tokens gives before all of the executor hangs, as it does once a worker
+    is killed.
+    """
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
