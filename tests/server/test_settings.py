@@ -21,7 +21,7 @@ from server.process import logs
 from server.process import serving as serving_module
 from server.settings import Settings, example, read_settings
 from tests.support.environment import bare
-from tests.support.http import serving
+from tests.support.servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
