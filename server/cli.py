@@ -22,11 +22,15 @@ _ENVIRONMENT = {
     # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
     # runs; those that never spin are slow to wake (docs/log.md has the figures).
     "GOMP_SPINCOUNT": "20000",
-    # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
-    "UCX_CUDA_IPC_CACHE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 """Defaults of variables that libraries read when they are loaded, here and in the processes started from here."""
+_ENVIRONMENT_OF_OUR_TRANSFERS = {
+    # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
+    # TensorRT-LLM's transceiver uses UCX too, and would open the memory for each transfer again.
+    "UCX_CUDA_IPC_CACHE": "n"
+}
+"""Those of other engines than TensorRT-LLM."""
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +108,8 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
     from server.process import launch, logs, serving  # noqa: PLC0415
 
-    for name, value in _ENVIRONMENT.items():
+    ours = {} if settings.engine == "trtllm" else _ENVIRONMENT_OF_OUR_TRANSFERS
+    for name, value in {**_ENVIRONMENT, **ours}.items():
         provide(name, value)
     logs.configure(settings.log_level, settings.log_format)
     share = settings.api_processes > 1

@@ -21,6 +21,8 @@ from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, r
 MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
 """Interval of a host's heartbeats."""
+PARENT_BEAT_SECONDS = 1.0
+"""Interval of those to its parent."""
 SILENCE_SECONDS = 5.0
 """Silence after which a client considers its host stuck: short enough for another replica to answer within ten
 seconds."""

@@ -42,6 +42,7 @@ ENCODER: Interface[TrtllmEncoderConfig, TrtllmEncoder] = Interface(
     },
     topics={},
     more_stop_seconds=lambda config: config.extra_stop_seconds,
+    hang_seconds=lambda config: config.hang_seconds,
 )
 
 

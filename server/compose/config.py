@@ -44,6 +44,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
             sampling=settings.trtllm_sampling,
+            hang_seconds=settings.engine_hang_seconds,
             processors=_processors(settings, folder),
         )
     return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))

@@ -1,11 +1,14 @@
 """Container image, compose file, proxy and settings agree with one another."""
 
+import json
 import re
 import resource
 from pathlib import Path
 
 import yaml
 
+from engine.config import TrtllmConfig
+from engine.process import child
 from server.doctor import check_limits
 from server.roles import missing_setting
 from server.settings import Settings
@@ -111,6 +114,22 @@ def test_the_image_is_pinned_and_not_roots() -> None:
     assert all(re.match(r"FROM \S+:(?!latest)\S*\d\S* AS (cpu|trtllm)\n", stage) for stage in stages)
     assert all(re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["10001"] for stage in stages)
     assert all("/health/live" in stage.partition("HEALTHCHECK")[2] for stage in stages)
+
+
+def test_tensorrt_llm_keeps_the_entry_point_of_its_image() -> None:
+    """It chooses the CUDA driver library. And Ubuntu's python3-venv, which the image may lack, is not needed."""
+    (stage,) = re.findall(
+        r"^FROM \S+ AS trtllm\n(.*?)^FROM", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (entry_point,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)
+    assert json.loads(entry_point) == ["/opt/nvidia/nvidia_entrypoint.sh", "python", "-m", "server"]
+    assert "venv --without-pip " in stage and "python -m pip install" in stage
+
+
+def test_tensorrt_llm_has_the_time_that_it_may_take_to_stop() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["tensorrt-llm"]
+    needed = Settings(_env_file=None).shutdown_grace_seconds + child.STOP_SECONDS + TrtllmConfig.extra_stop_seconds
+    assert int(service["stop_grace_period"].removesuffix("s")) > needed + child.KILL_SECONDS
 
 
 def test_the_image_has_every_package() -> None:

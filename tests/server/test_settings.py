@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import FakeConfig
 from engine.embedded.models.native import levels
+from server import cli
 from server.cli import explain, main
 from server.compose.config import engine_config
+from server.process import logs
+from server.process import serving as serving_module
 from server.settings import Settings, example, read_settings
 from tests.support.environment import bare
 from tests.support.servers import serving
@@ -241,6 +244,19 @@ def test_the_engines_process_gets_the_level_and_the_defaults_of_libraries(monkey
         environment = server.child("engine.process.host").environ()
     assert environment["TLLM_LOG_LEVEL"] == "VERBOSE" and environment["GOMP_SPINCOUNT"] == "20000"
     assert environment["UCX_CUDA_IPC_CACHE"] == "y", "one that is set stays"
+
+
+@pytest.mark.parametrize(("engine", "seen"), [("fake", "n"), ("trtllm", None)])
+def test_ucx_of_tensorrt_llm_keeps_its_cache(monkeypatch: pytest.MonkeyPatch, engine: str, seen: str | None) -> None:
+    """Its transceiver would map the same memory again for each transfer. MPI's workers get what the server has when it
+    starts: MPI_Init keeps a copy of the environment for them.
+    """
+    given: dict[str, str] = {}
+    monkeypatch.setattr(cli, "provide", given.setdefault)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    monkeypatch.setattr(serving_module, "listen", lambda *_: (_ for _ in ()).throw(OSError("enough")))
+    assert cli.run(read_settings(["--engine", engine]), [], 0.0) == serving_module.FAILURE
+    assert given.get("UCX_CUDA_IPC_CACHE") == seen and given["UCX_WARN_UNUSED_ENV_VARS"] == "n"
 
 
 def test_settings_are_frozen() -> None:

@@ -140,7 +140,7 @@ async def test_an_error_of_one_request_does_not_end_an_engine_that_runs(monkeypa
         handed = changed(await handed_over(prefill, request(logprobs=3, max_tokens=4000)), first_gen_log_probs=None)
         with pytest.raises(EngineFailure, match="AssertionError"):
             await all_of(decode.generate(msgspec.structs.replace(request(logprobs=3, max_tokens=4000), handoff=handed)))
-        await until(lambda: len(decode.llm._executor._jobs) == 1)
+        await until(lambda: len(decode.llm._executor.jobs) == 1)
         assert decode.healthy and (await anext(other)).token_ids
 
 

@@ -30,7 +30,7 @@ from engine.errors import (
 from engine.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
-from engine.trtllm import engine as engine_module
+from engine.trtllm import watching
 from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
@@ -203,7 +203,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
             with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
-        await until(lambda: not engine.llm._executor._jobs)
+        await until(lambda: not engine.llm._executor.jobs)
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -282,7 +282,7 @@ async def test_a_task_that_ends_is_the_engines_end(
 async def test_an_executor_that_cannot_say_whether_it_runs_does_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(watching, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         assert engine.healthy
         monkeypatch.setattr(found("tensorrt_llm.LLM"), "_check_health", raising(OSError("broken pipe")))
@@ -383,7 +383,7 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
 BLOCKED = """
 import asyncio, sys, time
 from engine.config import TrtllmConfig
-from engine.trtllm import engine, library
+from engine.trtllm import engine, library, watching
 
 async def main():
     running = engine.TrtllmEngine(TrtllmConfig(model=sys.argv[1]))
@@ -391,7 +391,7 @@ async def main():
     library.is_alive = lambda llm: False
     time.sleep(60)
 
-engine.HEALTH_SECONDS, engine.BLOCKED_SECONDS = 0.05, 0.2
+watching.HEALTH_SECONDS, watching.BLOCKED_SECONDS = 0.05, 0.2
 asyncio.run(main())
 """
 

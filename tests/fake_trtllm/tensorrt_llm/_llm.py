@@ -48,9 +48,6 @@ class BaseLLM:
         self._stats_result: IterationResult | None = None
         self._events_result: IterationResult | None = None
         load(self.args.model)
-        time.sleep(faults.construction_seconds)
-        if (message := faults.take("construction_error")) is not None:
-            raise RuntimeError(message)
         self._executor = Executor(None if self.args.mm_encoder_only else engine_config(self.args), self.args)
         self._executor.start()
         atexit.register(_shut_down, weakref.ref(self))

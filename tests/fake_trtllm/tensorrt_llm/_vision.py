@@ -38,7 +38,7 @@ def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any, mrope: b
     if disaggregated is not None:
         encoded.request_type = disaggregated.request_type
         encoded.multimodal_embedding_handles = (handles,)  # a comma too many, in 1.2.1
-    result._push(Response(0, finish_reason="stop", encoded=encoded, mm_embedding_handle=handles[0]))
+    executor.answer(result, Response(0, finish_reason="stop", encoded=encoded, mm_embedding_handle=handles[0]))
     return result
 
 
