@@ -30,6 +30,7 @@ from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
+from engine.trtllm.versions import PackageVersion
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
@@ -48,8 +49,9 @@ class ActiveRequest:
 
     stream: DeltaStream
 
-    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
+    def __init__(self, result: Any, version: PackageVersion, *, context_only: bool, transferring: bool) -> None:
         self.result = result
+        self._version = version
         self._context_only = context_only
         self._transferring = transferring
         self.aborted = False
@@ -61,7 +63,7 @@ class ActiveRequest:
         request by then, and frees the blocks when they have been read or after the transceiver's time limit.
         """
         if self._context_only:
-            delta = held_of(self.result, delta, request, library.installed())
+            delta = held_of(self.result, delta, request, self._version)
         self.stream.put(delta)
         if delta.held is not None:
             over = asyncio.Event()
@@ -95,6 +97,7 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
+        self._version: PackageVersion
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +135,7 @@ class TrtllmEngine:
         self._facts.check()
         started = time.monotonic()
         self.llm = library.load(self._config)
+        self._version = library.installed()
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
@@ -203,7 +207,7 @@ class TrtllmEngine:
         except EngineDied as error:
             self._die(error)
             raise
-        run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
+        run = ActiveRequest(result, self._version, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._keep(run.stream)
         outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
@@ -232,8 +236,22 @@ class TrtllmEngine:
         check_prompt(request, info.vocab_size, info.context_length)
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
+        self._check_role(request)
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
+
+    def _check_role(self, request: GenerateRequest) -> None:
+        """Refuse what this engine was not started for: asked for it, a worker of TensorRT-LLM ends."""
+        arguments = self.llm.args
+        transceiver = arguments.cache_transceiver_config
+        if (request.prefill_only or request.handoff is not None) and (transceiver is None or not transceiver.backend):
+            raise InvalidRequest(
+                "this replica's engine neither hands over nor takes handoffs: it was started without "
+                "cache_transceiver_config.backend",
+                "handoff" if request.handoff is not None else None,
+            )
+        if request.prefill_only and not arguments.disable_overlap_scheduler and not self._version.overlapped_context:
+            raise InvalidRequest("prefill needs an engine that was started with disable_overlap_scheduler: true")
 
     async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
@@ -311,7 +329,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts, version = self.llm.args, self._facts, library.installed()
+        arguments, facts, version = self.llm.args, self._facts, self._version
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"

@@ -17,6 +17,8 @@ class PackageVersion:
     """A generation worker takes the first token's log-probabilities from the handoff (#11727)."""
     request_ids: bool = False
     """A context request needs a `disagg_request_id`, by which its blocks are found."""
+    overlapped_context: bool = False
+    """Context requests run under the overlap scheduler, too."""
     zero_logprobs: bool = False
     """0 asks for the sampled token's log-probability alone; before, it asks for none."""
 
@@ -30,4 +32,10 @@ def version_of(name: str) -> PackageVersion:
     """Return the facts of the package version `name`; a version that cannot be read counts as 1.2.1."""
     numbers = re.match(r"(\d+)\.(\d+)", name)
     newest = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (1, 3)
-    return PackageVersion(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest)
+    return PackageVersion(
+        name,
+        handoff_logprobs=newest,
+        request_ids=newest,
+        overlapped_context=newest,
+        zero_logprobs=newest,
+    )

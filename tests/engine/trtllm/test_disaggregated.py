@@ -231,8 +231,23 @@ async def test_an_engine_without_a_transceiver_says_so() -> None:
     try:
         with pytest.raises(InvalidRequest, match="cache_transceiver_config"):
             await handed_over(running, request())
+        handed = Handoff(version=1, backend="trtllm", first=Delta((10,)), state=b"state")
+        with pytest.raises(InvalidRequest, match="cache_transceiver_config") as caught:
+            await all_of(running.generate(msgspec.structs.replace(request(), handoff=handed)))
+        assert caught.value.param == "handoff" and running.healthy
+        assert tokens(await all_of(running.generate(request()))) == tokens(await expected(request()))
     finally:
         await running.close()
+
+
+async def test_prefill_under_the_overlap_scheduler_is_refused_where_it_would_end_the_worker(trt: Any) -> None:  # noqa: F811
+    async with TrtllmEngine(TrtllmConfig(model=".", arguments=dict(TRANSCEIVER))) as running:
+        if trt.__version__ == NEWEST:
+            assert (await handed_over(running, request())).state
+        else:
+            with pytest.raises(InvalidRequest, match="disable_overlap_scheduler"):
+                await handed_over(running, request())
+        assert running.healthy
 
 
 async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:

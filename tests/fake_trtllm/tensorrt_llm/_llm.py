@@ -199,8 +199,11 @@ class LLM(BaseLLM):
             self._stats_result, self._events_result = IterationResult(), IterationResult()
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
         processors = checked_processors(params)
+        if (mistake := self._role_mistake(call.disaggregated_params)) is not None:
+            result._push(RuntimeError(mistake))  # outside of what the worker catches, which is its end
+            executor.die(RuntimeError(mistake))
+            return result
         try:
-            self._check_roles(call.disaggregated_params)
             if room < 1 or params.max_tokens < 1:
                 raise RequestError(
                     f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} "
@@ -262,19 +265,20 @@ class LLM(BaseLLM):
                 f"should not exceed max_num_tokens ({args.max_num_tokens})"
             )
 
-    def _check_roles(self, disaggregated: Any) -> None:
+    def _role_mistake(self, disaggregated: Any) -> str | None:
         if not isinstance(disaggregated, DisaggregatedParams | None) or disaggregated is None:
-            return
+            return None
         transceiver = self.args.cache_transceiver_config
         if disaggregated.request_type in {"context_only", "generation_only"} and (
             transceiver is None or transceiver.backend is None
         ):
-            raise RequestError(
+            return (
                 "kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>` in "
                 "config file for disaggregated serving"
             )
-        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
-            raise RequestError("Context only requests are not supported in pytorch backend when overlap is enabled.")
+        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler and not NEWEST:
+            return "Context only requests are not supported in pytorch backend when overlap is enabled."
+        return None
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:
