@@ -23,7 +23,7 @@ from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
-from engine.media import MediaFiles
+from engine.media import MediaFiles, Unexpanded
 from engine.stats import IterationStats
 from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
@@ -236,9 +236,21 @@ class TrtllmEngine:
         check_prompt(request, info.vocab_size, info.context_length)
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
+        if request.sampling.prompt_logprobs is not None:
+            self._check_prompt_logprobs(request)
         self._check_role(request)
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
+
+    def _check_prompt_logprobs(self, request: GenerateRequest) -> None:
+        if not self._version.prompt_logprobs:
+            raise InvalidRequest(
+                f"this replica's engine, TensorRT-LLM {self._version.name}, has no log-probabilities of prompts: it "
+                "reports the most likely tokens of each position, which the prompt's own need not be among",
+                "prompt_logprobs",
+            )
+        if isinstance(request.media, Unexpanded):
+            raise InvalidRequest("TensorRT-LLM has no log-probabilities of prompts with images", "prompt_logprobs")
 
     def _check_role(self, request: GenerateRequest) -> None:
         """Refuse what this engine was not started for: asked for it, a worker of TensorRT-LLM ends."""
@@ -352,6 +364,7 @@ class TrtllmEngine:
             load_seconds=seconds,
             guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
             kv_layout=f"TensorRT-LLM {version.name}",
+            prompt_logprobs=version.prompt_logprobs,
             handoff_logprobs=version.handoff_logprobs,
         )
 

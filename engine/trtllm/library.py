@@ -200,9 +200,17 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:
-    """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
-    images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
-    return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
+    """Return the salt of KV blocks.
+
+    It is unique for prompts with images, for which 1.2.1 does not support block reuse, and for prompts whose
+    log-probabilities are wanted, as there are none of reused blocks.
+    """
+    alone = (
+        isinstance(request.media, Unexpanded)
+        or (request.handoff is not None and request.handoff.prompt_token_ids)
+        or request.sampling.prompt_logprobs is not None
+    )
+    return f"{request.cache_salt}/{secrets.token_hex(16)}" if alone else request.cache_salt or None
 
 
 def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:

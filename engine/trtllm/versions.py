@@ -15,6 +15,8 @@ class PackageVersion:
     """Of the package, as it states it."""
     handoff_logprobs: bool = False
     """A generation worker takes the first token's log-probabilities from the handoff (#11727)."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of a prompt have its own tokens, not the most likely ones alone (#11235)."""
     request_ids: bool = False
     """A context request needs a `disagg_request_id`, by which its blocks are found."""
     overlapped_context: bool = False
@@ -35,6 +37,7 @@ def version_of(name: str) -> PackageVersion:
     return PackageVersion(
         name,
         handoff_logprobs=newest,
+        prompt_logprobs=newest,
         request_ids=newest,
         overlapped_context=newest,
         zero_logprobs=newest,

@@ -202,6 +202,19 @@ def test_prompt_logprobs_are_on_the_first_delta_whenever_they_come(entries: int,
     assert [(entry.token_id, entry.rank) for entry in third] == [(6, 3), (1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ([{6: Score(-2.0)}], "1 log-probabilities for 3 prompt tokens"),
+        ([{9: Score(-0.1)}, {6: Score(-2.0)}], "no log-probability of prompt token 5"),
+    ],
+)
+def test_prompt_logprobs_of_which_one_is_missing_are_a_failure(scores: list[Any], said: str) -> None:
+    """1.2.1 has those of the most likely tokens, and of positions that were not reused."""
+    with pytest.raises(EngineFailure, match=said):
+        Run(prompt_logprobs=1).step(10, prompt_logprobs=scores)
+
+
 def test_a_prompt_alone_gives_no_token() -> None:
     run = Run(max_tokens=0)
     assert run.step(10) is None

@@ -419,3 +419,19 @@ def test_what_cannot_be_sent_fails_where_it_is_made() -> None:
 def test_the_version_decides(name: str, newest: bool) -> None:
     version = version_of(name)
     assert (version.name, version.handoff_logprobs, version.request_ids, version.zero_logprobs) == (name, *[newest] * 3)
+
+
+async def test_log_probabilities_of_prompts_are_right_or_refused(trt: Any) -> None:  # noqa: F811
+    """1.2.1 has the most likely tokens alone; no version has those of reused blocks."""
+    async with engine("aggregated") as running:
+        assert running.info.prompt_logprobs == (trt.__version__ == NEWEST)
+        for _ in range(2):
+            if trt.__version__ != NEWEST:
+                with pytest.raises(InvalidRequest, match=r"TensorRT-LLM 1\.2\.1, has no log-probabilities of prompts"):
+                    await all_of(running.generate(request(prompt_logprobs=2)))
+            else:
+                (report,) = [delta.prompt for delta in await all_of(running.generate(request(prompt_logprobs=2)))][:1]
+                (whole,) = [delta.prompt for delta in await expected(request(prompt_logprobs=2))][:1]
+                assert report is not None and whole is not None and report.logprobs == whole.logprobs
+        plain = [await all_of(running.generate(request())) for _ in range(2)][1][0].prompt
+        assert plain is not None and plain.cached_tokens == 64, "others share their blocks"

@@ -130,12 +130,12 @@ async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, call
         )
 
 
-async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
+async def test_prompt_logprobs_of_images_are_refused(folder: Path) -> None:
+    """Their tokens are not in the vocabulary."""
     async with running(folder) as engine:
-        report = (await all_of(engine, showing(RED, BLUE, prompt_logprobs=1)))[0].prompt
-        assert report is not None and report.logprobs is not None
-        first, *rest = report.logprobs
-        assert first is None and [entry[0].token_id for entry in rest if entry is not None] == list(EXPANDED[1:])
+        with pytest.raises(InvalidRequest, match="log-probabilities of prompts") as caught:
+            await all_of(engine, showing(RED, BLUE, prompt_logprobs=1))
+        assert caught.value.param == "prompt_logprobs" and await all_of(engine, showing(RED, BLUE))
 
 
 async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls: list[Any]) -> None:

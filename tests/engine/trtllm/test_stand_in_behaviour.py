@@ -33,6 +33,10 @@ async def test_streaming_yields_one_mutated_object_with_cumulative_tokens() -> N
         )
         assert [set(entry) for entry in output.logprobs][:2] == [{5, 6}, {6, 7}] and output.logprobs[0][6].rank == 2
         assert [set(entry) for entry in output.prompt_logprobs] == [{6}, {7}]
+        again = await engine.generate_async(PROMPT * 30, sampling(prompt_logprobs=1))
+        once_more = await engine.generate_async(PROMPT * 30, sampling(prompt_logprobs=1))
+        counts = [len(each.outputs[0].prompt_logprobs) for each in (again, once_more)]
+        assert counts == [89, 89 - 64], "there are none of the two blocks that were cached"
         assert len([step async for step in engine.generate_async(PROMPT, sampling())]) == 1
         assert (await engine.generate_async(PROMPT, sampling(logprobs=0))).outputs[0].logprobs == []
 
