@@ -98,6 +98,7 @@ class TrtllmEngine:
         self._dead = False
         self._facts: ModelFacts
         self._version: PackageVersion
+        self._start_text: str
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,6 +140,7 @@ class TrtllmEngine:
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
+            self._start_text = library.start_text(self.llm)
             first = await self._first_stats()
             self._info = self._describe(kv_capacity(first), seconds)
             stats = iteration_stats(first)
@@ -203,7 +205,9 @@ class TrtllmEngine:
         )  # otherwise there is nothing to hand off
         asked = recomputed(request) if self._is_lost(request) else request
         try:
-            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
+            result = library.submit(
+                self.llm, asked, self._facts, images, context_only=context_only, start=self._start_text
+            )
         except EngineDied as error:
             self._die(error)
             raise
@@ -364,6 +368,7 @@ class TrtllmEngine:
             load_seconds=seconds,
             guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
             kv_layout=f"TensorRT-LLM {version.name}",
+            max_encoded_images=version.max_encoded_images,
             prompt_logprobs=version.prompt_logprobs,
             handoff_logprobs=version.handoff_logprobs,
         )

@@ -76,21 +76,38 @@ def is_alive(llm: Any) -> bool:
         return False
 
 
+def start_text(llm: Any) -> str:
+    """Return the text of the token that the tokenizer puts before every prompt; empty if it is none, or not alone."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return ""
+    added = tokenizer.encode("", add_special_tokens=True)
+    return str(tokenizer.decode(added, skip_special_tokens=False)) if len(added) == 1 else ""
+
+
 def submit(
-    llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False
+    llm: Any,
+    request: GenerateRequest,
+    facts: ModelFacts,
+    images: Sequence[Any] = (),
+    *,
+    context_only: bool = False,
+    start: str = "",
 ) -> Any:
     """Start a request, with PIL `images` for its media. The result is an async iterator of itself.
 
-    A context-only request computes the prompt and one token, and yields once. Raises InvalidRequest, EngineFailure and
-    EngineDied.
+    A context-only request computes the prompt and one token, and yields once. `start` is the tokenizer's `start_text`.
+    Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
         sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
     try:
         return llm.generate_async(
-            inputs=_inputs(request, images),
-            sampling_params=sampling_params(sampling, facts, templated=isinstance(request.media, Unexpanded)),
+            inputs=_inputs(request, images, start),
+            sampling_params=sampling_params(
+                sampling, facts, templated=isinstance(request.media, Unexpanded) and not _begins(request.media, start)
+            ),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             trace_headers=request.trace or None,
@@ -131,8 +148,7 @@ async def probe(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
 def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: bool = False) -> Any:
     """Return a new object for each request, since the engine changes it. Raises InvalidRequest.
 
-    A `templated` prompt is text that contains its special tokens. The engine's tokenizer must not add any: a second
-    beginning-of-sequence token would shift every position.
+    A `templated` prompt is text that contains its special tokens: the engine's tokenizer must not add any.
     """
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
@@ -183,16 +199,26 @@ def translate(llm: Any, error: Exception) -> EngineError:
     return EngineFailure(f"the engine failed on this request: {said}")
 
 
-def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
-    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
+def _inputs(request: GenerateRequest, images: Sequence[Any], start: str) -> Any:
+    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images.
+
+    The input processors of models with images do not pass on `add_special_tokens`, so the text is given without the
+    beginning of sequence that the tokenizer adds: a second one would shift every position.
+    """
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    match request.media:
-        case Encoding():
-            return {"prompt": request.media.prompt}
-        case MediaFiles():
-            return _with_images(request.media.text, images)
-    return list(request.prompt_token_ids)
+    if not isinstance(request.media, Unexpanded):
+        return list(request.prompt_token_ids)
+    text = _text(request.media).removeprefix(start)
+    return _with_images(text, images) if isinstance(request.media, MediaFiles) else {"prompt": text}
+
+
+def _text(media: Unexpanded) -> str:
+    return media.text if isinstance(media, MediaFiles) else media.prompt
+
+
+def _begins(media: Unexpanded, start: str) -> bool:
+    return bool(start) and _text(media).startswith(start)
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:

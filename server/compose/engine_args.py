@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from engine.trtllm import versions
 from engine.trtllm.arguments import (
     ENCODER_DEFAULTS,
     ArgumentLayer,
@@ -66,7 +67,9 @@ def effective(settings: Settings) -> Effective:
     )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if encoder else [])
+    faults = problems(found.arguments, backend, versions.found()) or (
+        encoder_problems(found.arguments) if encoder else []
+    )
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
+from engine.types import EngineInfo
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
@@ -16,10 +17,15 @@ from server.metrics.embedding_cache import watch_cache
 
 
 def image_prompts(
-    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer, control: ControlTokens
+    to: Composition,
+    folder: Path | None,
+    encoders: Encoders,
+    tokenizer: Tokenizer,
+    control: ControlTokens,
+    info: EngineInfo,
 ) -> MediaPrompts | None:
-    """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
-    images.
+    """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
+    model takes no images.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
@@ -40,5 +46,12 @@ def image_prompts(
             encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
         )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control, settings.max_request_pixels)
+        return BackendPrompts(
+            MediaLoader(limits),
+            settings.max_images,
+            encoder,
+            control,
+            settings.max_request_pixels,
+            info.max_encoded_images,
+        )
     return None

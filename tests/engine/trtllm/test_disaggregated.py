@@ -6,17 +6,22 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine import handoff
+from engine.checkpoints.facts import ModelFacts
 from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
+from engine.errors import EngineDied, EngineFailure, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.media import Encoding
-from engine.trtllm import disaggregation
+from engine.transfer.process_id import shared_memory_domain
+from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.versions import version_of
@@ -325,8 +330,11 @@ def test_every_field_of_disaggregated_params_has_its_place(trt: Any) -> None:  #
     """A field that a later version adds is noticed here: neither side may lose it in silence."""
     theirs = {field.name for field in fields(found("tensorrt_llm.llmapi.DisaggregatedParams"))}
     ours = {*disaggregation.ContextState.__struct_fields__, *disaggregation.EncoderState.__struct_fields__}
-    assert theirs - {"request_type", "first_gen_logits"} <= ours - {"package", "others"}
-    assert trt.__version__ != NEWEST or theirs == ours - {"package", "others"} | {"request_type", "first_gen_logits"}
+    assert theirs - {"request_type", "first_gen_logits"} <= ours - {"package", "memory", "others"}
+    assert trt.__version__ != NEWEST or theirs == ours - {"package", "memory", "others"} | {
+        "request_type",
+        "first_gen_logits",
+    }
 
 
 @pytest.mark.parametrize(
@@ -435,3 +443,45 @@ async def test_log_probabilities_of_prompts_are_right_or_refused(trt: Any) -> No
                 assert report is not None and whole is not None and report.logprobs == whole.logprobs
         plain = [await all_of(running.generate(request())) for _ in range(2)][1][0].prompt
         assert plain is not None and plain.cached_tokens == 64, "others share their blocks"
+
+
+states = st.dictionaries(
+    st.sampled_from(sorted(disaggregation.ContextState.__struct_fields__)) | st.text(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=9)
+    | st.sampled_from(["1.2.1", "1.3.0rc22", shared_memory_domain()])
+    | st.lists(st.integers(-1, 9) | st.lists(st.integers(0, 9), max_size=3), max_size=3)
+    | st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=2),
+    max_size=6,
+)
+plausible = st.fixed_dictionaries(
+    {"package": st.just("1.2.1"), "ctx_request_id": st.just(7), "first_gen_tokens": st.just([3])}
+)
+
+
+@given(
+    st.binary(max_size=60)
+    | states.map(msgspec.msgpack.encode)
+    | st.tuples(plausible, states).map(lambda both: msgspec.msgpack.encode({**both[1], **both[0]}))
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_a_handoff_or_a_clear_error(trt: Any, data: bytes) -> None:  # noqa: F811
+    """Nothing in them is run: what comes through are parameters of plain data."""
+    handed = Handoff(version=1, backend="trtllm", first=Delta((3,)), state=data)
+    facts = ModelFacts({"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": 2})
+    for each in (handed, Encoding(version=1, backend="trtllm", prompt="", state=data)):
+        carried = {"handoff": each} if isinstance(each, Handoff) else {"media": each}
+        try:
+            made = library.submit(
+                SimpleNamespace(generate_async=dict, _check_health=lambda: True),
+                msgspec.structs.replace(request(), **carried),
+                facts,
+            )["disaggregated_params"]
+        except (EngineUnavailable, InvalidRequest) as error:
+            assert str(error) and not isinstance(error, EngineDied)
+        else:
+            assert made.ctx_request_id == 7 or made.multimodal_embedding_handles
+            assert msgspec.msgpack.encode([getattr(made, each.name) for each in fields(made)])
