@@ -67,9 +67,9 @@ def effective(settings: Settings) -> Effective:
     )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend, versions.found()) or (
-        encoder_problems(found.arguments) if encoder else []
-    )
+    faults = problems(found.arguments, backend, versions.found())
+    if encoder and not faults:
+        faults = encoder_problems(found.arguments)
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)

@@ -275,6 +275,25 @@ def test_events_keep_what_they_say_of_images() -> None:
     assert json.loads(msgspec.json.encode(kv_event(event))) == event
 
 
+def test_events_of_mains_kv_cache_manager_v2() -> None:
+    """Hashes are SHA-256 in hex, the first token of an image is its digest, and keys may have a UUID."""
+    digest, block, parent = "ab" * 32, "80" + "00" * 30 + "01", "ff" * 32
+    tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in (5, digest, 65, 66)]
+    key = {"type": "mm_key", "hash": digest, "start_offset": 0, "uuid": "cat"}
+    stored = {
+        "type": "stored_block", "block_hash": block, "tokens": tokens, "cache_level": 0, "priority": 35,
+        "mm_keys": [key],
+    }  # fmt: skip
+    extra = {"hash_algo": "v2_sha256", "layer_group_id": 0}
+    event = kv_event(raw({"type": "stored", "parent_hash": parent, "blocks": [stored]}, **extra))
+    assert isinstance(event.data, Stored) and event.data.parent_hash == (1 << 64) - 1
+    (found,) = event.data.blocks
+    assert found.block_hash == 1 << 63, "the first 64 bits, as main truncates them itself"
+    assert [token.token_id for token in found.tokens] == [5, 0, 65, 66] and found.mm_keys == (key,)
+    removed = kv_event(raw({"type": "removed", "block_hashes": [block]}, **extra))
+    assert removed.data == Removed((1 << 63,))
+
+
 @pytest.mark.parametrize("data", [{"type": "exploded"}, {"type": "removed"}, {}])
 def test_what_is_no_event_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):

@@ -224,9 +224,16 @@ async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls:
         )
 
 
-async def test_events_name_the_images_of_blocks(folder: Path) -> None:
+@pytest.mark.parametrize("manager", [1, 2])
+async def test_events_name_the_images_of_blocks(trt: Any, folder: Path, manager: int) -> None:
     events: list[KvEvent] = []
-    async with running(folder, kv_cache_config={"event_buffer_max_size": 1000}) as engine:
+    cache: dict[str, Any] = {"event_buffer_max_size": 1000}
+    if manager == 2:
+        if trt.__version__ != NEWEST:
+            pytest.skip("1.2.1 has none")
+        cache["use_kv_cache_manager_v2"] = True
+    arguments = {"kv_cache_config": cache, "enable_iter_perf_stats": True}
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), arguments=arguments)) as engine:
 
         async def collect() -> None:
             async for batch in engine.kv_events():
