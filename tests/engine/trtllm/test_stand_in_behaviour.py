@@ -16,7 +16,20 @@ import pytest
 
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import bare, python_path
-from tests.support.trtllm import API, PROMPT, ROOT, disaggregated, disaggregating, faults, found, llm, sampling, trt  # noqa: F401
+from tests.support.trtllm import (  # noqa: F401
+    API,
+    BOTH_VERSIONS,
+    NEWEST,
+    PROMPT,
+    ROOT,
+    disaggregated,
+    disaggregating,
+    faults,
+    found,
+    llm,
+    sampling,
+    trt,
+)
 from tests.support.waiting import until
 
 
@@ -194,6 +207,21 @@ def test_construction_can_fail_and_take_time() -> None:
     started = time.monotonic()
     with llm() as engine:
         assert time.monotonic() - started >= 0.05 and found("tensorrt_llm._test").live() == 1 and engine._check_health()
+
+
+@BOTH_VERSIONS
+async def test_what_main_does_otherwise_besides_handoffs(trt: Any) -> None:  # noqa: F811
+    newest = trt.__version__ == NEWEST
+    with llm(enable_iter_perf_stats=True) as engine:
+        output = (await engine.generate_async(PROMPT, sampling(logprobs=0))).outputs[0]
+        assert [len(entry) for entry in output.logprobs] == ([1] * 8 if newest else []), "0 asks for the sampled token"
+        poll = engine.get_stats_async(timeout=0.05)
+        assert (poll.later is not None) == newest, "1.2.1 has waited in the call"
+        assert [item async for item in poll]
+        faults().device_error = "CUDA error: an illegal memory access was encountered"
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            await engine.generate_async(PROMPT, sampling())
+        await until(lambda: engine._check_health() != newest)
 
 
 async def test_performance_metrics() -> None:
