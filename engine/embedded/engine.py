@@ -260,7 +260,7 @@ class EmbeddedEngine:
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
-            guides=GUIDE_KINDS,
+            guides=tuple(kind for kind in GUIDE_KINDS if kind != "structural_tag"),
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
         )

@@ -27,6 +27,8 @@ class PackageVersion:
     """Context requests run under the overlap scheduler, too."""
     zero_logprobs: bool = False
     """0 asks for the sampled token's log-probability alone; before, it asks for none."""
+    samples_more: bool = False
+    """The TorchSampler honours penalties (#16485), seeds (#17172) and min_p (#16590): `engine/trtllm/support.py`."""
 
     @property
     def least_logprobs(self) -> int:
@@ -54,4 +56,5 @@ def version_of(name: str) -> PackageVersion:
         request_ids=newest,
         overlapped_context=newest,
         zero_logprobs=newest,
+        samples_more=newest,
     )
