@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.trtllm.library import is_alive
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import bare, python_path
 from tests.support.trtllm import (  # noqa: F401
@@ -180,7 +181,7 @@ async def test_one_failed_request_leaves_the_others_alone() -> None:
         result = engine.generate_async(PROMPT, sampling(), streaming=True)
         with pytest.raises(found("tensorrt_llm.executor.RequestError"), match="no memory"):
             await result
-        assert result.outputs[0].length == 2 and engine._check_health()
+        assert result.outputs[0].length == 2 and is_alive(engine)
         assert (await engine.generate_async(PROMPT, sampling())).finished
 
 
@@ -191,7 +192,7 @@ async def test_a_background_exception_is_the_end() -> None:
         found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
         with pytest.raises(OSError, match="CUDA error"):
             await result
-        assert not engine._check_health()
+        assert not is_alive(engine)
         with pytest.raises(RuntimeError, match="LLM is shutting down"):
             engine.generate_async(PROMPT, sampling())
         assert engine.get_stats() == [] == engine.get_kv_cache_events()
@@ -206,7 +207,7 @@ def test_construction_can_fail_and_take_time() -> None:
     faults().construction_seconds = 0.05
     started = time.monotonic()
     with llm() as engine:
-        assert time.monotonic() - started >= 0.05 and found("tensorrt_llm._test").live() == 1 and engine._check_health()
+        assert time.monotonic() - started >= 0.05 and found("tensorrt_llm._test").live() == 1 and is_alive(engine)
 
 
 @BOTH_VERSIONS
@@ -221,7 +222,7 @@ async def test_what_main_does_otherwise_besides_handoffs(trt: Any) -> None:  # n
         faults().device_error = "CUDA error: an illegal memory access was encountered"
         with pytest.raises(RuntimeError, match="CUDA error"):
             await engine.generate_async(PROMPT, sampling())
-        await until(lambda: engine._check_health() != newest)
+        await until(lambda: is_alive(engine) != newest)
 
 
 async def test_performance_metrics() -> None:
