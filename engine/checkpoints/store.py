@@ -78,6 +78,13 @@ def present_model(model: str, cache_dir: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def hub_folder() -> Path:
+    """Return the folder in which the Hugging Face hub's library keeps models."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    return Path(HF_HUB_CACHE)
+
+
 def _checked(folder: Path, weights: bool) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if weights and not any(folder.glob("*.safetensors")):
@@ -111,7 +118,7 @@ def _converted_folder(model: str, cache_dir: Path) -> tuple[Path, Path | None]:
     """Where a packaged model is, or will be, and the one it is made on top of."""
     base = _converted_folder(BUILTIN, cache_dir)[0] if model == VISION else None
     digest = blake3(base.name.encode() if base else b"", max_threads=blake3.AUTO)
-    for part in _packaged(model):
+    for part in packaged_files(model):
         digest.update_mmap(part)
     return cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}", base
 
@@ -120,7 +127,7 @@ def _converted(model: str, cache_dir: Path) -> Path:
     folder, base = _converted_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    parts = _packaged(model)
+    parts = packaged_files(model)
     if base is not None:
         _converted(BUILTIN, cache_dir)
     try:
@@ -139,8 +146,10 @@ def _converted(model: str, cache_dir: Path) -> Path:
     return folder
 
 
-def _packaged(model: str) -> list[Path]:
-    """Return the parts of the weights. Packages are located but not imported: their dependencies may be missing."""
+def packaged_files(model: str) -> list[Path]:
+    """Return the parts of a packaged model's weights. Packages are located but not imported: their dependencies may be
+    missing. Raises ModelError if they are not installed.
+    """
     packages, pattern, install = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packages]
     files = [

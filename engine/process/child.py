@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import EngineFailure
+from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
@@ -139,7 +140,7 @@ class _Host:
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
-            command = (sys.executable, "-m", "engine.process.host", interface.name)
+            command = module_command("engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True
             )

@@ -85,6 +85,18 @@ def parallelism(settings: Settings) -> Parallelism:
     return Parallelism(gpus_per_replica(found.arguments, backend), found.arguments.get("gpus_per_node") or 0, said)
 
 
+def from_files(found: Effective) -> dict[str, tuple[Any, str]]:
+    """Return the settings that EXTRA_ENGINE_ARGS or OVERRIDE_ENGINE_ARGS override: the value and the layer."""
+    paths = {name: name for name in _SAME_NAME} | _OTHER_NAME
+    paths |= {ours: f"kv_cache_config.{theirs}" for ours, theirs in _OF_KV_CACHE.items()}
+    files = ("EXTRA_ENGINE_ARGS", "OVERRIDE_ENGINE_ARGS")
+    return {
+        name: (found.value(path), f"engine file ({layer})" if layer == files[0] else layer)
+        for name, path in paths.items()
+        if (layer := found.origins.get(path)) in files
+    }
+
+
 def _backend(found: Effective, settings: Settings) -> str:
     return str(found.arguments.get("backend", settings.backend))
 

@@ -1,29 +1,36 @@
-"""The listing of `python -m server config`: settings, and what the engine makes of them."""
+"""The listing of `trellis config`: settings, and what the engine makes of them."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from engine.errors import EngineFailure
 from server.compose.config import embedded_config
-from server.compose.engine_args import effective
+from server.compose.engine_args import effective, from_files
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
+from server.settings.flags import groups, shown
+from server.settings.reading import origins
+
+_ORIGIN_COLUMN = 48
 
 
-def listing(settings: Settings) -> Iterator[str]:
-    """Yield lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are
-    not shown.
+def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield lines for people: every setting, and every argument of the engine, with the layer that set it. Secrets are
+    not shown. `arguments` are those of the command line.
     """
-    yield "# settings"
-    for name in type(settings).model_fields:
-        origin = "set" if name in settings.model_fields_set else "default"
-        yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
+    said = origins(arguments)
+    found = effective(settings) if settings.engine == "trtllm" else None
+    overridden = from_files(found) if found else {}
+    for title, names in groups(type(settings)).items():
+        yield f"# {title}"
+        for name in names:
+            value, origin = overridden.get(name, (getattr(settings, name), said.get(name, "default")))
+            yield f"{name.upper()}={shown(value)}".ljust(_ORIGIN_COLUMN) + f"  # {origin}"
+        yield ""
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
         yield "# the embedded engine computes with"
         yield from _computing(settings)
-    if settings.engine == "trtllm":
-        found = effective(settings)
+    if found:
         name = "llmapi.MultimodalEncoder" if role_of(settings).core == "encoder" else "LLM"
         yield f"# arguments of tensorrt_llm.{name}"
         for path, layer in sorted(found.origins.items()):
@@ -45,11 +52,3 @@ def _computing(settings: Settings) -> Iterator[str]:
         yield from (f"{name}: {value}" for name, value in forecast(embedded_config(settings, folder)))
     except (EngineFailure, ModelError) as error:
         raise EngineArgsError([str(error)]) from error
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
+from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
@@ -111,7 +111,7 @@ class Launcher:
         with listen(self._host, self._port, share=True) as listener:
             descriptor = listener.fileno()
             metrics = str(self._metrics)
-            command = [sys.executable, "-m", "server.process.child", str(descriptor), metrics, *self._flags]
+            command = module_command("server.process.child", str(descriptor), metrics, *self._flags)
             environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, pass_fds=(descriptor, self._lock), env=environment, start_new_session=True

@@ -25,7 +25,8 @@ def _nats(value: str) -> str:
 class LogSettings(Section):
     """Log lines."""
 
-    # Logs
+    group = "Logs"
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
@@ -34,10 +35,11 @@ class LogSettings(Section):
     """Log every request."""
 
 
-class ObservabilitySettings(Section):
-    """Where KV-cache events and traces go, and how the replica checks itself."""
+class EventSettings(Section):
+    """Where KV-cache events go, if publish_kv_events is set."""
 
-    # KV-cache events, if publish_kv_events is set
+    group = "KV-cache events"
+
     kv_events_endpoint: ListenAddress = Field("tcp://*:5557", min_length=1)
     """ZMQ address on which KV-cache events are published, with PUBLISH_KV_EVENTS."""
     kv_events_replay_endpoint: ListenAddress = _PUBLISHER.replay_endpoint
@@ -51,7 +53,12 @@ class ObservabilitySettings(Section):
     nats_subject: str = Field("trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$")
     """NATS subject of the KV-cache events."""
 
-    # Traces
+
+class TraceSettings(Section):
+    """Where traces go."""
+
+    group = "Traces"
+
     otel_endpoint: Annotated[str, AfterValidator(_web)] = Field(
         "", validation_alias=AliasChoices("otel_endpoint", "otel_exporter_otlp_traces_endpoint")
     )
@@ -61,7 +68,12 @@ class ObservabilitySettings(Section):
     otel_sample_ratio: float = Field(1.0, ge=0, le=1)
     """Fraction of requests that are traced, unless the client's traceparent decides."""
 
-    # Health
+
+class HealthSettings(Section):
+    """How the replica checks itself."""
+
+    group = "Health"
+
     canary_seconds: float = Field(0.0, ge=0)
     """Idle seconds after which the replica sends itself a canary request of one token; 0 disables it."""
     canary_timeout_seconds: float = Field(10.0, gt=0)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, SecretStr
@@ -20,6 +20,9 @@ class Section(BaseSettings):
     """Settings of one subject. A field's docstring is its description, in the help and in settings.env.example."""
 
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    group: ClassVar[str] = ""
+    """Title of these settings in the help."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -35,7 +35,7 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     assert nginx["depends_on"]["server"]["condition"] == "service_healthy"
     assert nginx["volumes"][0].startswith("./deploy/nginx/trellis.conf:")
     assert nginx["ports"] == ["{0}:{0}".format(*re.findall(r"listen (\d+);", CONFIGURATION))]
-    default = Settings(_env_file=None)
+    default = Settings()
     for service in compose["services"].values():
         if "observability" not in service.get("profiles", ()):  # those two have no requests to finish
             assert int(service["stop_grace_period"].removesuffix("s")) > default.shutdown_grace_seconds
@@ -70,7 +70,7 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
             "disaggregation_mode": role,
             "prefill_urls": environment.get("PREFILL_URLS", ""),
         }
-        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(**given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and service["deploy"]["replicas"] == 2
     assert decode["environment"]["PREFILL_URLS"] == "dns+http://prefill:8000"
     assert decode["networks"]["disaggregated"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
@@ -86,7 +86,7 @@ def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> Non
         assert {name.lower() for name in environment} <= Settings.model_fields.keys()
         urls = {name: environment.get(name.upper(), "") for name in ("prefill_urls", "encode_urls")}
         given = {"internal_secret": "s", "disaggregation_mode": role, **urls}
-        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(**given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and environment["MODEL"] == decode["MODEL"]
         assert service["profiles"] == gateway["profiles"] == ["epd"]
     assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == (
