@@ -24,7 +24,8 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
-ENTRYPOINT ["trellis", "serve"]
+ENTRYPOINT ["trellis"]
+CMD ["serve"]
 
 FROM python:3.12-slim AS build
 RUN python -m venv /opt/venv
@@ -55,4 +56,5 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
-ENTRYPOINT ["trellis", "serve"]
+ENTRYPOINT ["trellis"]
+CMD ["serve"]

@@ -22,7 +22,7 @@ def main() -> int:
         return 0
     from server.cli import main  # noqa: PLC0415 - only now is it ours
 
-    return main(sys.argv[1:], verb="help")
+    return main(sys.argv[1:] or ["help"])
 
 
 def _import_own() -> None:

@@ -18,6 +18,8 @@ from server.settings.reading import misspelt_variables, unknown_in_file
 
 _WRONG_SETTINGS = 2
 _INTERRUPTED = 130
+_ALONE = {"--version": "version", "--help": "help", "-h": "help"}
+"""Commands that may be spelled as a flag."""
 _ENVIRONMENT = {
     # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
     # runs; those that never spin are slow to wake (docs/log.md has the figures).
@@ -31,14 +33,13 @@ _ENVIRONMENT = {
 log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str], verb: str = "serve") -> int:
-    """Run a command and return the exit code; `verb` is the one that runs if none is named. Serving lasts until a
-    signal.
-    """
+def main(arguments: Sequence[str]) -> int:
+    """Run a command, `serve` if none is named, and return the exit code. Serving lasts until a signal."""
+    verb = "serve"
     if arguments and not arguments[0].startswith("-"):
         verb, arguments = arguments[0], arguments[1:]
-    elif "--version" in arguments:
-        verb = "version"
+    elif arguments and dashed(arguments[0]) in _ALONE:
+        verb, arguments = _ALONE[arguments[0]], arguments[1:]
     try:
         if verb not in COMMANDS:
             meant = did_you_mean(nearest(verb, COMMANDS, 0.6))

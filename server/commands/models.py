@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoints.store import PACKAGED, ModelError, hub_folder, packaged_files, present_model
+from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, hub_folder, packaged_files, present_model
 from server.settings import DEFAULT_MODEL, read_settings
 
 
@@ -31,14 +31,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def models(cache_dir: Path) -> Iterator[Listed]:
     """Yield the packaged models, then those of the Hugging Face hub that are in its cache."""
-    for name, packaged in PACKAGED.items():
+    for name in PACKAGED:
         mark = " (default)" if name == DEFAULT_MODEL else ""
         try:
-            parts = packaged_files(name)
-        except ModelError:
-            yield Listed(name, 0, f"{packaged.install}{mark}")
+            parts, folder = packaged_files(name), present_model(name, cache_dir)
+        except ModelError:  # smolvision also needs the default model's
+            missing = next(each for each in (name, BUILTIN) if not installed(each))
+            yield Listed(name, 0, f"{PACKAGED[missing].install}{mark}")
             continue
-        if folder := present_model(name, cache_dir):
+        if folder is not None:
             yield Listed(name, _bytes(folder), f"converted in {folder}{mark}")
         else:
             size = sum(part.stat().st_size for part in parts)
@@ -46,6 +47,14 @@ def models(cache_dir: Path) -> Iterator[Listed]:
     for folder in sorted(hub_folder().glob("models--*")):
         if any(folder.glob("snapshots/*/config.json")):
             yield Listed(folder.name.removeprefix("models--").replace("--", "/"), _bytes(folder / "blobs"), str(folder))
+
+
+def installed(name: str) -> bool:
+    """Return whether the weights of a packaged model are installed."""
+    try:
+        return bool(packaged_files(name))
+    except ModelError:
+        return False
 
 
 def _bytes(folder: Path) -> int:
