@@ -221,12 +221,14 @@ def _check_instruction_set(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
-    from server.process import launch, logs, serving  # noqa: PLC0415
+    from server.process import banner, launch, logs, serving  # noqa: PLC0415
 
     for name, value in _ENVIRONMENT.items():
         provide(name, value)
     logs.configure(settings.log_level, settings.log_format)
     for sentence in misspelt_variables():
+        log.warning("%s", sentence)
+    if role_of(settings).has_text and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
     share = settings.api_processes > 1
     try:

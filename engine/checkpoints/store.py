@@ -5,6 +5,7 @@ This module imports neither torch nor transformers, and nothing slow if the fold
 
 import fcntl
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -43,6 +44,9 @@ _FORMAT = 1
 """Version of the conversion: increase it when the result changes, so that older folders are not used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+log = logging.getLogger(__name__)
 
 
 class ModelError(Exception):
@@ -104,9 +108,21 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
     from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    class Progress(tqdm):  # type: ignore[misc]
+        """A bar on a terminal, and nothing in a file."""
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            options.pop("name", None)  # the hub's own
+            super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        try:
+            return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=True))
+        except LocalEntryNotFoundError:
+            log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=Progress))
     except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
@@ -174,11 +190,12 @@ def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> 
     from engine.checkpoints.headers import check_headers, read_headers  # noqa: PLC0415
     from engine.checkpoints.merge import merge  # noqa: PLC0415
 
+    log.info("converting %s into %s, once; that takes some seconds", model, folder)
     made = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     try:
-        with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
+        with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True, disable=None) as bar:  # none in a file
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -217,5 +234,9 @@ def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive file lock, which the system releases even if the process is killed."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that converts the same model")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from server.settings import Settings
+from server.settings import read_settings
 from server.settings.flags import FlagParser
 
 
@@ -30,7 +30,7 @@ def add_server_flags(parser: FlagParser) -> None:
 def _own() -> tuple[str, str]:
     """Return the URL of a server with the settings of this folder, and its first API key."""
     try:
-        settings = Settings()
+        settings = read_settings([])
     except (ValidationError, SettingsError):  # `serve` reports them
         return "http://127.0.0.1:8000", ""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)

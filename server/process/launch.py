@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
+from engine.kit.logs import printable
 from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
 from engine.process.command import module_command
@@ -28,7 +29,6 @@ from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
-from server.http.errors import printable
 from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings
@@ -87,9 +87,7 @@ class Launcher:
             async with AsyncExitStack() as stack:
                 folder = await in_thread(partial(model_folder, self._settings))
                 config = engine_config(self._settings, folder)
-                process = ServiceProcess(
-                    _interface(config), config, self._address, self._settings.engine_on_death, self._settings.log_level
-                )
+                process = ServiceProcess(_interface(config), config, self._address, self._settings.engine_on_death)
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())

@@ -19,7 +19,7 @@ COMMON = (
 )  # fmt: skip
 """Settings on the first page of the help."""
 _UNITS = {"seconds": "SECONDS", "ms": "MS", "mb": "MIB", "kb": "KIB", "pixels": "PIXELS", "tokens": "TOKENS"}
-_KINDS = {int: "INT", float: "NUMBER", bool: "true|false"}
+_KINDS: dict[Any, str] = {int: "INT", float: "NUMBER", bool: "true|false", bool | None: "true|false"}
 _FLAG_WIDTH = 34
 
 
@@ -72,7 +72,7 @@ def parse_flags(settings: type[Section], arguments: Sequence[str]) -> dict[str, 
     parser = FlagParser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("positional_model", nargs="?")
     for name, info in settings.model_fields.items():
-        switch = info.annotation is bool
+        switch = info.annotation in (bool, bool | None)
         parser.add_argument(
             *_flags(name, info), dest=name, action="append", **({"nargs": "?", "const": "true"} if switch else {})
         )

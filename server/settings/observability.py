@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from engine.replicas.publisher.publisher import PublisherConfig
-from server.settings.types import ListenAddress, Section
+from server.settings.types import ListenAddress, Section, none_if_empty
 
 _PUBLISHER = PublisherConfig(endpoint="")
 
@@ -31,8 +31,8 @@ class LogSettings(Section):
     """Lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text for people, or JSON."""
-    access_log: bool = False
-    """Log every request."""
+    access_log: Annotated[bool | None, BeforeValidator(none_if_empty)] = None
+    """Log every request; empty does so on a terminal."""
 
 
 class EventSettings(Section):
