@@ -79,7 +79,19 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
 def present_model(model: str, cache_dir: Path) -> Path | None:
     """Return what `resolve_model` would find without converting or downloading, or None. Raises ModelError."""
     folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
-    return folder if folder.is_dir() else None
+    return folder if folder.is_dir() else _downloaded(model)
+
+
+def _downloaded(model: str) -> Path | None:
+    """Return the folder of a model of the hub if it is in the cache."""
+    if not _HUB_ID.fullmatch(model):
+        return None
+    folder = hub_folder() / f"models--{model.replace('/', '--')}"
+    try:
+        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return found if (found / "config.json").is_file() else None
 
 
 def hub_folder() -> Path:

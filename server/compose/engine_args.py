@@ -30,6 +30,8 @@ _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
     "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code", "load_format",
 )  # fmt: skip
+_OPEN = ("max_seq_len", "max_batch_size", "max_num_tokens")
+"""Settings whose 0 leaves the choice to the engine."""
 _OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
 _OF_KV_CACHE = {
     "free_gpu_memory_fraction": "free_gpu_memory_fraction",
@@ -106,8 +108,7 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     said = settings.model_fields_set
     values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
     values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
-    if not values.get("max_seq_len", 1):
-        del values["max_seq_len"]
+    values = {name: value for name, value in values.items() if value or name not in _OPEN}
     if not settings.enable_cuda_graphs:
         values["cuda_graph_config"] = None
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}

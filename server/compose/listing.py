@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from engine.errors import EngineFailure
 from server.compose.config import embedded_config
 from server.compose.engine_args import effective, from_files
+from server.compose.model import model_here
+from server.compose.sizing import Size, api_processes, sizes, this_machine
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.flags import groups, shown
@@ -21,10 +23,13 @@ def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
     said = origins(arguments)
     found = effective(settings) if settings.engine == "trtllm" else None
     overridden = from_files(found) if found else {}
+    chosen = _chosen(settings)
     for title, names in groups(type(settings)).items():
         yield f"# {title}"
         for name in names:
             value, origin = overridden.get(name, (getattr(settings, name), said.get(name, "default")))
+            if name in chosen:
+                value, origin = chosen[name].value, f"chosen by device: {chosen[name].why}"
             yield f"{name.upper()}={shown(value)}".ljust(_ORIGIN_COLUMN) + f"  # {origin}"
         yield ""
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
@@ -37,6 +42,15 @@ def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         for name, reason in found.ignored.items():
             yield f"# {name} is ignored: {reason}"
+
+
+def _chosen(settings: Settings) -> dict[str, Size]:
+    """Return the sizes that fit this machine. Without the model's folder some are not known yet."""
+    machine = this_machine()
+    chosen = {} if settings.api_processes else {"api_processes": api_processes(settings, machine)}
+    if settings.engine != "embedded" or not role_of(settings).has_engine or settings.engine_address:
+        return chosen
+    return chosen | sizes(settings, model_here(settings), machine)
 
 
 def _computing(settings: Settings) -> Iterator[str]:

@@ -109,17 +109,17 @@ class BatchSettings(Section):
     group = "Batch and KV cache"
 
     max_seq_len: int = Field(EMBEDDED.max_seq_len, ge=0)
-    """Context length in tokens; 0 takes the model's."""
-    max_batch_size: int = Field(EMBEDDED.max_batch_size, ge=1, le=4096)
-    """Maximum number of sequences in one step."""
-    max_num_tokens: int = Field(EMBEDDED.max_num_tokens, ge=1)
-    """Maximum number of tokens in one step, shared by chunked prefill and decode. On a CPU the embedded engine takes at
-    most 128 tokens of chunked prompts in a step.
+    """Context length in tokens; 0 takes the model's, or what the KV cache of a CPU holds."""
+    max_batch_size: int = Field(0, ge=0, le=4096)
+    """Maximum number of sequences in one step; 0 fits the GPU or the cores."""
+    max_num_tokens: int = Field(0, ge=0)
+    """Maximum number of tokens in one step, shared by chunked prefill and decode; 0 fits the GPU. On a CPU the embedded
+    engine takes at most 128 tokens of chunked prompts in a step.
     """
     kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
     """Number of tokens in a KV block."""
-    kv_cache_memory_mb: int = Field(EMBEDDED.kv_cache_memory_mb, ge=1)
-    """Memory for KV blocks on a CPU, in MiB."""
+    kv_cache_memory_mb: int = Field(0, ge=0)
+    """Memory for KV blocks on a CPU, in MiB; 0 takes what the batch can use, up to a quarter of the free memory."""
     free_gpu_memory_fraction: float = Field(EMBEDDED.free_gpu_memory_fraction, gt=0, le=1)
     """Fraction of the free GPU memory used for KV blocks."""
     enable_block_reuse: bool = EMBEDDED.enable_block_reuse

@@ -208,7 +208,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
     ("arguments", "name"),
     [
         (["--max-batch-sizes", "3"], "--max-batch-sizes"),
-        (["--max-batch-size", "0"], "--max-batch-size (MAX_BATCH_SIZE)"),
+        (["--max-batch-size=-1"], "--max-batch-size (MAX_BATCH_SIZE)"),
         (["--api-keys", " , "], "--api-keys (API_KEYS)"),
         (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
         (["--port", "x"], "--port (PORT)"),

@@ -98,7 +98,8 @@ def test_closed_terminal_lets_running_streams_finish(processes: str) -> None:
     def take_terminal() -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes]
+    flags = ("--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes, "--log-format", "json")
+    command = [sys.executable, "-m", "server", *flags]
     server = subprocess.Popen(
         command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
     )
