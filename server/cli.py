@@ -1,6 +1,7 @@
 """The command line, `trellis` or `python -m server`: one function for each command."""
 
 import argparse
+import errno
 import logging
 import sys
 import time
@@ -67,6 +68,7 @@ def _serve(arguments: Sequence[str]) -> int:
     if settings.engine == "trtllm":
         list(_listing(settings, arguments))  # raises what is wrong with the engine's arguments
     _check_servable(settings)
+    _check_possible(settings)
     return run(settings, arguments, started)
 
 
@@ -167,7 +169,7 @@ def _help_on(verb: str, topic: str) -> str:
     from server.commands import bench, chat  # noqa: PLC0415
 
     if verb in ("chat", "bench"):
-        parser = (chat if verb == "chat" else bench).parser()
+        parser = chat.parser() if verb == "chat" else bench.parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]
@@ -208,6 +210,16 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError("; ".join(lacking))
 
 
+def _check_possible(settings: Settings) -> None:
+    """Raise EngineArgsError for settings that cannot work on this machine or with this model."""
+    from server.compose.model import model_here  # noqa: PLC0415
+    from server.compose.sizing import this_machine  # noqa: PLC0415
+    from server.preflight import impossible  # noqa: PLC0415
+
+    if found := list(impossible(settings, this_machine(), model_here(settings))):
+        raise EngineArgsError([f"{finding.text}. Cure: {finding.cure}" for finding in found])
+
+
 def _check_instruction_set(settings: Settings) -> None:
     """Raise SettingsError if this processor lacks the instruction set."""
     from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
@@ -236,7 +248,9 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     try:
         listener = serving.listen(settings.host, settings.port, share)
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
+        cure = "stop what listens there (ss -ltnp names it), or choose another with --port"
+        cure = cure if error.errno == errno.EADDRINUSE else "set HOST to an address of this machine, or PORT above 1023"
+        log.error("cannot listen on %s:%d: %s; %s", settings.host, settings.port, error.strerror or error, cure)
         return serving.FAILURE
     with listener:
         if share:

@@ -68,7 +68,7 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
         return _checked(folder, weights)
     if folder.exists():
         raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ModelError(
             f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of "
             f"{', '.join(PACKAGED)}"
@@ -79,12 +79,12 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
 def present_model(model: str, cache_dir: Path) -> Path | None:
     """Return what `resolve_model` would find without converting or downloading, or None. Raises ModelError."""
     folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
-    return folder if folder.is_dir() else _downloaded(model)
+    return folder if folder.is_dir() else downloaded(model)
 
 
-def _downloaded(model: str) -> Path | None:
+def downloaded(model: str) -> Path | None:
     """Return the folder of a model of the hub if it is in the cache."""
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         return None
     folder = hub_folder() / f"models--{model.replace('/', '--')}"
     try:
@@ -92,6 +92,11 @@ def _downloaded(model: str) -> Path | None:
     except OSError:
         return None
     return found if (found / "config.json").is_file() else None
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether the name can be an id of the Hugging Face hub."""
+    return _HUB_ID.fullmatch(model) is not None
 
 
 def hub_folder() -> Path:
@@ -195,7 +200,7 @@ def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> 
     """Convert into `folder` under the lock, and check the result; leftovers of a killed process are removed. `parts`
     extend a `base`.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+    from tqdm import tqdm  # noqa: PLC0415
 
     from engine.checkpoints.facts import read_model_facts  # noqa: PLC0415
     from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - imports libraries only for converting

@@ -12,6 +12,7 @@ from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.model import served_name
 from server.compose.sizing import sizes, this_machine
+from server.preflight import too_long
 from server.roles import role_of
 from server.settings import Settings
 
@@ -45,6 +46,8 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             arguments=arguments,
             processors=_processors(settings, folder),
         )
+    if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):
+        raise EngineFailure(sentence)
     return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
 
 

@@ -61,6 +61,11 @@ class Size(NamedTuple):
 @cache
 def this_machine() -> Machine:
     """Return the facts of this machine, looked up once."""
+    return survey()
+
+
+def survey() -> Machine:
+    """Look up the facts of this machine."""
     present = parse_gpus(nvidia_smi())
     gpus = visible(present, visible_devices())
     try:

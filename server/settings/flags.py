@@ -28,8 +28,8 @@ class FlagParser(argparse.ArgumentParser):
     SettingsError.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, allow_abbrev=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
@@ -73,9 +73,8 @@ def parse_flags(settings: type[Section], arguments: Sequence[str]) -> dict[str, 
     parser.add_argument("positional_model", nargs="?")
     for name, info in settings.model_fields.items():
         switch = info.annotation in (bool, bool | None)
-        parser.add_argument(
-            *_flags(name, info), dest=name, action="append", **({"nargs": "?", "const": "true"} if switch else {})
-        )
+        options: dict[str, Any] = {"nargs": "?", "const": "true"} if switch else {}
+        parser.add_argument(*_flags(name, info), dest=name, action="append", **options)
         if switch:
             parser.add_argument(f"--no-{_flags(name, info)[0][2:]}", dest=name, action="append_const", const="false")
     found = vars(parser.parse(arguments))
