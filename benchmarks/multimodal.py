@@ -40,7 +40,7 @@ from engine.media import MediaInput
 from engine.transfer.base import Read
 from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
-from server.bench.client import Target, Workload, exchange
+from server.bench.client import LoadRun, Target, exchange
 from server.bench.summary import Sample
 
 EMBEDDING_BYTES = 576 * 4096 * 2
@@ -169,7 +169,7 @@ def asked(server: Server, parts: list[dict[str, object]]) -> Sample:
     target: Target = server.target
     request = target.request(parts, 2)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        (sample,) = runner.run(exchange(target, Workload(1, 1, 0, 2, timeout=60), [request]))
+        (sample,) = runner.run(exchange(target, LoadRun(1, 1, 0, 2, timeout=60), [request]))
     if sample.error:
         raise RuntimeError(sample.error)
     return sample

@@ -18,7 +18,7 @@ from urllib.error import URLError
 
 import psutil
 
-from server.bench.client import Target, Workload, run
+from server.bench.client import LoadRun, Target, run
 from server.bench.prompts import PromptMaker
 from server.settings.environment import child_environment
 
@@ -163,7 +163,7 @@ class Server:
         self.ready_seconds = time.perf_counter() - started
         if not self.spec.answers:
             return
-        first = run(self.target, Workload(1, 1, 8, 1), PromptMaker(), "first")
+        first = run(self.target, LoadRun(1, 1, 8, 1), PromptMaker(), "first")
         if first.errors:
             raise RuntimeError(f"{self.spec.name} does not answer: {first.first_error}")
         self.answer_seconds = time.perf_counter() - started

@@ -58,7 +58,7 @@ _LOST = "the connection was lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class LoadRun:
     """One measurement: `requests` requests, `concurrency` at a time."""
 
     concurrency: int
@@ -190,7 +190,7 @@ async def _connect(base_url: str) -> _Connection:
 
 
 async def _worker(
-    target: Target, load: Workload, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0
+    target: Target, load: LoadRun, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0
 ) -> None:
     connection: _Connection | None = None
     await asyncio.sleep(delay)
@@ -221,7 +221,7 @@ async def fit_prompts(target: Target) -> PromptMaker:
     counts = (8, 72)
     samples: list[Sample] = []
     await _worker(
-        target, Workload(1, 2, 0, 1), iter([target.request(words(count, rng), 1) for count in counts]), samples
+        target, LoadRun(1, 2, 0, 1), iter([target.request(words(count, rng), 1) for count in counts]), samples
     )
     for sample in samples:
         if sample.error:
@@ -229,7 +229,7 @@ async def fit_prompts(target: Target) -> PromptMaker:
     return PromptMaker.fit(((counts[0], samples[0].prompt_tokens), (counts[1], samples[1].prompt_tokens)))
 
 
-async def measure(target: Target, load: Workload, prompts: PromptMaker, seed: str) -> Summary:
+async def measure(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> Summary:
     """Run `load` and summarise it. Equal seeds send equal prompts; the prompts of one run all differ."""
     rng = random.Random(seed)
     requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
@@ -238,7 +238,7 @@ async def measure(target: Target, load: Workload, prompts: PromptMaker, seed: st
     return summarise(samples, time.perf_counter() - started)
 
 
-async def exchange(target: Target, load: Workload, requests: Sequence[bytes]) -> list[Sample]:
+async def exchange(target: Target, load: LoadRun, requests: Sequence[bytes]) -> list[Sample]:
     """Send `requests`, `load.concurrency` at a time, and return a sample for each."""
     samples: list[Sample] = []
     queue = iter(requests)
@@ -247,7 +247,7 @@ async def exchange(target: Target, load: Workload, requests: Sequence[bytes]) ->
     return samples
 
 
-def run(target: Target, load: Workload, prompts: PromptMaker, seed: str) -> Summary:
+def run(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> Summary:
     """Run `measure` on a new uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(measure(target, load, prompts, seed))

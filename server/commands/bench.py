@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from server.bench.client import Target, Workload, fit, run
+from server.bench.client import LoadRun, Target, fit, run
 from server.bench.summary import Summary
 from server.commands.remote import Remote, RemoteError, add_server_flags
 from server.settings.flags import FlagParser
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{args.concurrency} at a time\n"
         )
         sys.stdout.flush()
-    load = Workload(args.concurrency, requests, args.prompt_tokens, args.max_tokens)
+    load = LoadRun(args.concurrency, requests, args.prompt_tokens, args.max_tokens)
     summary = run(target, load, prompts, args.seed or str(time.time_ns()))
     sys.stdout.write(json.dumps(summary.asdict(), indent=2) if args.json else "\n".join(_lines(summary)))
     sys.stdout.write("\n")

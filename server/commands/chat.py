@@ -78,7 +78,7 @@ class Chat:
         self._remote = remote
         self.model = model
         self._fields = sampling
-        self._write = write or _write
+        self.write = write or _write
         self.figures = False
         """Whether to show the speed after each answer."""
         self.restart(system)
@@ -112,18 +112,18 @@ class Chat:
                     if text := choice["delta"].get("content"):
                         first = first or time.monotonic()
                         answer += text
-                        self._write(text)
+                        self.write(text)
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
         except KeyboardInterrupt:  # stops the answer; what there is of it stays
-            self._write(" (stopped)")
+            self.write(" (stopped)")
         finally:
             chunks.close()  # type: ignore[attr-defined]
-            self._write("\n" if answer else "")
+            self.write("\n" if answer else "")
         if answer:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         if self.figures and tokens and first:
             speed = (tokens - 1) / max(time.monotonic() - first, 1e-9)
-            self._write(_dim(f"{tokens} tokens, the first after {first - began:.2f} s, then {speed:.1f} a second\n"))
+            self.write(_dim(f"{tokens} tokens, the first after {first - began:.2f} s, then {speed:.1f} a second\n"))
 
 
 def data_url(path: Path) -> str:

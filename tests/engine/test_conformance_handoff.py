@@ -10,9 +10,8 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.errors import InvalidRequest
-from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Handoff
 from tests.support.engine_cases import (
     BLOCK,
@@ -30,7 +29,7 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=HANDING_OVER)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*HANDING_OVER, "trtllm-newest"])
 async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Engine]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -72,7 +71,7 @@ AT_ONCE = [(3 * BLOCK + 1, {"max_tokens": 20, "logprobs": 2, "temperature": 0.9,
     ("engine", "length", "sampling"),
     [
         pytest.param(kind, length, sampling, id=f"{kind}-{length}-{','.join(sampling)}")
-        for kind in HANDING_OVER
+        for kind in [*HANDING_OVER, "trtllm-newest"]
         for length, sampling in (IN_FULL if kind in REAL else AT_ONCE)
     ],
     indirect=["engine"],

@@ -4,7 +4,7 @@ import pytest
 
 from server.process.banner import banner, is_local, warning
 from server.settings import Settings
-from tests.support.http import application
+from tests.support.servers import application
 
 
 async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:

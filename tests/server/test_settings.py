@@ -22,7 +22,7 @@ from server.settings import Settings, example, read_settings
 from server.settings.environment import read_env_file
 from server.settings.reading import misspelt_variables
 from tests.support.environment import bare
-from tests.support.http import serving
+from tests.support.servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,8 @@ import pytest
 from engine.kit.logs import JsonFormatter
 from server import cli
 from server.http import tracing
-from tests.support.http import CHAT, application, serving
 from tests.support.otel import Collector, collector
+from tests.support.servers import CHAT, application, serving
 from tests.support.waiting import slowness
 
 CHATS = "/v1/chat/completions"

@@ -95,6 +95,8 @@ def imported(module: str, name: str) -> Kind | None:
         module == "tensorrt_llm.llmapi" or (module == PACKAGE and name in ("LLM", "SamplingParams"))
     ):
         return Kind(name, "class")
+    if f"{module}.{name}" == "tensorrt_llm.executor.result.Logprob":
+        return Kind(name, "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None
 
 

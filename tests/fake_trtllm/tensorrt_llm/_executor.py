@@ -138,4 +138,4 @@ class Executor:
             async for batch in engine.kv_events():
                 for event in batch:
                     assert not isinstance(event.data, Cleared), "TensorRT-LLM has no such event"
-                    self.events.put(event_item(event))
+                    self.events.put(event_item(event, self.args, engine.info.vocab_size))

@@ -14,7 +14,7 @@ from server.commands.chat import Chat, data_url, images_in
 from server.commands.models import models
 from server.commands.remote import Remote, RemoteError
 from tests.support.environment import bare
-from tests.support.http import ServerThread
+from tests.support.servers import ServerThread
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "smolvision/example.png"
@@ -33,7 +33,7 @@ def chat(server: ServerThread) -> Chat:
 
 def test_a_chat_remembers_its_messages(chat: Chat) -> None:
     written: list[str] = []
-    chat._write = written.append
+    chat.write = written.append
     chat.say("hello")
     assert chat.messages[:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     answer = chat.messages[2]["content"]
@@ -54,7 +54,7 @@ def test_an_answer_can_be_stopped(chat: Chat) -> None:
         if text.strip() and not text.startswith(" (stopped)"):
             raise KeyboardInterrupt
 
-    chat._write = stop
+    chat.write = stop
     chat.say("hello")
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"], "what came stays"
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support.environment import bare
-from tests.support.http import CHAT, READY, ROOT, ServerProcess, serving
+from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving
 from tests.support.waiting import slowness
 
 
