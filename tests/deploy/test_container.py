@@ -3,6 +3,7 @@
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,6 +13,23 @@ from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
+
+
+def of_settings(service: dict[str, Any]) -> set[str]:
+    """Names of the settings that a service gets, beside variables of the Hugging Face hub's library."""
+    return {name.lower() for name in service["environment"] if not name.startswith("HF_")}
+
+
+def test_our_services_share_the_env_file_and_stay_reachable() -> None:
+    """What `.env` says of the server's address and folders must not reach a container, and its secrets must."""
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    ours = [service for service in services.values() if "build" in service]
+    assert len(ours) == 9
+    for service in ours:
+        assert service["env_file"] == [{"path": ".env", "required": False}]
+        fixed = {"HOST": "0.0.0.0", "PORT": "8000", "CACHE_DIR": "/cache"}
+        assert fixed.items() <= service["environment"].items()
+        assert service["environment"]["HF_HOME"].startswith("/cache/"), "models outlive the container"
 
 
 def test_compose_image_proxy_and_settings_agree() -> None:
@@ -26,7 +44,7 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     assert len(variables) == 2
     for of_target in variables:
         named = {name.lower() for name in of_target} - {"pythonunbuffered", "path"}
-        assert named | {name.lower() for name in server["environment"]} <= Settings.model_fields.keys()
+        assert named | of_settings(server) <= Settings.model_fields.keys()
         assert f"server:{of_target['PORT']} " in CONFIGURATION
         assert f":{of_target['PORT']}/health/live" in server["healthcheck"]["test"][-1]
         assert server["volumes"] == [f"model-cache:{of_target['CACHE_DIR']}"]
@@ -50,7 +68,7 @@ def test_tensorrt_llm_starts_as_the_doctor_wants_it() -> None:
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     environment = service["environment"]
     assert environment["ENGINE"] == "trtllm" and service["ipc"] == "host"
-    assert {name.lower() for name in environment if not name.startswith("HF_")} <= Settings.model_fields.keys()
+    assert of_settings(service) <= Settings.model_fields.keys()
     limits = {name: resource.RLIM_INFINITY if value == -1 else value for name, value in service["ulimits"].items()}
     assert {finding.level for finding in check_limits(limits["memlock"], limits["stack"])} == {"ok"}
     (mounted,) = [volume.split(":") for volume in service["volumes"] if volume.startswith("./")]
@@ -64,7 +82,7 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
     assert {service["profiles"][0] for service in (prefill, decode, gateway)} == {"disaggregated"}
     for service, role in ((prefill, "prefill"), (decode, "decode")):
         environment = service["environment"]
-        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        assert of_settings(service) <= Settings.model_fields.keys()
         given = {
             "internal_secret": "s",
             "disaggregation_mode": role,
@@ -83,7 +101,7 @@ def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> Non
     decode, gateway = roles["decode"]["environment"], services["epd-gateway"]
     for role, service in roles.items():
         environment = service["environment"]
-        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        assert of_settings(service) <= Settings.model_fields.keys()
         urls = {name: environment.get(name.upper(), "") for name in ("prefill_urls", "encode_urls")}
         given = {"internal_secret": "s", "disaggregation_mode": role, **urls}
         assert missing_setting(Settings(**given)) is None and environment["DISAGGREGATION_MODE"] == role
