@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     chat = Chat(remote, remote.model(args.model), args.system, sampling)
     if args.message or piped or args.image:
-        chat.say("\n\n".join(filter(None, [" ".join(args.message), piped])), args.image)
+        text, images = images_in(" ".join(args.message))
+        chat.say("\n\n".join(filter(None, [text, piped])), [*args.image, *images])
         return 0
     chat.figures = True
     _talk(chat)

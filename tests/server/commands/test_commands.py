@@ -1,10 +1,11 @@
 """The commands beside `serve`, against a running server, and the start beside other people's modules."""
 
+import io
 import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_message_of_the_command_line_and_a_pipe(server: ServerThread) -> None:
     done = run("chat", "--url", server.url, "--api-key", "secret", "--max-tokens", "100", "echo", "this", text="piped")
     assert (done.returncode, done.stderr) == (0, "")
     assert "echo this\n\npiped" in done.stdout
+
+
+def test_images_of_a_message_are_sent(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, Sequence[str]]] = []
+    monkeypatch.setattr(Chat, "say", lambda self, text, images=(): said.append((text, images)))
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
+    flags = ["chat", "--url", server.url, "--api-key", "secret", "--image", "other.png"]
+    assert main([*flags, "describe", str(EXAMPLE)]) == 0
+    assert said == [("describe\n\npiped", ["other.png", str(EXAMPLE)])]
 
 
 def test_no_server_and_no_key_are_explained(server: ServerThread, capsys: pytest.CaptureFixture[str]) -> None:
