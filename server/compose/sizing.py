@@ -87,7 +87,8 @@ def api_processes(settings: Settings, machine: Machine) -> Size:
     role = role_of(settings)
     if not role.has_text or role.core != "engine" or not settings.engine_process:
         return Size(1, "the role or the engine has one")
-    if settings.engine == "fake" or not (settings.engine == "trtllm" or on_gpu(settings, machine)):
+    computes_on_gpu = bool(machine.gpus) if settings.engine == "trtllm" else on_gpu(settings, machine)
+    if settings.engine == "fake" or not computes_on_gpu:
         return Size(1, "one keeps up with an engine on a CPU")
     count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
     return Size(count, f"one for {_CORES_PER_API_PROCESS} of {machine.cores} cores, at most {_MOST_API_PROCESSES}")
