@@ -96,6 +96,8 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     arguments: dict[str, Any] = {}
+    sampling: Literal["native", "processors"] = "native"
+    """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
 

@@ -127,7 +127,7 @@ def _download(model: str) -> Path:
     from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
-    class Progress(tqdm):  # type: ignore[misc]
+    class DownloadBar(tqdm):  # type: ignore[misc]
         """A bar on a terminal, and nothing in a file."""
 
         def __init__(self, *arguments: object, **options: object) -> None:
@@ -139,7 +139,7 @@ def _download(model: str) -> Path:
             return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=True))
         except LocalEntryNotFoundError:
             log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=Progress))
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=DownloadBar))
     except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "

@@ -98,7 +98,7 @@ def generation_keywords(
 def recomputed(request: GenerateRequest) -> GenerateRequest:
     """Return a plain request that goes on after a handoff's tokens without its state. Raises InvalidRequest.
 
-    The tokens become part of the prompt, so the presence and frequency penalties no longer count them.
+    The tokens become part of the prompt, so the engine's presence and frequency penalties no longer count them.
     """
     assert request.handoff is not None
     if request.sampling.guide is not None or request.handoff.prompt_token_ids:

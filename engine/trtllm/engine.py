@@ -30,7 +30,9 @@ from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
-from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
+from engine.trtllm.sampling import guides_of
+from engine.trtllm.support import Support
+from engine.types import Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
 BLOCKED_SECONDS = 10.0
@@ -95,6 +97,7 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
+        self._support: Support
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +135,8 @@ class TrtllmEngine:
         self._facts.check()
         started = time.monotonic()
         self.llm = library.load(self._config)
+        processes = self._config.sampling == "processors"
+        self._support = Support(self._config.arguments, processors=processes, newer=library.installed().samples_more)
         seconds = time.monotonic() - started
         log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
         try:
@@ -198,8 +203,15 @@ class TrtllmEngine:
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
         asked = recomputed(request) if self._is_lost(request) else request
+        sampling = asked.sampling
+        if context_only:
+            sampling = replace(sampling, min_tokens=min(1, sampling.min_tokens))
+        native, edits = self._support.split(sampling, self._facts.eos_token_ids, library.num_prompt(asked))
+        if edits is not None and asked is not request:  # its prompt ends with tokens of the output
+            edits = edits._replace(sampling=request.sampling, num_prompt=len(request.prompt_token_ids))
+        submitted = replace(asked, sampling=native)
         try:
-            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
+            result = library.submit(self.llm, submitted, self._facts, images, edits=edits, context_only=context_only)
         except EngineDied as error:
             self._die(error)
             raise
@@ -332,7 +344,8 @@ class TrtllmEngine:
             max_num_seqs=arguments.max_batch_size or 2048,
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
-            guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
+            guides=guides_of(arguments.guided_decoding_backend),
+            refused_parameters=tuple(self._support.refused.items()),
             kv_layout=f"TensorRT-LLM {version.name}",
             handoff_logprobs=version.handoff_logprobs,
         )

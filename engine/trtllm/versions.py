@@ -20,6 +20,9 @@ class PackageVersion:
     zero_logprobs: bool = False
     """0 asks for the sampled token's log-probability alone; before, it asks for none."""
 
+    samples_more: bool = False
+    """The TorchSampler honours penalties (#16485), seeds (#17172) and min_p (#16590): `engine/trtllm/support.py`."""
+
     @property
     def least_logprobs(self) -> int:
         """Least number to ask for, if log-probabilities are wanted."""
@@ -30,4 +33,4 @@ def version_of(name: str) -> PackageVersion:
     """Return the facts of the package version `name`; a version that cannot be read counts as 1.2.1."""
     numbers = re.match(r"(\d+)\.(\d+)", name)
     newest = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (1, 3)
-    return PackageVersion(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest)
+    return PackageVersion(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest, samples_more=newest)

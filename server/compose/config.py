@@ -34,7 +34,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without
 
-        found = engine_args.effective(settings)
+        found = engine_args.effective(settings, folder)
         for name, reason in found.ignored.items():
             log.warning("the argument %s is ignored: %s", name, reason)
         arguments = dict(found.arguments)
@@ -44,6 +44,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             backend=arguments.pop("backend", settings.backend),
             max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
+            sampling=settings.trtllm_sampling,
             processors=_processors(settings, folder),
         )
     if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):

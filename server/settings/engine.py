@@ -145,8 +145,14 @@ class TrtllmSettings(Section):
     """Run attention data-parallel over the GPUs of the tensor-parallel group."""
     gpus_per_node: int = Field(0, ge=0)
     """Number of GPUs in a node; 0 takes the visible ones."""
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
-    """Library for structured output."""
+    guided_decoding_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
+    """Library for structured output; auto takes xgrammar where tokenizer and speculation can have it, none refuses
+    structured output.
+    """
+    trtllm_sampling: Literal["native", "processors"] = TrtllmConfig(model="").sampling
+    """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
+    processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
+    """
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     publish_kv_events: bool = Field(

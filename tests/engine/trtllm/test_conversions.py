@@ -15,7 +15,7 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kv_events import Created, EventDiff, Removed, Stored, Updated
 from engine.trtllm.outputs import FLOOR, Outputs
 from engine.trtllm.polling import iteration_stats, kv_capacity, kv_event
-from engine.trtllm.sampling import MASKED, bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.sampling import MASKED, bias_of, guide_keywords, sampling_keywords
 from engine.trtllm.versions import version_of
 from engine.types import Delta, GenerateRequest, Guide, GuideKind, SamplingParams
 
@@ -57,7 +57,6 @@ def test_a_plain_request_says_what_the_engine_would_not_assume() -> None:
             {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5},
             {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5},
         ),
-        ({"bad_words": ((4,), (5, 6))}, {"bad_token_ids": [4]}),
     ],
 )
 def test_fields_that_are_asked_for(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -72,12 +71,11 @@ def test_a_model_without_an_end_never_ends_by_itself() -> None:
     assert sampling_keywords(SamplingParams(max_tokens=1), (), VERSION)["end_id"] == -1
 
 
-def test_biases_and_bad_words() -> None:
+def test_biases() -> None:
     assert bias_of(SamplingParams(max_tokens=1)) is None
     assert bias_of(SamplingParams(max_tokens=1, logit_bias={3: 2.0})) == {3: 2.0}
     allowed = bias_of(SamplingParams(max_tokens=1, logit_bias={3: 2.0, 5: 1.0}, allowed_token_ids=(3, 4)))
     assert allowed == {-1: MASKED, 3: 2.0, 4: 0.0}
-    assert bad_sequences(SamplingParams(max_tokens=1, bad_words=((4,), (5, 6)))) == ((5, 6),)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ async def test_a_gpu_that_fails_in_our_process_is_not_the_requests_fault(
 
 async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path) -> None:
     with registered(local=lambda: lambda token_ids, scores: None):
-        async with running(folder) as engine:
+        async with running(folder, disable_overlap_scheduler=True) as engine:
             with pytest.raises(EngineFailure, match="pickle"):
                 await tokens(engine, request(processors=("local",)))
             assert engine.healthy and await tokens(engine, request())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import random
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -36,6 +37,7 @@ class Executor:
         self._engine: Engine | None = None
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
+        self.generator = random.Random(42)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-trtllm", daemon=True)

@@ -5,7 +5,7 @@ A job has the sequences that it asks our engine for, and what their deltas say i
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
-from tensorrt_llm._translate import Processor, sampling_of, stop_ids
+from tensorrt_llm._translate import MinLength, Processor, PromptCounts, Sampler, sampling_of, stop_ids
 
 _LOST = "Error in kv cache transfer for generation requests"
 
@@ -37,6 +37,9 @@ class Job:
     interval: int
     cache_salt: str
     processors: list[Any]
+    sampler: Sampler
+    own_processors: Sequence[MinLength | PromptCounts] = ()
+    """What the sampler does, and our engines do otherwise."""
     images: tuple[MediaSpan, ...] = ()
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
@@ -67,7 +70,10 @@ class Job:
             self._check()
             for position, processor in enumerate(self.processors):
                 names.append(f"fake-trtllm-{id(self)}-{position}")
-                logits.register(names[-1], lambda processor=processor: Processor(copy.deepcopy(processor), self.id))
+                logits.register(names[-1], lambda processor=processor: self._processor(processor))
+            for processor in self.own_processors:
+                names.append(f"fake-trtllm-{id(self)}-{type(processor).__name__}")
+                logits.register(names[-1], lambda processor=processor: processor)
             async with asyncio.TaskGroup() as group:
                 for index in range(self.result.sampling_params.n):
                     group.create_task(self._follow(engine, index, tuple(names)))
@@ -84,6 +90,13 @@ class Job:
         finally:
             for name in names:
                 logits.unregister(name)
+
+    def _processor(self, processor: Any) -> Processor:
+        prompt, args = len(self.result.prompt_token_ids), self.result._executor.args
+        chunks = -(-prompt // args.max_num_tokens) if args.enable_chunked_prefill and args.max_num_tokens else 1
+        first = self.disaggregated.first_gen_tokens[0] if self.kind == "generation_only" else None
+        overlaps = self.sampler.overlaps
+        return Processor(copy.deepcopy(processor), self.id, prompt, overlaps=overlaps, chunks=chunks, first=first)
 
     async def abort(self) -> None:
         """End the sequences; those that wait for a context worker's blocks once they have them."""
@@ -180,7 +193,8 @@ class Job:
         """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token, main's
         those that came with it (#11727).
         """
-        entries = [_entry(token) for token in delta.logprobs]
+        alone = self.sampler.name == "TRTLLMSampler"  # which reports the sampled token's alone
+        entries = [_entry(token[:1] if alone else token) for token in delta.logprobs]
         if self.kind != "generation_only" or index in self.scored:
             return entries
         self.scored.add(index)

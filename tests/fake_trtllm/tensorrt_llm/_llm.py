@@ -20,8 +20,8 @@ from tensorrt_llm._jobs import Job
 from tensorrt_llm._models import MODELS, gpu_count
 from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
-from tensorrt_llm._tokenizer import load_tokenizer, set_up
-from tensorrt_llm._translate import checked_processors, engine_sampling
+from tensorrt_llm._tokenizer import check_guided, load_tokenizer, set_up
+from tensorrt_llm._translate import MinLength, PromptCounts, Sampler, checked_processors, engine_sampling
 from tensorrt_llm._vision import embed, encode, expand, has_mrope, load, position, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
@@ -43,6 +43,7 @@ class BaseLLM:
         self.args = model(**kwargs)
         self._check_gpus(kwargs.get("gpus_per_node"))
         self._tokenizer = load_tokenizer(self.args)
+        check_guided(self.args, self._tokenizer)
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
         self._stats_result: IterationResult | None = None
         self._events_result: IterationResult | None = None
@@ -198,7 +199,7 @@ class LLM(BaseLLM):
         if self._stats_result is None:
             self._stats_result, self._events_result = IterationResult(), IterationResult()
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
-        processors = checked_processors(params)
+        processors, sampler = checked_processors(params), Sampler.of(self.args)
         try:
             self._check_roles(call.disaggregated_params)
             if room < 1 or params.max_tokens < 1:
@@ -206,7 +207,9 @@ class LLM(BaseLLM):
                     f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} "
                     "do not fit the maximum sequence length"
                 )
-            fields = engine_sampling(params, executor.info, self.args.guided_decoding_backend is not None)
+            fields = engine_sampling(
+                params, executor.info, self.args.guided_decoding_backend is not None, sampler, len(token_ids)
+            )
         except RequestError as error:  # the worker's refusal, which surfaces on iteration
             result._push(error)
             return result
@@ -214,8 +217,10 @@ class LLM(BaseLLM):
             "context_only",
             "generation_only",
         }
-        if typed and call.disaggregated_params.request_type == "context_only" and fields["seed"] is None:
-            fields["seed"] = random.getrandbits(31)
+        generates = typed and call.disaggregated_params.request_type == "generation_only"
+        if fields["seed"] is None and not generates:
+            # 1.2.1's TorchSampler has one generator for all requests, whose seed is 42.
+            fields["seed"] = random.getrandbits(31) if NEWEST else executor.generator.getrandbits(31)
         executor.submit(
             Job(
                 result=result,
@@ -224,7 +229,16 @@ class LLM(BaseLLM):
                 streaming=call.streaming,
                 interval=params._stream_interval,
                 cache_salt=call.cache_salt or "",
-                processors=processors,
+                processors=[] if sampler.speculates else processors,
+                sampler=sampler,
+                own_processors=[
+                    processor
+                    for processor in (
+                        PromptCounts.of(params, sampler, token_ids),
+                        MinLength.of(params, sampler, len(token_ids)),
+                    )
+                    if processor is not None
+                ],
                 disaggregated=call.disaggregated_params if typed else None,
                 images=images,
             )
