@@ -29,7 +29,6 @@ DEFAULTS = {
     "attention": "flashinfer",
     "max-batch-size": "256",
     "max-num-tokens": "8448",  # 8192 prompt tokens and one token per decoding sequence
-    "max-seq-len": "8192",
     "engine-on-death": "exit",
 }
 CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "1024"}
@@ -111,7 +110,10 @@ def parse() -> argparse.Namespace:
         parser.error(f"no such cells: {', '.join(wrong)}; choose from {', '.join(GREEDY)} and rows {', '.join(ROWS)}")
     args.shape = SHAPES[args.shape_name]
     args.flags = (
-        DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
+        DEFAULTS
+        | {"max-seq-len": str(min(8192, args.shape.max_position))}
+        | ({"load-format": "dummy"} if args.load_format == "dummy" else {})
+        | settings_of(flags, parser)
     )
     return args
 
