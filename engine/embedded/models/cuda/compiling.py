@@ -58,5 +58,5 @@ def _loaded(kernel) -> None:
     _ = kernel.run
 
 
-def _warn(*, repr: str, **_: object) -> None:
-    log.warning("a request waited for a kernel to be compiled: %s", repr)
+def _warn(*, key, fn, **_) -> None:
+    log.warning("a request waited for kernel %s to be compiled for %s", fn.name, key)
