@@ -19,7 +19,7 @@ if [ "${TESTS:-yes}" = yes ]; then
     echo "== tests"
     timeout 100 python3 -m pytest -p no:cacheprovider -q -m "gpu or not gpu" --durations=8 \
         tests/engine/embedded/models/cuda/test_cuda_sampling.py \
-        tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sampling or ahead or seed" \
+        tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sampling or ahead or seed or waits" \
         >"$out/tests.log" 2>&1 || failed=1
     grep -E "^(FAILED|ERROR|E  )|passed|failed|s call|s setup" "$out/tests.log" | head -60
 fi

@@ -23,6 +23,7 @@ def compile_together(compute: Callable[[], object]) -> None:
     One kernel takes about a second, most of it in programs that Triton starts. A failure here costs time alone: the
     first launch compiles again.
     """
+    triton.knobs.runtime.jit_post_compile_hook = None  # no request waits for a start
     device, found = torch.cuda.current_device(), []
     run = JITFunction.run
 
