@@ -52,8 +52,10 @@ class CudaRunner(TorchRunner):
     compute_path = "cuda"
 
     def __init__(self, config: EmbeddedConfig) -> None:
+        begun = time.monotonic()
         _check(config)
         super().__init__(config)
+        log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
         heads, scale = self._decoder.heads[0], self._decoder.scale
         self._attention = CudaAttention(
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
@@ -122,6 +124,7 @@ class CudaRunner(TorchRunner):
         if set(attends.windows) != {None}:
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
+            log.info("transformers has the weights")
             expected = trial_by_transformers(self.module)
             self._decoder = LlamaDecoder(
                 self.module, self.context_length, config.max_num_tokens if self.takes_images else 0
