@@ -66,11 +66,13 @@ class CudaRunner(TorchRunner):
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
         started = time.monotonic()
-        compile_together(partial(self._try_kernels, largest, config.max_num_tokens))
+        compile_together(partial(self._try_kernels, largest))
         compiled = time.monotonic()
         self._warm_up()
+        with torch.inference_mode():
+            self._decoder.load_products(config.max_num_tokens, largest)
         log.info(
-            "compiled and loaded kernels in %.1f s, prompts ran after %.1f s more",
+            "compiled and loaded kernels in %.1f s, and those of libraries in %.1f s more",
             compiled - started,
             time.monotonic() - compiled,
         )
@@ -201,8 +203,8 @@ class CudaRunner(TorchRunner):
         return to_device(indices, torch.int64, self.device)
 
     @torch.inference_mode()
-    def _try_kernels(self, largest: int, max_num_tokens: int) -> None:
-        """Launch every kernel that a request may need, for the first layer alone, and load those of cuBLAS."""
+    def _try_kernels(self, largest: int) -> None:
+        """Launch every kernel that a request may need, for the first layer alone."""
         whole, self._decoder = self._decoder, self._decoder.first_layer()
         try:
             self._warm_up()
@@ -210,7 +212,6 @@ class CudaRunner(TorchRunner):
                 inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
                 inputs[2:] = self._spare_slot
                 self._run_whole(inputs)
-            self._decoder.load_products(max_num_tokens, largest)
         finally:
             self._decoder = whole
 
