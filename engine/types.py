@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that never complete in the output."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch."""
+    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch and after a restart."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Further ids that end the sequence, besides the model's end-of-sequence ids."""
@@ -147,6 +147,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is that of one
     rank."""
     load_seconds: float = 0.0
+    kv_bytes: int = 0
+    """Memory of the KV blocks; 0 where the backend cannot say."""
+    threads: int = 0
+    """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
     """Code that computes a step of the embedded engine: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""
@@ -161,6 +165,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
     kv_layout: str = ""
     """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
+    max_encoded_images: int = 0
+    """Most images of a prompt that other replicas can encode, for a backend that encodes images itself; 0 is any
+    number."""
+    prompt_logprobs: bool = True
+    """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True
     """Whether this engine, going on from a handoff, has log-probabilities. If not, prefill replicas are of no use to a
     request for them."""

@@ -12,8 +12,7 @@ import pytest
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.kv_events import EventDiff, KvEvent, Updated
-from engine.trtllm import engine as engine_module
-from engine.trtllm import library
+from engine.trtllm import library, watching
 from engine.trtllm.arguments import defaults, forced, merge, problems
 from engine.trtllm.polling import iteration_stats, kv_event, kv_event_poller
 from engine.trtllm.support import Edits
@@ -118,7 +117,7 @@ async def test_gotcha_12_events_can_be_lost_and_have_conditions(folder: Path) ->
 async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engines_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(watching, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         other = engine.generate(request(request_id="other", max_tokens=4000))
         assert (await anext(other)).token_ids
