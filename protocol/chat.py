@@ -43,7 +43,7 @@ class ContentPart(Wire):
 class FunctionDefinition(Wire):
     """A function that the model may call."""
 
-    name: str
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.:/@-]{1,128}$")]
     """Its name. Example: "get_weather" """
     description: str | None = None
     """What it does, for the model. Example: "Current weather in a city" """
@@ -118,14 +118,14 @@ class ChatCompletionRequest(GenerationFields):
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Functions that the model may call. Example: [{"type": "function", "function": {"name": "get_time"}}]"""
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """`auto`, `none` (as without tools), `required`, one function, or `allowed_tools`. What requires a call makes it
     valid by a grammar. Default: auto. Example: "auto" """
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several calls. Default: true. Example: true"""
     functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """OpenAI's old name of `tools`; the answer has `function_call` then. Example: [{"name": "get_time"}]"""
-    function_call: str | dict[str, Any] | None = None
+    function_call: Literal["auto", "none"] | dict[str, Any] | None = None
     """`auto`, `none` or one function, for `functions`. Example: "auto" """
     include_reasoning: bool | None = None
     """Whether the answer has the model's reasoning, if it has a parser for that. Default: true. Example: true"""

@@ -1,14 +1,11 @@
 """Tools of a chat: what a request offers the model, and how it may choose."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multimodal.errors import RequestError, shown
 from multimodal.request import Tool, Tools
 from protocol.chat import ChatCompletionRequest, FunctionDefinition, FunctionTool
-
-_NAME = re.compile(r"[\w.:/@-]{1,128}", re.ASCII)
 
 
 def tools_of(body: ChatCompletionRequest) -> tuple[Tools | None, list[dict[str, Any]]]:
@@ -22,7 +19,7 @@ def tools_of(body: ChatCompletionRequest) -> tuple[Tools | None, list[dict[str, 
     offered = _named(functions, spelled)
     field = "function_call" if legacy else "tool_choice"
     choice: Any = body.function_call if legacy else body.tool_choice
-    if body.function_call is not None and not legacy and body.function_call != "none":
+    if body.function_call is not None and not legacy and body.function_call not in ("none", "auto"):
         raise RequestError("'function_call' needs 'functions'.", "function_call")
     if not offered:
         if choice not in (None, "none", "auto"):
@@ -71,8 +68,6 @@ def _named(functions: Sequence[FunctionDefinition], spelled: str) -> dict[str, T
     found: dict[str, Tool] = {}
     for place, function in enumerate(functions):
         param = f"{spelled.format(place)}.name"
-        if not _NAME.fullmatch(function.name):
-            raise RequestError(f"'{param}' must have 1 to 128 letters, digits or characters of _-.:/@.", param)
         if function.name in found:
             raise RequestError(f"'{param}' is the name of another tool, too.", param)
         found[function.name] = Tool(function.name, function.parameters or {}, bool(function.strict))

@@ -40,7 +40,6 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _ARRAY: Schema = {"type": "array"}
 _NULL: Schema = {"type": "null"}
-_SOME: Schema = {"type": "array", "minItems": 1}
 
 
 def _needs(**fields: Schema) -> Schema:
@@ -81,7 +80,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
     "StructuredOutputs": {"maxProperties": 1},
-    "FunctionTool": _needs(type={"enum": ["function"]}, function=_OBJECT),
+    "FunctionTool": {"oneOf": [_needs(type={"enum": ["function"]}, function=_OBJECT)]},
     "TokenizeRequest": {
         "oneOf": [
             _needs(prompt=_TEXT) | {"not": _needs(messages=_ARRAY)},
@@ -93,9 +92,6 @@ _CONDITIONS: dict[str, Schema] = {
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),
-    "tool_choice": {"anyOf": [_needs(tools=_SOME), {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}}]},
-    "function_call": {"anyOf": [_needs(functions=_SOME), {"properties": {"function_call": {"enum": [None, "none"]}}}]},
-    "functions": {"properties": {"tools": _NULL}},
     "best_of": {"anyOf": [{"properties": {"best_of": {"const": None}}}, {"properties": {"n": {"enum": [None, 1]}}}]},
 }
 """Fields of a request that need others."""
