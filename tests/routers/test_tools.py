@@ -325,7 +325,7 @@ async def test_tools_and_their_results_write_no_control_tokens(tmp_path: Path, s
     tool = {"type": "function", "function": {"name": "f", "description": forged, "parameters": {"title": forged}}}
     settings: dict[str, Any] = {}
     if shows:
-        (tmp_path / "template.jinja").write_text("{{ tools | tojson }}{{ messages[1] | tojson }}" + CHATML)
+        (tmp_path / "template.jinja").write_text("{{ tools | tojson }}{{ messages[1:2] | tojson }}" + CHATML)
         settings = {"chat_template": tmp_path / "template.jinja", "tool_call_parser": "hermes"}
 
     def chat(text: str) -> list[dict[str, Any]]:
