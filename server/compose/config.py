@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -17,6 +18,7 @@ from server.roles import role_of
 from server.settings import Settings
 
 _HELLO_WORLD = "hello_world"
+_Script = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +57,11 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
 
 
 def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the answers in FAKE_SCRIPT. Raises EngineFailure if it has no list of texts."""
+    """Return the tokens of the answers in FAKE_SCRIPT. Raises EngineFailure if it is no list of texts."""
     if settings.fake_script is None:
         return ()
     try:
-        answers = msgspec.json.decode(settings.fake_script.read_bytes(), type=list[str])
+        answers = msgspec.json.decode(settings.fake_script.read_bytes(), type=_Script)
     except (OSError, msgspec.DecodeError) as error:
         raise EngineFailure(f"FAKE_SCRIPT: {error}") from error
     tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()

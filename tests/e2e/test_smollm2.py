@@ -74,7 +74,7 @@ class Forecast(BaseModel):
     days: int
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
 def test_a_small_model_calls_a_tool_by_its_schema(client: openai.OpenAI, choice: Any, temperature: float) -> None:
     asked: Any = {

@@ -12,7 +12,10 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from engine.errors import EngineFailure
 from multimodal.text.tokenizer import CHATML
+from server.compose.config import engine_config
+from server.settings import Settings
 from tests.support.servers import application
 
 WEATHER: dict[str, Any] = {
@@ -266,6 +269,20 @@ async def test_the_settings_name_parsers(tmp_path: Path) -> None:
         assert (runtime["tool_call_parser"], runtime["reasoning_parser"]) == ("llama3_json", "deepseek_r1")
         message = (await ask(client))["choices"][0]["message"]
         assert (message["reasoning_content"], calls_of(message)) == ("Hm.", [("get_time", "{}")])
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_stops_the_start(name: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"nonsense is none of the \w+ parsers .*granite"):
+        Settings(engine="fake", **{name: "nonsense"})
+
+
+@pytest.mark.parametrize("content", ["[]", "[1]", "{", None])
+def test_a_script_that_is_none_stops_the_start(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "script.json").write_text(content)
+    with pytest.raises(EngineFailure, match="FAKE_SCRIPT"):
+        engine_config(Settings(engine="fake", fake_script=tmp_path / "script.json"), None)
 
 
 # What the prompt has.
