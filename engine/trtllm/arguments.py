@@ -83,6 +83,7 @@ def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
         },
         "guided_decoding_backend": "xgrammar",
         "enable_iter_perf_stats": True,
+        "return_perf_metrics": True,
     }
 
 

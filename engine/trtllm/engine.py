@@ -29,6 +29,7 @@ from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
+from engine.trtllm.performance import Transfers
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
@@ -52,6 +53,8 @@ class ActiveRequest:
         self.result = result
         self._context_only = context_only
         self._transferring = transferring
+        self.fetched = transferring
+        """Whether its KV blocks come from another replica."""
         self.aborted = False
 
     async def deliver(self, delta: Delta, request: GenerateRequest) -> None:
@@ -67,6 +70,11 @@ class ActiveRequest:
             over = asyncio.Event()
             self.stream.when_done(over.set)
             await over.wait()
+
+    @property
+    def fetching(self) -> bool:
+        """Whether its KV blocks have not arrived yet."""
+        return self._transferring
 
     def abort(self) -> None:
         self.aborted = True
@@ -106,6 +114,7 @@ class TrtllmEngine:
         """Requests that TensorRT-LLM computes."""
         self.aborted = 0
         self._newest: IterationStats
+        self._transfers = Transfers()
         self._stop_watching = threading.Event()
 
     async def __aenter__(self) -> Self:
@@ -243,6 +252,8 @@ class TrtllmEngine:
             async for response in run.result:
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
+                    if run.fetched and delta.finish_reason is not None:
+                        self._transfers.note(delta.performance)
                     await run.deliver(delta, request)
             stream.fail(EngineFailure("the engine ended the request without a reason"))
         except EngineError as error:
@@ -250,6 +261,7 @@ class TrtllmEngine:
             run.abandon()
         except Exception as error:  # raised by TensorRT-LLM
             failure = library.translate(self.llm, error)
+            self._transfers.kv_transfer_failure_total += run.fetching
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
@@ -285,7 +297,12 @@ class TrtllmEngine:
 
     def _publish(self, stats: IterationStats) -> None:
         """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
-        self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
+        self._newest = replace(
+            stats,
+            num_aborted_requests=self.aborted,
+            timestamp=stats.timestamp or time.time(),
+            **vars(self._transfers),
+        )
         if not self.running:
             cache = stats.kv_cache_stats
             freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)

@@ -78,6 +78,8 @@ class Generation:
                     timer.prompt(choice.prompt_tokens, delta.prompt.cached_tokens, delta.prompt.queue_seconds)
                     stages.begun(delta.prompt, choice.prompt_tokens)
                 timer.tokens(len(delta.token_ids))
+                if delta.performance is not None:
+                    timer.measured(delta.performance)
                 if piece.finish_reason is not None:
                     await stream.aclose()
                     timer.finish(piece.finish_reason)

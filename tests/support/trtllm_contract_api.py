@@ -65,11 +65,14 @@ def _dataclass(name: str) -> dict[str, str]:
 
 
 _RESULT = API["classes"]["tensorrt_llm.llmapi.RequestOutput"]
+_MEASURED = API["json_schemas"]["perf_metrics_item"]["perf_metrics"]
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "LLM": {"args": "TorchLlmArgs"},  # a public member, by the prose of the contract
     "MultimodalEncoder": {"args": "TorchLlmArgs"},
     "RequestOutput": {name: text for name, text in _RESULT["attributes"].items() if name not in _RESULT["methods"]},
     "IterationResult": {},
+    "RequestPerfMetrics": {name: name if isinstance(value, dict) else "value" for name, value in _MEASURED.items()},
+    **{name: dict.fromkeys(value, "value") for name, value in _MEASURED.items() if isinstance(value, dict)},
     "RequestError": {},
     **{
         name: _dataclass(name)

@@ -28,6 +28,7 @@ HELD = {
 """Expressions of the adapter's that hold TensorRT-LLM's objects, by their text."""
 HELD_IN = {
     "outputs.py": {"value": "Logprob", "item[1]": "Logprob"},
+    "performance.py": {"metrics": "RequestPerfMetrics"},
     "polling.py": {"self._call": "LLM.get_kv_cache_events"},  # or get_stats, of the same signature
 }
 NOT_THEIRS = {

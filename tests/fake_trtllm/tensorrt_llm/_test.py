@@ -47,6 +47,10 @@ class Faults:
 
 
 faults = Faults(**json.loads(os.environ.get("FAKE_TRTLLM_FAULTS", "{}")))
+spans: list[dict[str, Any]] = []
+"""Spans that the package's own tracer has sent."""
+untraced = 0
+"""Requests without metrics, of which the tracer has warned and sent nothing."""
 executors: weakref.WeakSet[Any] = weakref.WeakSet()
 """The executors of all LLMs and encoders that have not shut down."""
 
@@ -63,7 +67,10 @@ def kill_executors(error: Exception | None = None) -> None:
 
 
 def reset() -> None:
-    """No faults, and no embeddings that nobody took."""
+    """No faults, no spans, and no embeddings that nobody took."""
+    global untraced
+    spans.clear()
+    untraced = 0
     if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:
         shared.free()
     for field in dataclasses.fields(Faults):
