@@ -23,7 +23,7 @@ from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
-from engine.media import MediaFiles
+from engine.media import MediaFiles, Unexpanded
 from engine.stats import IterationStats
 from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
@@ -239,6 +239,8 @@ class TrtllmEngine:
             raise EngineNotReady("the engine is not running")
         info = self.info
         check_prompt(request, info.vocab_size, info.context_length)
+        if self._config.backend == "_autodeploy" and isinstance(request.media, Unexpanded):
+            raise InvalidRequest("images are not supported with BACKEND=_autodeploy", "prompt")
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:

@@ -46,6 +46,11 @@ def load(config: TrtllmConfig) -> Any:
         classes = update_llm_args_with_extra_dict(
             {}, {name: value for name, value in arguments.items() if value is not None}
         )
+        if config.backend == "_autodeploy":
+            # The class that upstream serves with: its factory finds the checkpoint and makes the tokenizer.
+            from tensorrt_llm._torch.auto_deploy import LLM as AutoDeployLLM  # noqa: PLC0415
+
+            return AutoDeployLLM(**{**arguments, **classes, "model": config.model})
         return LLM(**{**arguments, **classes, "model": config.model, "backend": config.backend})
     except Exception as error:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error

@@ -98,6 +98,8 @@ def imported(module: str, name: str) -> Kind | None:
         module == "tensorrt_llm.llmapi" or (module == PACKAGE and name in ("LLM", "SamplingParams"))
     ):
         return Kind(name, "class")
+    if (module, name) == ("tensorrt_llm._torch.auto_deploy", "LLM"):
+        return Kind("LLM", "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None
 
 
