@@ -29,8 +29,9 @@ from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
-from engine.trtllm.performance import Transfers
+from engine.trtllm.performance import TransferCounts
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
+from engine.trtllm.ranks import Ranks, idle, summed
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
 
 HEALTH_SECONDS = 1.0
@@ -114,7 +115,10 @@ class TrtllmEngine:
         """Requests that TensorRT-LLM computes."""
         self.aborted = 0
         self._newest: IterationStats
-        self._transfers = Transfers()
+        self.ranks: Ranks
+        self._rows: dict[int, IterationStats] = {}
+        """Newest statistics of each rank."""
+        self._transfers = TransferCounts()
         self._stop_watching = threading.Event()
 
     async def __aenter__(self) -> Self:
@@ -150,10 +154,12 @@ class TrtllmEngine:
         except BaseException:
             await self.close()
             raise
-        if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._pollers.append(kv_event_poller(self.llm, self._events.put))
-        self._publish(stats)
-        self._pollers.append(stats_poller(self.llm, self._publish))
+        has_events = bool(self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"))
+        self.ranks = Ranks(self.info.data_parallel_size, self.info.block_size, knows_caches=has_events)
+        if has_events:
+            self._pollers.append(kv_event_poller(self.llm, self._learn))
+        self._take(stats)
+        self._pollers.append(stats_poller(self.llm, self._take))
         threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -207,13 +213,19 @@ class TrtllmEngine:
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
         asked = recomputed(request) if self._is_lost(request) else request
+        rank, work = self.ranks.assign(asked)
         try:
-            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
-        except EngineDied as error:
-            self._die(error)
+            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only, rank=rank)
+        except EngineError as error:
+            if work is not None:
+                work.end()
+            if isinstance(error, EngineDied):
+                self._die(error)
             raise
         run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
+        if work is not None:
+            run.stream.when_done(work.end)
         self._keep(run.stream)
         outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
         self._spawn(self._follow(request, run, outputs))
@@ -297,6 +309,17 @@ class TrtllmEngine:
             self.aborted += 1
             run.abort()
 
+    def _learn(self, event: KvEvent) -> None:
+        self._events.put(event)
+        self.ranks.note(event)
+
+    def _take(self, stats: IterationStats) -> None:
+        """Take new statistics, which are of one rank where there are several. 1.2.1 has those of the first alone."""
+        if self.info.data_parallel_size > 1:
+            self._rows[stats.attention_dp_rank or 0] = stats
+            stats = summed(self._rows.values())
+        self._publish(stats)
+
     def _publish(self, stats: IterationStats) -> None:
         """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
         self._newest = replace(
@@ -306,9 +329,7 @@ class TrtllmEngine:
             **vars(self._transfers),
         )
         if not self.running:
-            cache = stats.kv_cache_stats
-            freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
-            self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
+            self._newest = idle(self._newest)
         self._stats.publish(self._newest)
 
     async def _first_stats(self) -> dict[str, Any]:
@@ -336,12 +357,15 @@ class TrtllmEngine:
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
             )
             capacity = 0, arguments.kv_cache_config.tokens_per_block
+        length = arguments.max_seq_len or facts.context_length
+        if capacity[0]:  # to which the worker shortens its max_seq_len, and tells nobody
+            length = min(length, capacity[0] * capacity[1])
         return EngineInfo(
             backend="trtllm",
             model=self._config.model,
             dtype=str(arguments.dtype),
             device="cuda",
-            context_length=arguments.max_seq_len or facts.context_length,
+            context_length=length,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             num_blocks=capacity[0],

@@ -12,7 +12,7 @@ from engine.types import Performance
 _NEVER = timedelta()
 
 
-class Transfers:
+class TransferCounts:
     """KV transfers to this engine since its start, under the names of `IterationStats`."""
 
     def __init__(self) -> None:

@@ -76,7 +76,14 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "RequestError": {},
     **{
         name: _dataclass(name)
-        for name in ("CompletionOutput", "DisaggregatedParams", "Logprob", "SamplingParams", "GuidedDecodingParams")
+        for name in (
+            "CompletionOutput",
+            "DisaggregatedParams",
+            "Logprob",
+            "SamplingParams",
+            "SchedulingParams",
+            "GuidedDecodingParams",
+        )
     },
     **{name: _fields(name) for name in API["models"] if not name.startswith(("newer-only", "serve.", "auto_deploy"))},
 }
@@ -100,6 +107,8 @@ def imported(module: str, name: str) -> Kind | None:
         return Kind(name, "class")
     if (module, name) == ("tensorrt_llm._torch.auto_deploy", "LLM"):
         return Kind("LLM", "class")
+    if (module, name) == ("tensorrt_llm.scheduling_params", "SchedulingParams"):
+        return Kind("SchedulingParams", "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None
 
 

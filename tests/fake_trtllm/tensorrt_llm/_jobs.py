@@ -41,6 +41,9 @@ class Job:
     cache_salt: str
     processors: list[Any]
     images: tuple[MediaSpan, ...] = ()
+    scheduling: Any = None
+    """The request's SchedulingParams."""
+    rank: int = 0
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False

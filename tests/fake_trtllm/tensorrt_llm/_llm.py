@@ -217,6 +217,7 @@ class LLM(BaseLLM):
                 interval=params._stream_interval,
                 cache_salt=call.cache_salt or "",
                 processors=processors,
+                scheduling=call.scheduling_params,
                 disaggregated=call.disaggregated_params if typed else None,
                 images=images,
             )

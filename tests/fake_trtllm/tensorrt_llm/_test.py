@@ -49,6 +49,8 @@ class Faults:
 faults = Faults(**json.loads(os.environ.get("FAKE_TRTLLM_FAULTS", "{}")))
 spans: list[dict[str, Any]] = []
 """Spans that the package's own tracer has sent."""
+stats_of_all_ranks = False
+"""Statistics have a row for each attention-DP rank, as in newer versions."""
 untraced = 0
 """Requests without metrics, of which the tracer has warned and sent nothing."""
 executors: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -68,7 +70,8 @@ def kill_executors(error: Exception | None = None) -> None:
 
 def reset() -> None:
     """No faults, no spans, and no embeddings that nobody took."""
-    global untraced
+    global stats_of_all_ranks, untraced
+    stats_of_all_ranks = False
     spans.clear()
     untraced = 0
     if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:

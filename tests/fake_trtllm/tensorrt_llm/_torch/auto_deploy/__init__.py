@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorrt_llm._llm import LLM as _TorchLLM
+from tensorrt_llm._llm import LLM as _TorchLLM  # noqa: N811
 from tensorrt_llm._torch.auto_deploy.llm_args import LlmArgs
 
 __all__ = ["LLM", "LlmArgs"]
