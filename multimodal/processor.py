@@ -39,8 +39,9 @@ class Processor:
     parser: ParserFactory = PlainText
     _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
-    async def prepare(self, ask: Ask, shape: type[Shape], request_id: str) -> Generation:
-        """Prepare a request, whose answer has this shape. Nothing has been started in the engine.
+    async def prepare(self, ask: Ask, shape: type[Shape], request_id: str, dp_rank: int | None = None) -> Generation:
+        """Prepare a request, whose answer has this shape, for a data-parallel rank. Nothing has been started in the
+        engine.
 
         Raises RequestError, ContextOverflow, DeadlineExceeded, EngineNotReady and what encoding images raises.
         """
@@ -69,6 +70,7 @@ class Processor:
                 group_size=len(params),
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
+                dp_rank=dp_rank,
                 trace=trace.headers(),
             )
             choices.append(Choice(index, request, ask, tokenizer, parser(tokenizer)))
