@@ -76,6 +76,7 @@ SLOW = (
     "engine/replicas/test_encode_upload.py",
     "engine/transfer/",
     "engine/trtllm/test_hosted_encoder.py",
+    "engine/trtllm/test_probe_report.py",
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",

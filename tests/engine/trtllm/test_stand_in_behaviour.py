@@ -17,6 +17,7 @@ import pytest
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import bare, python_path
 from tests.support.trtllm import API, PROMPT, ROOT, disaggregated, disaggregating, faults, found, llm, sampling, trt  # noqa: F401
+from tests.support.waiting import until
 
 
 async def test_streaming_yields_one_mutated_object_with_cumulative_tokens() -> None:
@@ -150,7 +151,7 @@ async def test_statistics_and_events_are_drained() -> None:
         block = events[1]["data"]["blocks"][0]
         assert block.keys() == API["json_schemas"]["kv_cache_event"]["data"]["oneOf"][1]["blocks"][0].keys()
         assert [token["token_id"] for token in block["tokens"]] == [3, 4, 5, 6] and "attention_dp_rank" not in events[0]
-        assert engine.get_kv_cache_events(0.05) == [] == engine.get_stats(0.05)
+        await until(lambda: engine.get_kv_cache_events(0.05) == [] == engine.get_stats(0.05))
         faults().event_poll_error = "'NoneType' object has no attribute 'new_value'"
         assert engine.get_kv_cache_events(0.05) == []
         assert engine.get_kv_cache_events(0.05) == []
