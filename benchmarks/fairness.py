@@ -64,15 +64,15 @@ def shown(urls: Sequence[str]) -> dict[str, object]:
     return chat([{"type": "image_url", "image_url": {"url": url}} for url in urls])
 
 
-def attacks(context: int, slow: str, images: bool = True) -> dict[str, tuple[str, list[bytes]]]:
-    """Return the path and the bodies of each attack on a model with a context of so many tokens.
+def attacks(context: int, slow: str, images: bool = True, model: str = "") -> dict[str, tuple[str, list[bytes]]]:
+    """Return the path and the bodies of each attack on a model with a context of so many tokens, by its name.
 
     Making the images takes seconds. `slow` is the address of a server that answers a byte a second.
     """
     words = "word " * (TEXT_BYTES // 5 - 1000)
     part = {"type": "text", "text": "x"}
     message = {"role": "user", "content": "x"}
-    named: dict[str, tuple[str, Sequence[object]]] = {
+    named: dict[str, tuple[str, Sequence[dict[str, object]]]] = {
         "tokenize what fits": ("/tokenize", [{"prompt": "word " * (4 * context - 100)}]),
         "tokenize what may fit": ("/tokenize", [{"prompt": "a" * (TEXT_BYTES // 2)}]),
         "tokenize all that a body holds": ("/tokenize", [{"prompt": words}]),
@@ -107,7 +107,7 @@ def attacks(context: int, slow: str, images: bool = True) -> dict[str, tuple[str
         named["slow images"] = CHATS, fetched
     assert PIXELS == 2 * 8000 * 8000 == 32 * 2000 * 2000
     return {
-        name: (path, [json.dumps(body, separators=(",", ":")).encode() for body in bodies])
+        name: (path, [json.dumps({"model": model} | body, separators=(",", ":")).encode() for body in bodies])
         for name, (path, bodies) in named.items()
     }
 
@@ -175,11 +175,17 @@ def lags(client: httpx.Client) -> dict[float, float]:
     }
 
 
+def first_model(client: httpx.Client) -> str:
+    """Return the name of the model that the server lists first."""
+    return str(client.get("/v1/models").json()["data"][0]["id"])
+
+
 def timed(client: httpx.Client, make: Callable[[], dict[str, object]], rounds: int) -> float:
-    """Return the median time of a chat."""
+    """Return the median time of a chat with the first model."""
     times = []
+    model = first_model(client)
     for _ in range(rounds):
-        body = json.dumps(make()).encode()
+        body = json.dumps({"model": model} | make()).encode()
         began = time.perf_counter()
         client.post(CHATS, content=body).raise_for_status()
         times.append(time.perf_counter() - began)
@@ -210,7 +216,7 @@ def measure(url: str, names: Sequence[str] = (), rounds: int = 9) -> list[Figure
         context = client.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"]
         others(client, "warm up", 2, {})
         found.append(others(client, "none", rounds, {}))
-        for name, (path, bodies) in attacks(context, slow).items():
+        for name, (path, bodies) in attacks(context, slow, model=first_model(client)).items():
             if not names or name in names:
                 with attacking(url, path, bodies) as statuses:
                     found.append(others(client, name, rounds, statuses))

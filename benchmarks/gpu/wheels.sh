@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 folder=${1:-.whl}
 
 packages="
-    annotated-types anyio apache-tvm-ffi blake3 fastapi gguf httptools msgspec opentelemetry-api orjson prometheus-client
+    annotated-types anyio apache-tvm-ffi blake3 fastapi gguf httptools llguidance msgspec opentelemetry-api orjson prometheus-client
     prometheus-fastapi-instrumentator pydantic pydantic-core pydantic-settings python-dotenv pyzmq sse-starlette starlette
     typing-extensions typing-inspection uvicorn xgrammar
 "

@@ -28,8 +28,10 @@ from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held, PromptReport
 
-CPU_PROMPT_TOKENS = 128
+CPU_PROMPT_TOKENS = 64
 """Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
+CPU_REST_AFTER = 512
+"""Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
@@ -69,11 +71,13 @@ class EngineCore:
         self.layout = layout_of(config.model, self.runner.vocab_size, config.kv_block_size, self.runner.memory)
         self.remote = self._remote_source(config)
         """Other replicas as a source of KV blocks; None if this one moves none."""
+        on_cpu = self.runner.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            max_prompt_tokens=CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens,
+            max_prompt_tokens=CPU_PROMPT_TOKENS if on_cpu else config.max_num_tokens,
+            rest_after=CPU_REST_AFTER if on_cpu else None,
             chunked_prefill=config.enable_chunked_prefill,
             sources=[self.remote] if self.remote is not None else [],
         )

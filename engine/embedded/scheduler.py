@@ -3,7 +3,8 @@
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
 within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
 first started prompt leaves up to half to shorter ones, which go on in order of what remains of them, and up to half of
-the step's largest chunk goes to waiting sequences, so that the first never keeps less than a quarter. A sequence is
+the step's largest chunk goes to waiting sequences, so that the first never keeps less than a quarter. Where prompts
+cost much more than decodes, a long prompt also rests after each chunk, until others have had as much. A sequence is
 admitted when there are blocks for all its present tokens, or for its first chunk and the window in layers of a sliding
 window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is preempted:
 it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
@@ -25,6 +26,10 @@ from engine.embedded.step import Chunk
 
 PROMPT_LOGPROB_TOKENS = 256
 """Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
+
+
+DECODE_COST = 4
+"""Prompt tokens that take as long as a step of a few decodes, where prompts rest."""
 
 
 class Fetch(NamedTuple):
@@ -49,10 +54,12 @@ class Scheduler:
         max_num_tokens: int,
         max_prompt_tokens: int,
         chunked_prefill: bool,
+        rest_after: int | None = None,
         sources: abc.Sequence[Source] = (),
     ) -> None:
-        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. `sources`
-        are asked in this order for prompts that are not in the pools."""
+        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
+        prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
+        this order for prompts that are not in the pools."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """In order of rank."""
@@ -72,6 +79,9 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
         self._chunked = chunked_prefill
+        self._rest_after = rest_after if chunked_prefill else None
+        self._rest = 0
+        """Prompt tokens that others may still compute while long prompts rest."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a waiting sequence by its rank."""
@@ -152,6 +162,9 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
         budget = min(self._max_num_tokens - decodes, self._max_prompt_tokens)
+        long = [sequence for sequence in prompts if self._is_long(sequence)]
+        if self._rest > 0 and (decodes or len(long) < len(prompts)):
+            prompts = [sequence for sequence in prompts if sequence not in long]
         for sequence, left in self._turns(prompts, budget):
             if (
                 sequence.status is SequenceStatus.RUNNING
@@ -167,7 +180,9 @@ class Scheduler:
         for sequence, start, length, _, _ in chunks:
             sequence.computed = start + length
         if prompts or len(chunks) > decodes:
-            chunks.sort(key=_is_long)
+            chunks.sort(key=_has_several)
+        if long:
+            self._note_rest(chunks, long)
         return chunks
 
     def computed(self, chunks: list[Chunk]) -> None:
@@ -216,6 +231,16 @@ class Scheduler:
     def _release_sources(self, sequence: Sequence) -> None:
         for source in self._sources:
             source.release(sequence)
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return self._rest_after is not None and sequence.computed - sequence.cached_tokens >= self._rest_after
+
+    def _note_rest(self, chunks: list[Chunk], long: list[Sequence]) -> None:
+        """Have long prompts rest for as many tokens as they took in this step, or count what the others had."""
+        if taken := sum(chunk.length for chunk in chunks if chunk.sequence in long):
+            self._rest = taken
+        else:
+            self._rest -= DECODE_COST + sum(chunk.length for chunk in chunks if chunk.length > 1)
 
     def _turns(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """Return started prompts in the order in which they take tokens, each with the number that it has to leave."""
@@ -392,7 +417,7 @@ def _rank(sequence: Sequence) -> float:
     return sequence.rank
 
 
-def _is_long(chunk: Chunk) -> bool:
+def _has_several(chunk: Chunk) -> bool:
     return chunk.length > 1
 
 

@@ -1,5 +1,8 @@
 """Converts `DisaggregatedParams` to and from the handoffs and encodings of our replicas."""
 
+import dataclasses
+import secrets
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -7,25 +10,44 @@ import msgspec
 from engine.errors import EngineFailure, InvalidRequest
 from engine.handoff import VERSION
 from engine.media import Encoding, PromptMedia, Unexpanded
+from engine.trtllm.versions import PackageVersion
 from engine.types import Delta, GenerateRequest, Handoff, Held
 
 BACKEND = "trtllm"
+FIRST_REQUEST_ID = 1 << 42
+"""Request ids from here on are global: a package's own ids stay below (`llmapi/disagg_utils.py`)."""
 T = TypeVar("T")
+
+Scores = list[tuple[int, float, int | None]] | float
+"""Log-probabilities at one position: token id, value and rank of each, or the value of the token alone."""
 
 
 class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a context worker's DisaggregatedParams.
+    """The fields of a context worker's DisaggregatedParams, in 1.2.1 and main.
 
-    The embeddings' handles are not among them: they were used up there, and a generation worker refuses them.
+    Neither the embeddings' handles are among them, which were used up there and which a generation worker refuses, nor
+    logits, which are not asked for.
     """
 
+    package: str
+    """Version of TensorRT-LLM that the state is of. No other one is known to read it."""
     ctx_request_id: int
     first_gen_tokens: list[int]
+    first_gen_log_probs: list[Scores] | None = None
     opaque_state: bytes | None = None
     draft_tokens: list[int] | None = None
+    disagg_request_id: int | None = None
+    ctx_dp_rank: int | None = None
+    ctx_info_endpoint: str | None = None
+    schedule_style: int | None = None
+    ctx_usage: dict[str, Any] | None = None
+    conversation_id: str | None = None
     multimodal_hashes: list[list[int]] | None = None
+    multimodal_item_runs: list[list[tuple[int, int, list[int]]]] | None = None
     mrope_position_ids_handle: dict[str, Any] | None = None
     mrope_position_deltas_handle: dict[str, Any] | None = None
+    others: dict[str, Any] = {}
+    """Fields by names that are not known here."""
 
 
 class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,15 +59,40 @@ class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
-def context_keywords(media: PromptMedia | None) -> dict[str, Any]:
+_USED_UP = frozenset(("request_type", "multimodal_embedding_handles", "first_gen_logits"))
+_KNOWN = frozenset(ContextState.__struct_fields__) - {"package", "others"}
+
+
+def context_keywords(media: PromptMedia | None, version: PackageVersion) -> dict[str, Any]:
     """Return keywords of DisaggregatedParams for a prefill. Raises InvalidRequest."""
-    fields = _fields(_decoded(media, EncoderState)) if isinstance(media, Encoding) else {}
-    return {"request_type": "context_only", **fields}
+    keywords = {"request_type": "context_only", **_encoded(media)}
+    if version.request_ids:
+        keywords["disagg_request_id"] = FIRST_REQUEST_ID + secrets.randbelow((1 << 63) - FIRST_REQUEST_ID)
+    return keywords
 
 
-def generation_keywords(handoff: Handoff) -> dict[str, Any]:
-    """Return keywords of DisaggregatedParams for a decode. Raises InvalidRequest."""
-    return {"request_type": "generation_only"} | _fields(_decoded(handoff, ContextState))
+def generation_keywords(
+    handoff: Handoff, version: PackageVersion, logprob: Callable[[float, int | None], Any]
+) -> dict[str, Any]:
+    """Return keywords of DisaggregatedParams for a decode. `logprob` makes TensorRT-LLM's object of a log-probability.
+
+    Raises InvalidRequest.
+    """
+    state = _decoded(handoff, ContextState)
+    if state.package != version.name:
+        raise InvalidRequest(
+            f"the handoff is of TensorRT-LLM {state.package}; this replica runs {version.name}", "handoff"
+        )
+    if wrong := sorted(state.others.keys() & (_USED_UP | _KNOWN)):
+        raise InvalidRequest(f"the handoff cannot be read: {', '.join(wrong)} is not one of its fields", "handoff")
+    keywords = {"request_type": "generation_only"} | _fields(state) | state.others
+    del keywords["package"], keywords["others"]
+    if state.first_gen_log_probs is not None:
+        keywords["first_gen_log_probs"] = [
+            entry if isinstance(entry, float) else {token: logprob(value, rank) for token, value, rank in entry}
+            for entry in state.first_gen_log_probs
+        ]
+    return keywords
 
 
 def recomputed(request: GenerateRequest) -> GenerateRequest:
@@ -73,10 +120,10 @@ def local_keywords(encoding: Encoding) -> dict[str, Any]:
 
     Raises InvalidRequest.
     """
-    return context_keywords(encoding) | {"request_type": "context_and_generation"}
+    return {"request_type": "context_and_generation", **_encoded(encoding)}
 
 
-def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
+def held_of(result: Any, delta: Delta, request: GenerateRequest, version: PackageVersion) -> Delta:
     """Return `delta`, the only one of a context-only result, with the state that it keeps for decode.
 
     Its one token, though the last that was allowed, does not end the request. Raises EngineFailure.
@@ -88,7 +135,22 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest) -> Delta:
         raise EngineFailure(
             "the engine computed the prompt but handed nothing over: is cache_transceiver_config.backend set?"
         )
-    state = msgspec.msgpack.encode(ContextState(**_values(params, ContextState)))
+    values = {
+        field.name: getattr(params, field.name)
+        for field in dataclasses.fields(params)
+        if field.init and field.name not in _USED_UP
+    }
+    others = {name: value for name, value in values.items() if name not in _KNOWN and value is not None}
+    known = {name: value for name, value in values.items() if name in _KNOWN}
+    if scores := known.get("first_gen_log_probs"):
+        known["first_gen_log_probs"] = [
+            [(token, item.logprob, item.rank) for token, item in entry.items()] if isinstance(entry, dict) else entry
+            for entry in scores
+        ]
+    try:
+        state = msgspec.msgpack.encode(ContextState(version.name, **known, others=others))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineFailure(f"TensorRT-LLM {version.name} hands over what cannot be sent: {error}") from error
     held = Held(state, tuple(result.prompt_token_ids) if isinstance(request.media, Unexpanded) else ())
     return msgspec.structs.replace(delta, finish_reason=None, held=held)
 
@@ -113,6 +175,10 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
         values["multimodal_hashes"] = None  # images share a handle: 1.2.1 takes a hash for each handle, or none
     state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
     return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))
+
+
+def _encoded(media: PromptMedia | None) -> dict[str, Any]:
+    return _fields(_decoded(media, EncoderState)) if isinstance(media, Encoding) else {}
 
 
 def _values(params: Any, state: type[msgspec.Struct]) -> dict[str, Any]:

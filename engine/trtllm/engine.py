@@ -65,7 +65,7 @@ class ActiveRequest:
         request by then, and frees the blocks when they have been read or after the transceiver's time limit.
         """
         if self._context_only:
-            delta = held_of(self.result, delta, request)
+            delta = held_of(self.result, delta, request, library.installed())
         self.stream.put(delta)
         if delta.held is not None:
             over = asyncio.Event()
@@ -351,7 +351,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts = self.llm.args, self._facts
+        arguments, facts, version = self.llm.args, self._facts, library.installed()
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
@@ -376,7 +376,8 @@ class TrtllmEngine:
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
             guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
-            handoff_logprobs=False,
+            kv_layout=f"TensorRT-LLM {version.name}",
+            handoff_logprobs=version.handoff_logprobs,
         )
 
     def _watch(self, llm: Any) -> None:

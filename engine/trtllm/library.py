@@ -18,6 +18,7 @@ from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.failures import classified, is_a_refusal, is_of_the_engine
 from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.versions import PackageVersion, version_of
 from engine.types import GenerateRequest, SamplingParams
 
 _OF_THE_REQUEST = (AssertionError, NotImplementedError, TypeError, ValueError)
@@ -54,6 +55,13 @@ def load(config: TrtllmConfig) -> Any:
         return LLM(**{**arguments, **classes, "model": config.model, "backend": config.backend})
     except Exception as error:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
+
+
+def installed() -> PackageVersion:
+    """Return the facts of the package, once it is loaded."""
+    from tensorrt_llm import __version__  # noqa: PLC0415
+
+    return version_of(__version__)
 
 
 def shutdown(llm: Any) -> None:
@@ -142,7 +150,7 @@ def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: b
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
 
-    keywords = sampling_keywords(sampling, facts.eos_token_ids)
+    keywords = sampling_keywords(sampling, facts.eos_token_ids, installed())
     if templated:
         keywords["add_special_tokens"] = False
     if (bias := bias_of(sampling)) is not None:
@@ -211,12 +219,17 @@ def _cache_salt(request: GenerateRequest) -> str | None:
 
 
 def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:
+    from tensorrt_llm.executor.result import Logprob  # noqa: PLC0415
     from tensorrt_llm.llmapi import DisaggregatedParams  # noqa: PLC0415
 
     if request.handoff is not None:
-        return DisaggregatedParams(**generation_keywords(request.handoff))
+        keywords = generation_keywords(request.handoff, installed(), Logprob)
+        try:
+            return DisaggregatedParams(**keywords)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"the handoff cannot be read: {error}", "handoff") from error
     if context_only:
-        return DisaggregatedParams(**context_keywords(request.media))
+        return DisaggregatedParams(**context_keywords(request.media, installed()))
     return DisaggregatedParams(**local_keywords(request.media)) if isinstance(request.media, Encoding) else None
 
 

@@ -121,7 +121,11 @@ def stats_poller(llm: Any, publish: Callable[[IterationStats], None]) -> Poller[
 
 
 def kv_event(raw: Mapping[str, Any]) -> KvEvent:
-    """Convert an event; hashes become unsigned 64-bit integers. Raises msgspec.ValidationError for unknown events."""
+    """Convert an event; hashes become unsigned 64-bit integers. Raises msgspec.ValidationError for unknown events.
+
+    Main's KV cache manager V2 names blocks by SHA-256 in hex, of which the first 64 bits stay, and an image by a digest
+    in the place of its first token. `mm_keys` say the same of images, so that token becomes 0.
+    """
     return msgspec.convert(_unsigned(raw), KvEvent)
 
 
@@ -175,6 +179,6 @@ def _unsigned(value: Any, key: str = "") -> Any:
         return {name: _unsigned(child, name) for name, child in value.items()}
     if isinstance(value, list):
         return [_unsigned(child, key) for child in value]
-    if key in ("block_hash", "parent_hash", "block_hashes") and isinstance(value, int):
-        return value % (1 << 64)
-    return value
+    if key in ("block_hash", "parent_hash", "block_hashes") and value is not None:
+        return value % (1 << 64) if isinstance(value, int) else int(value[:16], 16)
+    return 0 if key == "token_id" and isinstance(value, str) else value

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.trtllm.versions import PackageVersion
 from engine.types import Guide, SamplingParams
 
 MASKED = -1e9
 """Bias that masks a token. Minus infinity could become NaN when combined with another."""
 
 
-def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_keywords(
+    sampling: SamplingParams, eos_token_ids: Sequence[int], version: PackageVersion
+) -> dict[str, Any]:
     """Return keywords for one request.
 
     The caller adds `embedding_bias`, `logits_processor` and `guided_decoding` with the functions below. With an
@@ -29,8 +32,8 @@ def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int]) ->
         "max_tokens": max(1, sampling.max_tokens),
         "min_tokens": sampling.min_tokens or None,
         "seed": sampling.seed,
-        "logprobs": wanted_logprobs(sampling.logprobs),
-        "prompt_logprobs": wanted_logprobs(sampling.prompt_logprobs),
+        "logprobs": _at_least(sampling.logprobs, version.least_logprobs),
+        "prompt_logprobs": _at_least(sampling.prompt_logprobs, version.least_logprobs),
         "repetition_penalty": _unless(sampling.repetition_penalty, 1.0),
         "presence_penalty": _unless(sampling.presence_penalty, 0.0),
         "frequency_penalty": _unless(sampling.frequency_penalty, 0.0),
@@ -38,11 +41,6 @@ def sampling_keywords(sampling: SamplingParams, eos_token_ids: Sequence[int]) ->
     }
     keywords |= {"top_k": 1} if sampling.temperature == 0 else _drawing(sampling)
     return {name: value for name, value in keywords.items() if value is not None}
-
-
-def wanted_logprobs(asked: int | None) -> int | None:
-    """Return how many alternatives to request. 0 would turn log-probabilities off, so the sampled token needs 1."""
-    return None if asked is None else max(1, asked)
 
 
 def bias_of(sampling: SamplingParams) -> Mapping[int, float] | None:
@@ -83,6 +81,10 @@ def _drawing(sampling: SamplingParams) -> dict[str, Any]:
         "top_k": sampling.top_k or None,
         "min_p": _unless(sampling.min_p, 0.0),
     }
+
+
+def _at_least(asked: int | None, least: int) -> int | None:
+    return None if asked is None else max(least, asked)
 
 
 def _unless(value: float, neutral: float) -> float | None:

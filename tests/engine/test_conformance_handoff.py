@@ -30,7 +30,7 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=HANDING_OVER)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*HANDING_OVER, "trtllm-newest"])
 async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Engine]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -72,7 +72,7 @@ AT_ONCE = [(3 * BLOCK + 1, {"max_tokens": 20, "logprobs": 2, "temperature": 0.9,
     ("engine", "length", "sampling"),
     [
         pytest.param(kind, length, sampling, id=f"{kind}-{length}-{','.join(sampling)}")
-        for kind in HANDING_OVER
+        for kind in [*HANDING_OVER, "trtllm-newest"]
         for length, sampling in (IN_FULL if kind in REAL else AT_ONCE)
     ],
     indirect=["engine"],

@@ -26,12 +26,15 @@ from engine.process.client import EngineClient
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from tests.support.environment import python_path
+from tests.support.trtllm import NEWEST, OLDEST, stand_in
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
+"""TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
 HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 """The kinds that prefill for each other; one engine is both sides here."""
-REAL = {"fake", "embedded", "trtllm"}
+REAL = {"fake", "embedded", "trtllm", "trtllm-newest"}
 """The kinds that compute; the others wrap one of these."""
 TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
 """The kinds that take images as embeddings, given a model that does."""
@@ -48,10 +51,9 @@ EMBEDDED: dict[str, Any] = {
 
 
 @contextmanager
-def fake_trtllm() -> Iterator[None]:
+def fake_trtllm(version: str = OLDEST) -> Iterator[None]:
     """tensorrt_llm can be imported, here and in child processes: the fake, which generates with the embedded engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FAKE_TRTLLM)
+    with stand_in(version), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM))
         patch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
         patch.setenv("FAKE_TRTLLM_CONFIG", json.dumps(EMBEDDED))
@@ -70,6 +72,8 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
             "enable_iter_perf_stats": True,
         }
         arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
+        if kind.endswith("-newest"):
+            cache["use_kv_cache_manager_v2"] = True
         return TrtllmConfig(model=str(tiny_model), arguments=arguments)
     return FakeConfig(
         vocab_size=VOCABULARY,
@@ -84,7 +88,8 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
 @asynccontextmanager
 async def engine_of(kind: str, config: EngineConfig) -> AsyncIterator[Engine]:
     """An engine that has not started yet, closed at the end."""
-    with fake_trtllm() if kind.startswith("trtllm") else nullcontext():
+    version = NEWEST if kind.endswith("-newest") else OLDEST
+    with fake_trtllm(version) if kind.startswith("trtllm") else nullcontext():
         async with _engine_of(kind, config) as engine:
             yield engine
 

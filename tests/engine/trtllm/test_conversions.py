@@ -16,13 +16,15 @@ from engine.kv_events import Created, EventDiff, Removed, Stored, Updated
 from engine.trtllm.outputs import FLOOR, Outputs
 from engine.trtllm.polling import iteration_stats, kv_capacity, kv_event
 from engine.trtllm.sampling import MASKED, bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.versions import version_of
 from engine.types import Delta, GenerateRequest, Guide, GuideKind, SamplingParams
 
 EOS = (2, 7)
+VERSION = version_of("1.2.1")
 
 
 def keywords(**fields: Any) -> dict[str, Any]:
-    return sampling_keywords(SamplingParams(**{"max_tokens": 5, **fields}), EOS)
+    return sampling_keywords(SamplingParams(**{"max_tokens": 5, **fields}), EOS, VERSION)
 
 
 def test_a_plain_request_says_what_the_engine_would_not_assume() -> None:
@@ -67,7 +69,7 @@ def test_greedy_says_nothing_of_drawing() -> None:
 
 
 def test_a_model_without_an_end_never_ends_by_itself() -> None:
-    assert sampling_keywords(SamplingParams(max_tokens=1), ())["end_id"] == -1
+    assert sampling_keywords(SamplingParams(max_tokens=1), (), VERSION)["end_id"] == -1
 
 
 def test_biases_and_bad_words() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from engine.media import Encoding
 from engine.trtllm import disaggregation
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
-from engine.types import Delta, GenerateRequest, Guide, Handoff, SamplingParams
-from tests.support.trtllm import found, handed_over, picture, travelled, trt  # noqa: F401 - a fixture for every test here
+from engine.trtllm.versions import version_of
+from engine.types import Delta, GenerateRequest, Guide, Handoff, Logprob, SamplingParams
+from tests.support.trtllm import BOTH_VERSIONS, NEWEST, found, handed_over, picture, travelled, trt  # noqa: F401 - a fixture for every test here
 from tests.support.waiting import until
 
+pytestmark = BOTH_VERSIONS
 PROMPT = tuple(range(10, 80))
+VERSION = version_of("1.2.1")
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
 
 
@@ -74,6 +77,12 @@ async def all_of(stream: Any) -> list[Delta]:
     return [delta async for delta in stream]
 
 
+def changed(handed: Handoff, **fields: Any) -> Handoff:
+    """The handoff with other fields in its state."""
+    state = msgspec.msgpack.decode(handed.state) | fields
+    return msgspec.structs.replace(handed, state=msgspec.msgpack.encode(state))
+
+
 def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
@@ -100,17 +109,20 @@ async def test_prefill_and_decode_give_what_one_engine_gives() -> None:
     assert rest[-1].finish_reason == "length" and all(delta.prompt is None for delta in rest)
 
 
-async def test_log_probabilities_after_a_handoff_are_of_a_prompt_computed_again() -> None:
-    """1.2.1's generation worker is one log-probability short, and asserts that it is not."""
+@pytest.mark.parametrize("count", [0, 3])
+async def test_log_probabilities_after_a_handoff_are_right(trt: Any, count: int) -> None:  # noqa: F811
+    """1.2.1's generation worker is one log-probability short, and asserts that it is not: decode computes the prompt
+    again. Main's takes the one that is handed over.
+    """
     async with pair() as (prefill, decode):
-        assert not decode.info.handoff_logprobs
-        wanted = request(logprobs=3)
+        assert decode.info.handoff_logprobs == (trt.__version__ == NEWEST)
+        wanted = request(logprobs=count)
         handed = await handed_over(prefill, wanted)
         rest = await all_of(decode.generate(msgspec.structs.replace(wanted, handoff=handed)))
         alone = msgspec.structs.replace(
-            request(logprobs=3, max_tokens=11), prompt_token_ids=(*PROMPT, *handed.first.token_ids)
+            request(logprobs=count, max_tokens=11), prompt_token_ids=(*PROMPT, *handed.first.token_ids)
         )
-        whole = await expected(alone)
+        whole = (await expected(wanted))[1:] if decode.info.handoff_logprobs else await expected(alone)
         assert tokens(rest) == tokens(whole) and rest[-1].finish_reason == "length"
         assert all(delta.prompt is None for delta in rest)
         assert [entry for delta in rest for entry in delta.logprobs] == [
@@ -125,7 +137,7 @@ async def test_an_error_of_one_request_does_not_end_an_engine_that_runs(monkeypa
     async with pair() as (prefill, decode):
         other = decode.generate(request("other", max_tokens=4000))
         assert (await anext(other)).token_ids
-        handed = await handed_over(prefill, request(logprobs=3, max_tokens=4000))
+        handed = changed(await handed_over(prefill, request(logprobs=3, max_tokens=4000)), first_gen_log_probs=None)
         with pytest.raises(EngineFailure, match="AssertionError"):
             await all_of(decode.generate(msgspec.structs.replace(request(logprobs=3, max_tokens=4000), handoff=handed)))
         await until(lambda: len(decode.llm._executor._jobs) == 1)
@@ -231,7 +243,7 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
         assert encoder.healthy
         encoding = await encoder.encode([picture()], "<image>")
         assert travelled(encoding) == encoding
-        keywords = disaggregation.context_keywords(encoding)
+        keywords = disaggregation.context_keywords(encoding, VERSION)
         assert keywords["request_type"] == "context_only" and len(keywords["multimodal_hashes"]) == 1
         params = found("tensorrt_llm.llmapi.DisaggregatedParams")(
             **(keywords | {"ctx_request_id": 7, "first_gen_tokens": [3], "opaque_state": b"\x00\xff"})
@@ -239,10 +251,10 @@ async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
         result = _Result(params, (1, 2, 3))
         asked = msgspec.structs.replace(request(), media=encoding)
         handed = handoff.handoff_of(
-            "trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked)
+            "trtllm", disaggregation.held_of(result, Delta((3,), finish_reason="length"), asked, VERSION)
         )
         assert handed.prompt_token_ids == (1, 2, 3)
-        generation = disaggregation.generation_keywords(handed)
+        generation = disaggregation.generation_keywords(handed, VERSION, Logprob)
         assert "multimodal_embedding_handles" not in generation
         assert (
             generation["multimodal_hashes"] == keywords["multimodal_hashes"]
@@ -258,11 +270,11 @@ def test_handles_wrapped_in_a_tuple_are_unwrapped() -> None:
     params = found("tensorrt_llm.llmapi.DisaggregatedParams")(multimodal_embedding_handles=[{"method_key": 2}])
     params.multimodal_embedding_handles = ([{"method_key": 2}],)
     encoding = disaggregation.encoding_of(_Result(params, ()), "<image>")
-    assert disaggregation.context_keywords(encoding)["multimodal_embedding_handles"] == [{"method_key": 2}]
+    assert disaggregation.context_keywords(encoding, VERSION)["multimodal_embedding_handles"] == [{"method_key": 2}]
 
 
 def handles_of(encoding: Encoding) -> tuple[Any, Any]:
-    keywords = disaggregation.context_keywords(encoding)
+    keywords = disaggregation.context_keywords(encoding, VERSION)
     found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
     return keywords["multimodal_embedding_handles"], keywords.get("multimodal_hashes")
 
@@ -289,16 +301,17 @@ def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
     without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
     for params in (None, empty, without_a_token, without_an_id):
         with pytest.raises(EngineFailure, match="transceiver"):
-            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), request())
+            disaggregation.held_of(_Result(params, ()), Delta((1,), finish_reason="length"), request(), VERSION)
     with pytest.raises(EngineFailure, match="no embeddings"):
         disaggregation.encoding_of(_Result(empty, ()), "")
 
 
-def test_every_field_of_disaggregated_params_has_its_place() -> None:
+def test_every_field_of_disaggregated_params_has_its_place(trt: Any) -> None:  # noqa: F811
     """A field that a later version adds is noticed here: neither side may lose it in silence."""
-    theirs = {field.name for field in fields(found("tensorrt_llm.llmapi.DisaggregatedParams"))} - {"request_type"}
+    theirs = {field.name for field in fields(found("tensorrt_llm.llmapi.DisaggregatedParams"))}
     ours = {*disaggregation.ContextState.__struct_fields__, *disaggregation.EncoderState.__struct_fields__}
-    assert ours == theirs
+    assert theirs - {"request_type", "first_gen_logits"} <= ours - {"package", "others"}
+    assert trt.__version__ != NEWEST or theirs == ours - {"package", "others"} | {"request_type", "first_gen_logits"}
 
 
 @pytest.mark.parametrize(
@@ -329,3 +342,65 @@ class _Result:
         self.mm_embedding_handle = handle
         self.prompt_token_ids = list(prompt)
         self.outputs = [self]
+
+
+async def test_a_handoff_of_another_version_is_computed_again_and_says_so(trt: Any) -> None:  # noqa: F811
+    async with pair() as (prefill, decode):
+        handed = changed(await handed_over(prefill, request()), package="1.9.0")
+        with pytest.raises(InvalidRequest, match=r"of TensorRT-LLM 1\.9\.0; this replica runs 1\.") as caught:
+            await all_of(decode.generate(msgspec.structs.replace(request(), handoff=handed)))
+        assert caught.value.param == "handoff", "which has the decode replica compute it"
+        lost = msgspec.structs.replace(request(), handoff=msgspec.structs.replace(handed, state=b""))
+        assert len(tokens(await all_of(decode.generate(lost)))) == 11
+        assert prefill.info.kv_layout == f"TensorRT-LLM {trt.__version__}", "so that such replicas do not pair"
+
+
+@dataclass(kw_only=True)
+class LaterParams:
+    """DisaggregatedParams of a version that is not known here."""
+
+    request_type: str = "context_only"
+    ctx_request_id: int = 7
+    first_gen_tokens: tuple[int, ...] = (3,)
+    first_gen_logits: Any = None
+    multimodal_embedding_handles: Any = None
+    a_new_name: Any = None
+    another: Any = None
+    locked: bool = field(default=True, init=False)
+
+
+def test_fields_that_are_not_known_here_are_carried_by_name() -> None:
+    params = LaterParams(a_new_name={"deep": [1, b"\x00", "x"]}, first_gen_logits=object())
+    held = disaggregation.held_of(_Result(params, ()), Delta((3,), finish_reason="length"), request(), VERSION)
+    handed = handoff.decode_handoff(handoff.encode(handoff.handoff_of("trtllm", held)))
+    keywords = disaggregation.generation_keywords(handed, VERSION, Logprob)
+    assert keywords == {
+        "request_type": "generation_only", "ctx_request_id": 7, "first_gen_tokens": [3],
+        "a_new_name": {"deep": [1, b"\x00", "x"]},
+    }  # fmt: skip
+    for others in ({"request_type": "context_only"}, {"multimodal_embedding_handles": [{}]}, {"ctx_request_id": 1}):
+        with pytest.raises(InvalidRequest, match=next(iter(others))):
+            disaggregation.generation_keywords(changed(handed, others=others), VERSION, Logprob)
+
+
+def test_what_cannot_be_sent_fails_where_it_is_made() -> None:
+    with pytest.raises(EngineFailure, match="hands over what cannot be sent"):
+        disaggregation.held_of(
+            _Result(LaterParams(another=object()), ()), Delta((3,), finish_reason="length"), request(), VERSION
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "newest"),
+    [
+        ("1.2.1", False),
+        ("1.2.1.post1", False),
+        ("1.3.0rc22", True),
+        ("1.10.0", True),
+        ("2.0", True),
+        ("main", False),
+    ],
+)
+def test_the_version_decides(name: str, newest: bool) -> None:
+    version = version_of(name)
+    assert (version.name, version.handoff_logprobs, version.request_ids, version.zero_logprobs) == (name, *[newest] * 3)

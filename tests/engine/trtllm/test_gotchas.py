@@ -18,13 +18,15 @@ from engine.handoff import decode_handoff, encode, handoff_of
 from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.outputs import Outputs
-from engine.types import Delta
+from engine.trtllm.versions import version_of
+from engine.types import Delta, Logprob
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, IMAGE, PROMPT, found, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_contract_api import signature
 from tests.support.trtllm_gotchas import FACTS, SOURCES, arguments_of, request, running, tokens
 from tests.support.waiting import until
 
+VERSION = version_of("1.2.1")
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
 
 
@@ -117,21 +119,21 @@ async def test_gotcha_05_an_explicit_end_id_leaves_the_tokenizer_out(
 
 
 def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
-    """What a newer version adds is neither copied nor passed on, and what the official wire form loses is not lost."""
+    """What a newer version adds is not passed on, and what the official wire form loses is not lost."""
     newer = API["dataclasses"]["DisaggregatedParams"]["newer_fields_not_in_1_2_1"]
     hashes = [[1] * 8]
     handle = {"method_key": 1}
-    theirs = SimpleNamespace(
+    theirs = found("tensorrt_llm.llmapi.DisaggregatedParams")(
         request_type="context_only", first_gen_tokens=[5], ctx_request_id=1, opaque_state=b"\x00\xff", draft_tokens=[6],
         multimodal_embedding_handles=None, multimodal_hashes=hashes, mrope_position_ids_handle=handle,
-        mrope_position_deltas_handle=handle, **dict.fromkeys(newer, 1),
+        mrope_position_deltas_handle=handle,
     )  # fmt: skip
     result = SimpleNamespace(outputs=[SimpleNamespace(disaggregated_params=theirs)], prompt_token_ids=PROMPT)
-    held = disaggregation.held_of(result, Delta((5,), finish_reason="length"), request())
+    held = disaggregation.held_of(result, Delta((5,), finish_reason="length"), request(), VERSION)
     handed = decode_handoff(encode(handoff_of("trtllm", held)))
-    later = msgspec.msgpack.decode(handed.state) | dict.fromkeys(newer, 1)
+    later = msgspec.msgpack.decode(handed.state) | {"a_later_field_of_ours": 1}
     for state in (handed.state, msgspec.msgpack.encode(later)):
-        keywords = disaggregation.generation_keywords(msgspec.structs.replace(handed, state=state))
+        keywords = disaggregation.generation_keywords(msgspec.structs.replace(handed, state=state), VERSION, Logprob)
         assert not keywords.keys() & set(newer)
         params = found("tensorrt_llm.llmapi.DisaggregatedParams")(**keywords)
         assert (params.request_type, params.opaque_state, params.draft_tokens) == ("generation_only", b"\x00\xff", [6])
@@ -197,7 +199,7 @@ async def test_gotcha_08_an_encoders_handles_go_to_prefill_with_text_and_no_furt
         inputs = {"prompt": "w5 <image> w6", "multi_modal_data": {"image": [b"cat"]}}
         wrapped = await wrapping.generate_async(inputs, disaggregated_params=params)
         assert isinstance(wrapped.disaggregated_params.multimodal_embedding_handles, tuple)
-        handles = disaggregation.context_keywords(disaggregation.encoding_of(wrapped, ""))[
+        handles = disaggregation.context_keywords(disaggregation.encoding_of(wrapped, ""), VERSION)[
             "multimodal_embedding_handles"
         ]
         assert isinstance(handles, list) and handles[0]["method_key"] == 2

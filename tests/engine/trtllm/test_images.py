@@ -22,11 +22,12 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import IMAGE, handed_over, model_folder, picture, travelled
+from tests.support.trtllm import BOTH_VERSIONS, IMAGE, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running
 from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
+pytestmark = BOTH_VERSIONS
 TEXT = "w5 <image> w6 <image> w7"
 IDS = (5, IMAGE, 6, IMAGE, 7)
 EXPANDED = (5, *[IMAGE] * 16, 6, *[IMAGE] * 16, 7)

@@ -198,7 +198,7 @@ def test_polls(verdict: str, blocks: bool, folder: Path, monkeypatch: pytest.Mon
 def test_the_window(verdict: str, window: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     item = found("tensorrt_llm._executor").event_item
     changed = {} if window is None else {"window_size": window}
-    monkeypatch.setattr(found("tensorrt_llm._executor"), "event_item", lambda event: item(event) | changed)
+    monkeypatch.setattr(found("tensorrt_llm._executor"), "event_item", lambda *about: item(*about) | changed)
     assert examined("requests", folder)["A18"] == verdict
 
 

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum, StrEnum
@@ -16,10 +17,39 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from annotated_types import Ge, Gt, Le
 
-API: dict[str, Any] = json.loads(
-    (Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text(encoding="utf-8")
-)
+_FOLDER = Path(__file__).resolve().parents[2] / "contract"
+
+
+def _api() -> dict[str, Any]:
+    """The contract of the version that FAKE_TRTLLM_VERSION names, 1.2.1 unless it is set.
+
+    `trtllm_newest.json` says what main adds, changes and removes. Raises ValueError for any other version.
+    """
+    api: dict[str, Any] = json.loads((_FOLDER / "trtllm_api.json").read_text(encoding="utf-8"))
+    newest = json.loads((_FOLDER / "trtllm_newest.json").read_text(encoding="utf-8"))
+    wanted = os.environ.get("FAKE_TRTLLM_VERSION", api["version"])
+    if wanted == newest["version"]:
+        for path in newest.pop("removed"):
+            *parents, last = path.split("/")
+            del functools.reduce(dict.__getitem__, parents, api)[last]
+        _update(api, newest)
+    elif wanted != api["version"]:
+        raise ValueError(f"FAKE_TRTLLM_VERSION must be {api['version']} or {newest['version']}, not {wanted}")
+    return api
+
+
+def _update(target: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(target.get(name), dict):
+            _update(target[name], value)
+        else:
+            target[name] = value
+
+
+API: dict[str, Any] = _api()
 __version__: str = API["version"]
+NEWEST = __version__ != "1.2.1"
+"""Whether this is main, which differs in behaviour too (`tests/contract/trtllm_behaviours.json`)."""
 
 _CONSTRAINTS: dict[str, tuple[Any, ...]] = {">0": (Gt(0),), ">=0": (Ge(0),), "0<x<=1": (Gt(0), Le(1))}
 _GENERICS: dict[str, Any] = {"Optional": Optional, "Union": Union, "List": list, "Dict": dict, "dict": dict, "Set": set}

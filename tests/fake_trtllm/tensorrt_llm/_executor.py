@@ -171,7 +171,7 @@ class Executor:
             async for batch in engine.kv_events():
                 for event in batch:
                     assert not isinstance(event.data, Cleared), "TensorRT-LLM has no such event"
-                    item = event_item(event)
+                    item = event_item(event, self.args, engine.info.vocab_size)
                     if self._ranks > 1:
                         item["attention_dp_rank"] = rank
                     self.events.put(item)

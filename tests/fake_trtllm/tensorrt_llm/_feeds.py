@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -11,8 +12,9 @@ import msgspec
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from tensorrt_llm._contract import API
+from tensorrt_llm._contract import API, NEWEST
 from tensorrt_llm._test import faults
+from tensorrt_llm._vision import TOKENS, image_token_of
 
 _STATS = API["json_schemas"]["iteration_stats"]
 _OBJECTS = ("kvCacheStats", "staticBatchingStats", "inflightBatchingStats", "specDecodingStats")
@@ -42,10 +44,12 @@ class Buffer:
 
 
 class IterationResult:
-    """Yields items that were fetched already.
+    """Yields items that were fetched already; main's fetches them when it is asked, in a thread.
 
     It is asynchronous only if a loop was running when it was made.
     """
+
+    later: Callable[[], list[dict[str, Any]]] | None = None
 
     def __init__(self) -> None:
         self._items: deque[dict[str, Any]] = deque()
@@ -77,15 +81,53 @@ class IterationResult:
         assert self._is_async, (
             "The asyncio event loop was not present during initialization, so async operations are not available."
         )
+        if self.later is not None:
+            later, self.later = self.later, None
+            self._items.extend(await asyncio.to_thread(later))
         if not self._items:
             raise StopAsyncIteration
         return self._items.popleft()
 
 
-def event_item(event: KvEvent) -> dict[str, Any]:
-    """A KV event in the shape of `KVCacheEventSerializer`."""
+def event_item(event: KvEvent, args: Any, vocab_size: int) -> dict[str, Any]:
+    """A KV event in the shape of `KVCacheEventSerializer`, of the manager that `args` choose."""
     item: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(event))
+    if NEWEST and args.kv_cache_config.use_kv_cache_manager_v2:
+        item |= {
+            "hash_algo": "v2_sha256",
+            "layer_group_id": 0,
+            "data": _of_v2(item["data"], vocab_size, image_token_of(args.model)),
+        }
     return item
+
+
+def _of_v2(data: dict[str, Any], vocab_size: int, image_token: int | None) -> dict[str, Any]:
+    """Hashes are SHA-256 in hex. The first token of an image is its digest, and the others count from the
+    vocabulary's size on (#13589, #18810); a key may have a UUID (#19529).
+    """
+    for name in ("block_hash", "parent_hash"):
+        if data.get(name) is not None:
+            data[name] = _sha256(data[name])
+    if "block_hashes" in data:
+        data["block_hashes"] = [_sha256(value) for value in data["block_hashes"]]
+    for block in data.get("blocks", ()):
+        block["block_hash"] = _sha256(block["block_hash"])
+        left = iter(block["mm_keys"])
+        place = TOKENS
+        for token in block["tokens"]:
+            place += 1
+            if not block["mm_keys"] or token["token_id"] != image_token:
+                place = TOKENS
+                continue
+            if place >= TOKENS:
+                key = next(left)
+                key["uuid"], place = key["hash"][:16], key["start_offset"]
+            token["token_id"] = vocab_size + place if place else key["hash"]
+    return data
+
+
+def _sha256(value: int) -> str:
+    return value.to_bytes(8).hex() + 48 * "0"
 
 
 def stats_item(stats: IterationStats, args: Any) -> dict[str, Any]:

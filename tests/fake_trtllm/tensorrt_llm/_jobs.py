@@ -18,6 +18,7 @@ from engine.kit import logits
 from engine.kit.stream import DeltaStream, merge
 from engine.media import MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest, TokenLogprobs
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
@@ -82,6 +83,10 @@ class Job:
                     group.create_task(self._follow(engine, index, tuple(names)))
         except* RequestError as errors:
             self.push(errors.exceptions[0])
+            if NEWEST and faults.device_error is not None:  # main tells fatal errors (#12718)
+                die(RuntimeError(faults.device_error))
+        except* AssertionError as errors:
+            die(RuntimeError(f"Error in event loop: {errors.exceptions[0]}"))
         except* EngineUnavailable as errors:
             die(RuntimeError(str(errors.exceptions[0])))
         except* EngineError as errors:
@@ -102,6 +107,8 @@ class Job:
         self.fault = faults.device_error or faults.take("request_error")
         if self.fault is not None and (faults.device_error or not faults.request_error_after):
             raise RequestError(self.fault)
+        if NEWEST and self.kind is not None:
+            assert self.disaggregated.disagg_request_id is not None, "params.disagg_request_id is not None"
         if self.kind == "generation_only":
             seed, self.images = restore(self.disaggregated, self.result.prompt_token_ids)
             if self.fields["seed"] is None:
@@ -162,7 +169,7 @@ class Job:
         named = set(stop_ids(params)) - (set() if params.ignore_eos else {params.end_id})
         if delta.finish_reason == "stop" and (last := delta.token_ids[-1]) in named:
             response.stop_reason, response.trimmed = last, not params.include_stop_str_in_output
-        if params.logprobs:
+        if params.logprobs or (NEWEST and params.logprobs == 0):
             response.logprobs = self._scores(index, delta)
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
         if delta.prompt is not None:
@@ -178,6 +185,8 @@ class Job:
                 faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
             )
             response.disaggregated_params = self._context_params(delta.token_ids)
+            if NEWEST:
+                self._place(response.disaggregated_params, response.logprobs)
         return response
 
     def _transfer(self) -> dict[str, float]:
@@ -194,11 +203,22 @@ class Job:
         return self.steps * (getattr(speculative, "max_draft_len", None) or 1), 0
 
     def _scores(self, index: int, delta: Delta) -> list[dict[int, Any]]:
-        """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token."""
+        """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token, main's
+        those that came with it (#11727).
+        """
         entries = [_entry(token) for token in delta.logprobs]
-        skipped = int(self.kind == "generation_only" and index not in self.scored)
+        if self.kind != "generation_only" or index in self.scored:
+            return entries
         self.scored.add(index)
-        return entries[skipped:]
+        given = (self.disaggregated.first_gen_log_probs or []) if NEWEST else []
+        for entry in given:
+            assert all(isinstance(value, Logprob) for value in entry.values()), "append_log_probs reads .logprob"
+        return [*given, *entries[1:]]
+
+    def _place(self, params: Any, logprobs: list[dict[int, Any]]) -> None:
+        """Write what main adds: log-probabilities, and where the blocks are."""
+        params.first_gen_log_probs = logprobs or None
+        params.ctx_dp_rank, params.ctx_info_endpoint = 0, "tcp://127.0.0.1:1"
 
     def _context_params(self, token_ids: tuple[int, ...]) -> Any:
         """The request's own params with what a generation worker needs."""
@@ -207,7 +227,8 @@ class Job:
         params.ctx_request_id = self.id
         params.multimodal_embedding_handles = None
         params.draft_tokens = self._draft(token_ids)
-        state = State(self.result.prompt_token_ids, self.fields["seed"], params.draft_tokens, self.images)
+        request_id = params.disagg_request_id if NEWEST else None
+        state = State(self.result.prompt_token_ids, self.fields["seed"], params.draft_tokens, self.images, request_id)
         params.opaque_state = msgspec.json.encode(state)
         return params
 
@@ -224,6 +245,8 @@ class State(msgspec.Struct, frozen=True):
     seed: int | None
     draft: list[int] | None
     images: tuple[MediaSpan, ...]
+    request_id: int | None = None
+    """Main's transceiver finds the blocks by it."""
 
 
 def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan, ...]]:
@@ -240,6 +263,8 @@ def restore(params: Any, prompt: list[int]) -> tuple[int | None, tuple[MediaSpan
     if state.prompt != prompt:
         raise RequestError(_LOST)
     if state.draft != params.draft_tokens:
+        raise RequestError(_LOST)
+    if NEWEST and (params.disagg_request_id, params.ctx_info_endpoint) != (state.request_id, "tcp://127.0.0.1:1"):
         raise RequestError(_LOST)
     return state.seed, state.images
 

@@ -6,11 +6,12 @@ import random
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Self
 
 from engine.media import MediaSpan
-from tensorrt_llm._contract import contract
+from tensorrt_llm._contract import NEWEST, contract
 from tensorrt_llm._engines import engine_config
 from tensorrt_llm._errors import RequestError
 from tensorrt_llm._executor import SHUT_DOWN, Executor
@@ -78,8 +79,7 @@ class BaseLLM:
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
         """Blocks its thread for as long as `get_stats` does (#9980), and then yields without waiting."""
-        result = self._stats_result or IterationResult()
-        return result.extend(self._fetched(self._executor.stats, timeout) if self._stats_result else [])
+        return self._later(self._stats_result, lambda: self._fetched(self._executor.stats, timeout))
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         events = self._fetched(self._executor.events, timeout)
@@ -87,8 +87,16 @@ class BaseLLM:
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
         """As `get_stats_async`."""
-        result = self._events_result or IterationResult()
-        return result.extend(self.get_kv_cache_events(timeout) if self._events_result else [])
+        return self._later(self._events_result, lambda: self.get_kv_cache_events(timeout))
+
+    def _later(self, result: IterationResult | None, fetch: Callable[[], list[dict[str, Any]]]) -> IterationResult:
+        """Nothing before the first request. Main does not fetch before it is iterated over."""
+        if result is None:
+            return IterationResult()
+        if not NEWEST:
+            return result.extend(fetch())
+        result.later = fetch
+        return result
 
     def _fetched(self, buffer: Buffer, timeout: float | None) -> list[dict[str, Any]]:
         """By the proxy's RPC client, which is gone after a shutdown."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tensorrt_llm import _test
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._metrics import metrics_dict, perf_metrics
 from tensorrt_llm._outputs import CompletionOutput
 from tensorrt_llm.metrics import MetricNames
@@ -131,7 +132,8 @@ class GenerationResult:
         output._last_text_len = len(output.text)
         output.token_ids.extend(response.token_ids[:-1] if response.trimmed else response.token_ids)
         output.logprobs.extend(response.logprobs)
-        if self.sampling_params.logprobs and response.finish_reason != "cancelled":
+        scored = self.sampling_params.logprobs or (NEWEST and self.sampling_params.logprobs == 0)
+        if scored and response.finish_reason != "cancelled":
             assert len(output.logprobs) == output.length + response.trimmed
         if response.cumulative_logprob is not None:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + response.cumulative_logprob

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 from engine.types import EngineInfo, Guide, SamplingParams
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._errors import RequestError
 
 _UNSUPPORTED = (
@@ -57,8 +58,8 @@ def engine_sampling(params: Any, info: EngineInfo, guided: bool) -> dict[str, An
         "seed": params.seed,
         "ignore_eos": not native,
         "stop_token_ids": tuple(dict.fromkeys(stops)),
-        "logprobs": params.logprobs or None,
-        "prompt_logprobs": params.prompt_logprobs or None,
+        "logprobs": params.logprobs if NEWEST else params.logprobs or None,
+        "prompt_logprobs": params.prompt_logprobs if NEWEST else params.prompt_logprobs or None,
         "guide": _guide(params.guided_decoding, guided),
     }
 

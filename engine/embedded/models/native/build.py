@@ -79,6 +79,7 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.pack.argtypes = [pointer, integer, integer, pointer, integer, integer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
+    code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
     for function in (code.pack, code.decoder_forward, code.decoder_delete):
         function.restype = None

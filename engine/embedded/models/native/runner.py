@@ -68,8 +68,13 @@ class NativeRunner(PendingTokens):
         self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
         threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
-        self._forward = code.decoder_forward
+        self._forward, self._threads = code.decoder_forward, code.decoder_threads
         weakref.finalize(self, code.decoder_delete, self._decoder)
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that compute: fewer than configured while others occupy their cores."""
+        return int(self._threads(self._decoder))
 
     def forward(self, step: StepInput) -> torch.Tensor:
         tokens = np.array(self.token_ids(step), np.int32)

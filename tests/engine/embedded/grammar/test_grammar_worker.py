@@ -87,7 +87,7 @@ class Own:
         self._before = {process.pid for process in workers()}
 
     async def __aenter__(self) -> "Own":
-        await self.compiler._pools["llguidance"].start()
+        await self.compiler._pools["llguidance"].start(2)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -107,6 +107,18 @@ class Own:
 
         await until(asked)
         return asked()[0]
+
+
+async def test_all_libraries_are_warm_before_a_request_needs_them(
+    tokenizer_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.embedded.grammar.compiler._LATER_SECONDS", 0.0)
+    async with Own(tokenizer_folder) as own:
+        await own.compiler.warm_up()
+        warm = {process.pid for process in own.processes()}
+        assert len(warm) == 3
+        assert accepts(await own.compiler.compile(Guide("grammar", 'root ::= "a" "b"')), tokenizer, "ab")
+        assert {process.pid for process in own.processes()} == warm
 
 
 async def test_a_worker_that_is_killed_while_idle_is_replaced_silently(

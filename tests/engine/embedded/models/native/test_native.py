@@ -8,6 +8,7 @@ processor has.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,22 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folde
         before = sum(part.length for part in members[: members.index(mine)])
         parts.append(model.forward(step_of(members))[before : before + length])
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_threads_without_a_core_stand_aside(folder: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
+    try:
+        model = load(folder, threads=4)
+        step = step_of([Part(tokens_of(100, 1), list(range(7)), 0, 100)])
+        logits, threads = model.forward(step), {model.threads}
+        for _ in range(200):
+            assert torch.equal(model.forward(step), logits)
+            threads.add(model.threads)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert max(threads) == 4
+    assert min(threads) < 3
 
 
 ODD_SIZES: dict[str, dict[str, Any]] = {
