@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -203,7 +203,7 @@ async def requests(model: str, note: Note, begin: Callable[[str], None]) -> None
     await anext(busy)
     waiting = llm.generate_async(inputs=list(PROMPT), sampling_params=_sampling())
     waiting.abort()
-    ended = await _ends(waiting.aresult())
+    ended = await _ends(waiting)
     busy.abort()
     note("A15", ended.startswith("no answer"), f"an aborted request behind another: {ended}")
 
@@ -240,7 +240,7 @@ async def roles(model: str, note: Note, begin: Callable[[str], None]) -> None:
     begin("A9")
     params = DisaggregatedParams(request_type="context_only")
     result = llm.generate_async(inputs=list(PROMPT), sampling_params=_sampling(), disaggregated_params=params)
-    wrong = await _ends(result.aresult())
+    wrong = await _ends(result)
     after = await _ends(_generated(llm, max_tokens=1))
     note("A9", after != "answered", f"the request: {wrong[:200]}; a plain request afterwards: {after[:200]}")
 
@@ -314,7 +314,7 @@ async def handoff(model: str, note: Note, begin: Callable[[str], None]) -> None:
     context, llm = _pair(model)
     begin("A1")
     result = await _handed_over(context, llm, logprobs=1)
-    ended = await _ends(result.aresult())
+    ended = await _ends(result)
     after = await _ends(_generated(llm, max_tokens=1))
     said = f"the request: {ended[:200]}; a plain request afterwards: {after[:200]}"
     note("A1", ended.startswith("AssertionError") and after == "answered", said)
@@ -340,7 +340,7 @@ async def transfer(model: str, note: Note, begin: Callable[[str], None]) -> None
     times = []
     for place in range(9):
         started = time.monotonic()
-        await (await _handed_over(context, llm, prompt=[100 + place, *PROMPT * 8], max_tokens=2)).aresult()
+        await (await _handed_over(context, llm, prompt=[100 + place, *PROMPT * 8], max_tokens=2))
         times.append(time.monotonic() - started)
     sys.stdout.write(f"{sorted(times)[len(times) // 2]}\n")
 
@@ -404,7 +404,7 @@ async def images(model: str, note: Note, begin: Callable[[str], None]) -> None:
 class Group:
     """Checks that share a process, and so a loaded model."""
 
-    run: Callable[[str, Note, Callable[[str], None]], Awaitable[None]]
+    run: Callable[[str, Note, Callable[[str], None]], Coroutine[Any, Any, None]]
     checks: tuple[str, ...] = ()
     """Empty for a part of another group."""
     seconds: float = 150.0

@@ -53,7 +53,7 @@ def examined(name: str, folder: Path) -> dict[str, str]:
         assert evidence and check in probe.GROUPS[name].checks
         found[check] = verdict if isinstance(verdict, str) else CONFIRMED if verdict else REFUTED
 
-    asyncio.run(probe.GROUPS[name].run(str(folder), note, lambda check: None))  # type: ignore[arg-type]
+    asyncio.run(probe.GROUPS[name].run(str(folder), note, lambda check: None))
     assert found.keys() == set(probe.GROUPS[name].checks)
     return found
 
