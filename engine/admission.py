@@ -11,9 +11,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.base import Engine, EngineAround
+from engine.base import DeltaStream, Engine, EngineAround
 from engine.errors import EngineNotReady, QueueFull, QueueTimeout
-from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest
 
 MOST_WAITING_BYTES = 4 << 30

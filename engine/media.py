@@ -1,6 +1,6 @@
 """Media of a prompt, from a checked file to a span of its tokens.
 
-A content part of a chat names media (`multimodal/text/messages.py: MediaRef`), the loader makes a `MediaInput` of it,
+A content part of a chat names media (`multimodal/request.py: MediaRef`), the loader makes a `MediaInput` of it,
 an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
 """
 

@@ -1,14 +1,78 @@
-"""The neutral request: what a client asks for, whichever API spelled it.
+"""The neutral request, whichever API spelled it, and its way to the engine's sampling parameters.
 
-The routers convert wire bodies into it; nothing below them sees a wire type. Defaults are written here, once.
+The routers convert wire bodies into an `Ask`; nothing below them sees a wire type. Defaults and ranges are written
+here, once. Errors name the field.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from engine.types import GuideKind
-from multimodal.text.messages import Conversation
+from msgspec.structs import replace
+
+from engine.errors import ContextOverflow
+from engine.media import Detail, MediaKind
+from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
+from multimodal.errors import RequestError, shown
+from multimodal.text.tokenizer import Tokenizer
+
+Number = TypeVar("Number", int, float)
+
+MAX_TOKENS = (1 << 31) - 1
+MAX_STRING = 1024
+"""Characters of a stop string or bad word."""
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+"""One spelling for each id, so that no key of `logit_bias` overrides another."""
+BIAS = (-100.0, 100.0)
+"""Smallest and largest value of `logit_bias`."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 1 << 30),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""Smallest and largest value of each field; `top_p` excludes the smallest."""
+_MARKUP = 32
+"""Characters that templates write for a message, or a part of one, besides its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRef:
+    """A file that a content part of a message names, by its URL; `param` names the field."""
+
+    url: str
+    detail: Detail
+    param: str
+    kind: MediaKind = "image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """The messages of a request, whichever API they came by.
+
+    A message's content is one text or, with images in it, a list: {"type": "text", "text": …} and {"type": "image"} in
+    order.
+    """
+
+    messages: list[dict[str, Any]]
+    media: list[MediaRef] = field(default_factory=list)
+    """The media of all messages, in order."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template that the client names; the server's setting says which it may set."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template that the API has fields for; `template_kwargs` override them."""
+
+    @property
+    def characters(self) -> int:
+        """Rough length of all contents, of which each message and part has some."""
+        return sum(map(_length, (message["content"] for message in self.messages)))
 
 
 class AskedGuide(NamedTuple):
@@ -83,3 +147,208 @@ class Ask:
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""
         return None if name is None else self.fields.get(name, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one request; the settings of the same names say what each bounds."""
+
+    max_n: int = 128
+    min_priority: int = 0
+    max_messages: int = 4096
+    max_stop: int = 16
+    max_logit_bias: int = 1024
+    max_top_logprobs: int = 20
+    max_schema_kb: int = 1024
+    max_schema_depth: int = 32
+    max_tokenize_tokens: int = 0
+    chat_template_kwargs: tuple[str, ...] = ()
+    special_tokens_in_content: Literal["text", "allow", "refuse"] = "text"
+    request_timeout_seconds: float = 600.0
+
+    def tokens(self, info: EngineInfo) -> int:
+        """Return how many tokens /tokenize makes at most, and /detokenize takes."""
+        return self.max_tokenize_tokens or 4 * info.context_length
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Makes `SamplingParams` for the requests of one model."""
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+    limits: Limits
+    processors: tuple[str, ...] = ()
+    """Logits processors of every request."""
+
+    def params(self, ask: Ask, lengths: Sequence[int]) -> list[SamplingParams]:
+        """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
+        max_tokens = [self._max_tokens(ask, length) for length in lengths]
+        common = SamplingParams(
+            max_tokens=min(max_tokens),
+            min_tokens=_within("min_tokens", ask.min_tokens, 0, min(max_tokens)),
+            temperature=_in_range("temperature", ask.temperature),
+            top_p=_top_p(ask.top_p),
+            top_k=max(0, _in_range("top_k", ask.top_k)),
+            min_p=_in_range("min_p", ask.min_p),
+            repetition_penalty=_in_range("repetition_penalty", ask.repetition_penalty),
+            presence_penalty=_in_range("presence_penalty", ask.presence_penalty),
+            frequency_penalty=_in_range("frequency_penalty", ask.frequency_penalty),
+            logit_bias=self._logit_bias(ask.logit_bias),
+            allowed_token_ids=self._ids("allowed_token_ids", ask.allowed_token_ids, self.info.vocab_size),
+            bad_words=self._bad_words(ask.bad_words),
+            ignore_eos=ask.ignore_eos,
+            stop_token_ids=self._ids("stop_token_ids", ask.stop_token_ids, self.limits.max_logit_bias),
+            logprobs=self._logprobs(ask.spelled("logprobs") or "", ask.logprobs),
+            prompt_logprobs=self._prompt_logprobs(ask),
+            guide=guide_of(ask, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
+            processors=self.processors,
+        )
+        return [
+            replace(common, max_tokens=most, seed=None if ask.seed is None else (ask.seed + choice) % (1 << 63))
+            for most in max_tokens
+            for choice in range(ask.n)
+        ]
+
+    def check_stops(self, ask: Ask) -> None:
+        """Raise RequestError for stop strings beyond the limits."""
+        _at_most("stop", ask.stop, self.limits.max_stop)
+        if not all(ask.stop):
+            raise RequestError("'stop' must not contain an empty string.", "stop")
+        _short("stop", ask.stop)
+
+    def _max_tokens(self, ask: Ask, prompt: int) -> int:
+        context = self.info.context_length
+        asked = ask.max_tokens
+        if asked is not None:
+            # More than the context is refused below.
+            _within(ask.spelled("max_tokens") or "", min(asked, context), 0 if ask.echo else 1, context)
+        room = context - prompt
+        least = 1 if asked is None else asked
+        if room < least:
+            raise ContextOverflow(
+                f"This model's context is {context} tokens; the request has {prompt} prompt tokens and asks for "
+                f"{asked or 1} more, {prompt + (asked or 1)} in all.",
+                ask.spelled("prompt"),
+            )
+        if asked is not None:
+            return asked
+        return room if ask.default_max_tokens is None else min(room, ask.default_max_tokens)
+
+    def _logprobs(self, name: str, count: int | None) -> int | None:
+        most = min(self.limits.max_top_logprobs, self.info.max_logprobs)
+        return None if count is None else _within(name, count, 0, most)
+
+    def _prompt_logprobs(self, ask: Ask) -> int | None:
+        if ask.prompt_logprobs is not None:
+            return self._logprobs("prompt_logprobs", ask.prompt_logprobs)
+        return ask.logprobs if ask.echo else None
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> dict[int, float]:
+        _at_most("logit_bias", bias, self.limits.max_logit_bias)
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            name = f"logit_bias.{shown(key)}"
+            if not (TOKEN_ID.fullmatch(key) and int(key) < self.info.vocab_size):
+                raise RequestError(
+                    f"The key '{shown(key)}' of 'logit_bias' must be a token id from 0 to {self.info.vocab_size - 1}.",
+                    name,
+                )
+            found[int(key)] = _within(name, value, *BIAS)
+        return found
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word at the start of a line and after a space."""
+        _at_most("bad_words", words, self.limits.max_logit_bias)
+        _short("bad_words", words)
+        spelled = {tuple(self.tokenizer.encode(form)) for word in words for form in (word, " " + word.lstrip())}
+        return tuple(sorted(ids for ids in spelled if ids))
+
+    def _ids(self, name: str, ids: Iterable[int], most: int) -> tuple[int, ...]:
+        found = tuple(ids)
+        _at_most(name, found, most)
+        if any(token >= self.info.vocab_size for token in found):
+            raise RequestError(f"{name!r} must be token ids from 0 to {self.info.vocab_size - 1}.", name)
+        return found
+
+
+def guide_of(ask: Ask, kinds: tuple[GuideKind, ...], max_bytes: int, max_depth: int) -> Guide | None:
+    """Return the one guide that the request asks for, checked for size; None if it asks for none."""
+    if not ask.guides:
+        return None
+    name, kind, value = ask.guides[0]
+    if len(ask.guides) > 1:
+        names = " and ".join(repr(guide.field) for guide in ask.guides)
+        raise RequestError(
+            f"A request may constrain its output in one way only; this one has {names}.", ask.guides[1].field
+        )
+    if ask.allowed_token_ids:
+        raise RequestError(f"'allowed_token_ids' and {name!r} exclude each other.", "allowed_token_ids")
+    if kind not in kinds:
+        raise RequestError(f"The engine cannot constrain output by {kind}.", name, "unsupported_parameter")
+    if kind == "choice" and (not value or not all(value)):
+        raise RequestError(f"{name!r} needs at least one choice, and none may be empty.", name)
+    spec = _spec(name, kind, value, max_depth)
+    try:
+        size = len(spec.encode())
+    except UnicodeEncodeError as error:  # JSON text inside the JSON can spell half a surrogate pair
+        raise RequestError(f"{name!r} is not valid Unicode.", name) from error
+    if size > max_bytes:
+        raise RequestError(f"{name!r} may have {max_bytes // 1024} KiB at most.", name)
+    return Guide(kind, spec)
+
+
+def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
+    if kind in ("regex", "grammar"):
+        return str(value)
+    if kind == "json_object":
+        return ""
+    if kind == "json_schema" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{name!r} is not valid JSON.", name) from error
+    if _depth(value, max_depth) > max_depth:
+        raise RequestError(f"{name!r} is nested more than {max_depth} levels deep.", name)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _depth(value: Any, limit: int) -> int:
+    """Count levels of nesting, no further than just past the limit."""
+    if limit < 0:
+        return 0
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    nested = (child for child in children if isinstance(child, (dict, list)))
+    return 1 + max((_depth(child, limit - 1) for child in nested), default=0)
+
+
+def _in_range(name: str, value: Number) -> Number:
+    return _within(name, value, *RANGES[name])
+
+
+def _within(name: str, value: Number, low: float, high: float) -> Number:
+    if not low <= value <= high:
+        raise RequestError(f"{name!r} must be from {low:.15g} to {high:.15g}.", name)
+    return value
+
+
+def _top_p(value: float) -> float:
+    if value <= 0:
+        raise RequestError("'top_p' must be above 0 and at most 1.", "top_p")
+    return _in_range("top_p", value)
+
+
+def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int) -> None:
+    if len(items) > most:
+        raise RequestError(f"{name!r} may have {most} entries at most.", name)
+
+
+def _short(name: str, strings: Sequence[str]) -> None:
+    if any(len(string) > MAX_STRING for string in strings):
+        raise RequestError(f"A string of {name!r} may have {MAX_STRING} characters at most.", name)
+
+
+def _length(content: str | list[dict[str, Any]]) -> int:
+    if isinstance(content, str):
+        return _MARKUP + len(content)
+    return sum(_MARKUP + len(part.get("text", "")) for part in content)

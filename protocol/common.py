@@ -2,7 +2,7 @@
 
 The docstring below a field is its description at /openapi.json, and the JSON after `Example:` its example there
 (`server/http/schemas.py` reads both from this source; classes are created without them, and the server starts sooner).
-Ranges and defaults are added from where they are applied: `multimodal/sampling.py` and `multimodal/request.py`.
+Ranges and defaults are added from where they are applied: `multimodal/request.py`.
 """
 
 from typing import Annotated, Any

@@ -1,1 +1,1 @@
-"""HTTP in and out: one file per public API, internal routes, operations and SSE framing."""
+"""HTTP in and out: one file per public API, the records and streams that they share, internal routes, operations."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError, shown
-from multimodal.request import Ask
-from multimodal.text.messages import Conversation, MediaRef
+from multimodal.request import Ask, Conversation, MediaRef
 from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint

@@ -1,20 +1,47 @@
-"""A generating API as a record: its route, its OpenAPI entry and the router's proxy are made from it."""
+"""A generating API as a record: its route, its OpenAPI entry and the router's proxy are made from it.
 
-from collections.abc import Callable
+Its streamed answers are server-sent events. sse-starlette's response has the headers; sending is our own.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
 from protocol.common import GenerationFields
-from routers.body import converted, json_body, request_body, while_connected
-from routers.sse import OPENAI, EventStream, Framing
+from routers.body import converted, disconnect, json_body, request_body, while_connected
 from routers.state import ChatService, ChatServiceDep, DpRank, RequestId, StateDep
 
 B = TypeVar("B", bound=GenerationFields)
+
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Framing:
+    """How an API frames its stream: events of data alone, then `[DONE]`, as OpenAI's chat and completions do.
+
+    An API that names its events, or ends in another way, has a subclass.
+    """
+
+    end = b"data: [DONE]\n\n"
+    """Sent after the last event, unless that is an error."""
+
+    def event(self, payload: bytes) -> bytes:
+        """Frame a JSON document, which may be an error envelope."""
+        return b"data: " + payload + b"\n\n"
+
+
+OPENAI = Framing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +102,74 @@ class Endpoint(Generic[B]):
 
     async def _complete(self, service: ChatService, ask: Ask, request_id: str, dp_rank: int | None) -> bytes:
         return await (await service.processor.prepare(ask, self.shape, request_id, dp_rank)).complete()
+
+
+class EventStream(EventSourceResponse):
+    """A stream of JSON `payloads`, or of one error event if they fail midway.
+
+    The status waits for the first payload: what is raised before that is raised from here, with nothing sent. Payloads
+    are closed as soon as the client has gone; ClientDisconnect is raised if that is before the first. Events are sent
+    without a lock, a timer or a log line for each, keep-alive comments in silence only. A shutdown lets streams run
+    (`server/process/serving.py` waits for them).
+    """
+
+    def __init__(
+        self,
+        payloads: AsyncGenerator[bytes, None],
+        framing: Framing,
+        ping_interval: float,
+        render_error: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(payloads, headers={"Cache-Control": "no-cache"}, ping=ping_interval)
+        self._payloads = payloads
+        self._framing = framing
+        self._render_error = render_error
+        self._started = False
+        self._last_sent = math.inf
+        """By the loop's clock; infinite until the headers are sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_events(send))
+        gone = asyncio.create_task(disconnect(receive))
+        tasks: list[asyncio.Task[Any]] = [sending, gone]
+        if self.ping_interval:
+            tasks.append(asyncio.create_task(self._keep_alive(send)))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not sending.cancelled():
+            await send({"type": "http.response.body", "body": sending.result(), "more_body": False})
+        elif not self._started:
+            raise ClientDisconnect
+
+    async def _send_events(self, send: Send) -> bytes:
+        """Send all but the end of the stream, which is returned."""
+        clock = asyncio.get_running_loop().time
+        frame = self._framing.event
+        async with aclosing(self._payloads) as payloads:
+            payload = await anext(payloads)
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await send({"type": "http.response.body", "body": frame(payload), "more_body": True})
+                self._last_sent = clock()
+                async for payload in payloads:
+                    await send({"type": "http.response.body", "body": frame(payload), "more_body": True})
+                    self._last_sent = clock()
+            except Exception as error:  # whatever it was: the client must not take the stream for complete
+                return frame(self._render_error(error))
+        return self._framing.end
+
+    async def _keep_alive(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        silence = 0.0
+        while True:
+            await asyncio.sleep(self.ping_interval - silence)
+            silence = max(clock() - self._last_sent, 0.0)
+            if silence >= self.ping_interval:
+                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                silence = 0.0
+                self._last_sent = clock()

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
-from multimodal.request import Ask, AskedGuide
-from multimodal.text.messages import Conversation
+from multimodal.request import Ask, AskedGuide, Conversation
 from protocol.common import GenerationFields, ResponseFormat, Wire
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from engine import handoff, trace
 from engine.admission import AdmissionEngine
+from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineNotReady
-from engine.kit.stream import DeltaStream
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of

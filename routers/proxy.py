@@ -25,9 +25,8 @@ from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from multimodal.errors import RequestError
 from routers.body import converted, disconnect, parsed, read_body, while_connected
-from routers.endpoint import Endpoint
+from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
-from routers.sse import OPENAI, Framing
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 

@@ -11,9 +11,8 @@ from routers import operations
 from server import __version__
 from server.compose.model import served_name
 from server.http import errors, openapi
-from server.http.middleware import ApiKeyMiddleware, GateMiddleware, HeadMiddleware, RequestMiddleware
+from server.http.middleware import ApiKeyMiddleware, GateMiddleware, HeadMiddleware, RequestMiddleware, instrument
 from server.lifespan import make_lifespan
-from server.metrics import http as http_metrics
 from server.metrics.page import ServerMetrics
 from server.roles import role_of
 from server.settings import Settings
@@ -58,7 +57,7 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
     """Add the middleware, innermost first."""
     app.add_middleware(HeadMiddleware)
     app.add_middleware(GateMiddleware)
-    http_metrics.instrument(app, server_metrics.registry)
+    instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
     app.add_middleware(
         ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret

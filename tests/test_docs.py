@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from server.app import create_app
 from server.settings import Settings
-from tests.support.http import CHAT, application
+from tests.support.servers import CHAT, application
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.base import DeltaStream, Latest
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
@@ -22,7 +23,6 @@ from engine.embedded.threads import compute_threads
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_embeddings, check_prompt
 from engine.kit.kv_log import KvEventLog
-from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide

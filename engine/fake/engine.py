@@ -11,13 +11,13 @@ import heapq
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
+from engine.base import DeltaStream, Latest
 from engine.config import FakeConfig
 from engine.errors import EngineError, EngineNotReady, InvalidRequest
 from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
 from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
 from engine.kit.kv_log import KvEventLog
-from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest, Held, Logprob, PromptReport, TokenLogprobs

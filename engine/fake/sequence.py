@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from engine.base import DeltaStream
 from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.blocks import FakeSequenceBlocks
-from engine.kit.stream import DeltaStream
 from engine.media import Unexpanded
 from engine.types import FinishReason, GenerateRequest
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from engine.kit.stream import EventFeed
+from engine.base import EventFeed
 from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken, Updated
 from engine.media import MmKeys
 

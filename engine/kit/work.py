@@ -7,14 +7,15 @@ whose waiter is cancelled before its turn never starts. A running job cannot be 
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar, copy_context
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
@@ -32,6 +33,50 @@ def begin_request() -> None:
 def current_request() -> Hashable:
     """Return what the jobs of this task belong to: its request, or else the task itself."""
     return _request.get() or asyncio.current_task()
+
+
+class FairQueue(Generic[K, T]):
+    """Items that wait, by key; the keys take turns.
+
+    A key joins at the end of the line and leaves with its last item. With `remember` it keeps its place, and new keys
+    come first: the key whose last turn was the longest ago is always the first. Use that for few keys.
+    """
+
+    def __init__(self, *, remember: bool = False) -> None:
+        self._remember = remember
+        self._items: OrderedDict[K, deque[T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._items.values()))
+
+    def __iter__(self) -> Iterator[T]:
+        return (item for items in self._items.values() for item in items)
+
+    def firsts(self) -> Iterator[tuple[K, T]]:
+        """Yield each key with its first item, in the order of turns."""
+        return ((key, items[0]) for key, items in self._items.items() if items)
+
+    def add(self, key: K, item: T) -> None:
+        if key not in self._items:
+            self._items[key] = deque()
+            self._items.move_to_end(key, last=not self._remember)
+        self._items[key].append(item)
+
+    def take(self, key: K) -> T:
+        """Remove the first item of a key, whose turn this was."""
+        item = self._items[key].popleft()
+        self._items.move_to_end(key)
+        self._forget(key)
+        return item
+
+    def remove(self, key: K, item: T) -> None:
+        """Remove an item that nobody waits for any more."""
+        self._items[key].remove(item)
+        self._forget(key)
+
+    def _forget(self, key: K) -> None:
+        if not self._items[key] and not self._remember:
+            del self._items[key]
 
 
 class Turn(NamedTuple):
@@ -54,18 +99,18 @@ class Turns:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._taken: dict[Hashable, int] = {}
-        self._waiting: dict[Hashable, deque[tuple[asyncio.Future[None], int]]] = {}
-        """By request, in the order of their turns."""
+        self._waiting: FairQueue[Hashable, tuple[asyncio.Future[None], int]] = FairQueue()
+        """By request."""
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     async def take(self, size: int = 0, request: Hashable = None) -> Turn:
         """Wait for a place, which the caller has to `give` back; for this task's own request if none is given."""
         place = Turn(request or current_request(), size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(place.request, deque()).append((turn, size))
+        self._waiting.add(place.request, (turn, size))
         self._next()
         try:
             await turn
@@ -73,6 +118,7 @@ class Turns:
             if not turn.cancelled():
                 self.give(place)
             else:
+                self._waiting.remove(place.request, (turn, size))
                 self._next()  # others may have waited behind it
             raise
         return place
@@ -101,20 +147,13 @@ class Turns:
         while given:
             given = False
             short = False
-            for request, entries in [*self._waiting.items()]:
-                while entries and entries[0][0].cancelled():
-                    entries.popleft()
-                if not entries:
-                    del self._waiting[request]
+            for request, (turn, size) in [*self._waiting.firsts()]:
+                if turn.cancelled():  # its waiter is just leaving
                     continue
-                turn, size = entries[0]
                 short = short or bool(size and self._bytes and self._bytes + size > self._max_bytes)
                 if not self._free or self._taken.get(request, 0) >= self._per_request or (short and size):
                     continue
-                entries.popleft()
-                del self._waiting[request]
-                if entries:
-                    self._waiting[request] = entries
+                self._waiting.take(request)
                 self._free -= 1
                 self._bytes += size
                 self._taken[request] = self._taken.get(request, 0) + 1

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from engine.base import DeltaStream, EventFeed, Latest
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
-from engine.kit.stream import DeltaStream, EventFeed, Latest
 from engine.kv_events import KvEvent
 from engine.process import wire
 from engine.process.engine_service import ENGINE

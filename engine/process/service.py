@@ -41,7 +41,7 @@ class HostedService(Protocol):
 
 
 class Results(Protocol):
-    """A stream of results, such as `engine.kit.stream.DeltaStream`."""
+    """A stream of results, such as `engine.base.DeltaStream`."""
 
     def pipe(self, sink: Callable[[Any], object]) -> None:
         """Call `sink` with each result, and with an exception if the stream ends with one."""

@@ -14,11 +14,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine import trace
-from engine.base import Engine, EngineAround
+from engine.base import DeltaStream, Engine, EngineAround
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
-from engine.kit.stream import DeltaStream
 from engine.kit.tasks import all_of, cancel
 from engine.media import Unexpanded
 from engine.replicas.ask import RemoteAnswer

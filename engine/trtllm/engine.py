@@ -16,12 +16,12 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
+from engine.base import DeltaStream, Latest
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
-from engine.kit.stream import DeltaStream, Latest
 from engine.kv_events import KvEvent
 from engine.media import MediaFiles, Unexpanded
 from engine.stats import IterationStats

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from PIL.Image import Image
 
+from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure
 from engine.kit.image_file import decode
-from engine.kit.stream import DeltaStream
 from engine.media import MediaInput
 from engine.types import Delta
 

@@ -19,8 +19,8 @@ from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
 from multimodal.media.limits import MAX_REQUEST_PIXELS
 from multimodal.media.loader import MediaLoader
+from multimodal.request import MediaRef
 from multimodal.text.control import ControlTokens
-from multimodal.text.messages import MediaRef, check_count
 from multimodal.text.prompts import Prompt, Tokenise
 from multimodal.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class EncodedPrompts:
     _waiting: int = field(default=0, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        check_count(refs, self.max_images)
+        _check_count(refs, self.max_images)
         budget = _Pixels(self.max_pixels)
         media = await all_of(self._load(ref, budget) for ref in refs)
         ids = await tokenise(self._expanded(text, media))
@@ -172,7 +172,7 @@ class BackendPrompts:
         return Prompt(ids, encoding)
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
-        check_count(refs, self.max_images)
+        _check_count(refs, self.max_images)
         return await tokenise(text)
 
     async def aclose(self) -> None:
@@ -202,6 +202,12 @@ class _Pixels:
                 "messages",
                 "too_many_pixels",
             )
+
+
+def _check_count(images: Sequence[MediaRef], most: int) -> None:
+    """Raise RequestError if a request has more than `most` images."""
+    if len(images) > most:
+        raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
 
 
 async def _fetched(loader: MediaLoader, ref: MediaRef, budget: _Pixels) -> MediaInput | Embeddings:

@@ -9,12 +9,10 @@ from engine.kit.work import off_loop
 from engine.media import PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
-from multimodal.request import Ask
-from multimodal.sampling import Limits
+from multimodal.request import Ask, Conversation, Limits, MediaRef
 from multimodal.text.control import unmarked
-from multimodal.text.messages import Conversation, MediaRef, check_forged, template_variables
 from multimodal.text.slices import Encode, encoded
-from multimodal.text.templates import ChatTemplate
+from multimodal.text.templates import ChatTemplate, check_forged, template_variables
 from multimodal.text.tokenizer import Tokenizer
 
 Tokenise = Callable[[str], Awaitable[list[int]]]

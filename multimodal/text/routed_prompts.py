@@ -8,10 +8,9 @@ from engine.kit.work import off_loop
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
-from multimodal.request import Ask
-from multimodal.text.messages import Conversation, template_variables
+from multimodal.request import Ask, Conversation
 from multimodal.text.slices import encoded
-from multimodal.text.templates import ChatTemplate
+from multimodal.text.templates import ChatTemplate, template_variables
 from multimodal.text.tokenizer import Tokenizer
 
 _FIRST_IMAGE = "FIRST_IMAGE_OF_THE_PROMPT"

@@ -12,7 +12,6 @@ shows one of these:
 Other texts, and those with no place to cut, are tokenised whole, up to a length.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -23,7 +22,7 @@ from tokenizers import models
 
 from engine.kit.work import INLINE_LENGTH, NATIVE, WHOLE
 from multimodal.errors import RequestError
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, steps_of
 
 Encode = Callable[[str, bool], list[int]]
 """Return the token ids of a text, with the special tokens that the tokenizer adds or without."""
@@ -124,7 +123,7 @@ def cuts_of(tokenizer: Tokenizer) -> _Cuts | None:
     if not isinstance(backend.model, models.BPE) or backend.model.dropout:
         return None
     space = " "
-    for step in _steps(backend.normalizer, "normalizers"):
+    for step in steps_of(backend.normalizer, "normalizers"):
         if step["type"] == "Replace" and step["pattern"] == {"String": " "}:
             space = step["content"]
         elif step["type"] not in ("NFC", "NFD", "NFKC", "NFKD"):
@@ -133,7 +132,7 @@ def cuts_of(tokenizer: Tokenizer) -> _Cuts | None:
         content = token.content.replace(space, " ")
         if token.rstrip or token.single_word or re.search(r"\S ", content):
             return None
-    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    steps = steps_of(backend.pre_tokenizer, "pretokenizers")
     if space == " " and _splits_at_spaces(steps):
         before = "!-~"  # as `_VISIBLE`
     elif all(_never_splits(step, space) for step in steps):
@@ -202,11 +201,3 @@ def _ends_at_spaces(alternative: list[str]) -> bool:
     if any(pair == ("(", "?") for pair in pairwise(rest)):  # it looks around, or is of a kind unknown here
         return False
     return all((_CLASS_WITHOUT_SPACE if atom.startswith("[") else _NEVER_A_SPACE).fullmatch(atom) for atom in rest)
-
-
-def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, each with its `type`."""
-    if part is None:
-        return []
-    state: dict[str, Any] = json.loads(part.__getstate__())
-    return list(state[name]) if state["type"] == "Sequence" else [state]

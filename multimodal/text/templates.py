@@ -13,7 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
+from multimodal.request import Conversation
 from multimodal.text.control import ControlTokens, unmarked
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,32 @@ class ChatTemplate:
                 f"The chat template refuses these messages: {unmarked(str(error))}", "messages"
             ) from error
         return text if self.control is None else self.control.resolve(text)
+
+
+def template_variables(chat: Conversation, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the variables for the template. Raises RequestError for one that the server does not allow."""
+    if unknown := next((name for name in chat.template_kwargs if name not in allowed), None):
+        raise RequestError(
+            f"{shown(unknown)!r} is not allowed in 'chat_template_kwargs'; the server's setting lists what is.",
+            "chat_template_kwargs",
+        )
+    continues = chat.continue_final_message
+    if continues and chat.add_generation_prompt:
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message"
+        )
+    prompts = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
+    own = {"add_generation_prompt": prompts, "continue_final_message": continues}
+    return {**chat.variables, **chat.template_kwargs, **own}
+
+
+def check_forged(messages: Sequence[dict[str, Any]], forged: Sequence[str]) -> None:
+    """Raise RequestError if messages have control tokens: `forged`."""
+    for token in forged[:1]:
+        holds = (place for place, message in enumerate(messages) if token in json.dumps(message, ensure_ascii=False))
+        place = next(holds, None)  # none if several texts make it, or a variable of the template has it
+        where = "messages" if place is None else f"messages.{place}"
+        raise RequestError(f"{where!r} must not have {token!r}, which controls the model.", where, "special_token")
 
 
 def _mark_literals(tree: nodes.Template, control: ControlTokens) -> None:

@@ -128,7 +128,7 @@ def _byte_of_character() -> dict[str, int]:
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     """Apply the decoder to each token alone, without what it does to the start and end of a text."""
-    convert = _converter(_steps(backend))
+    convert = _converter(steps_of(backend.decoder, "decoders") or [{"type": "none"}])
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -136,12 +136,12 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     return table
 
 
-def _steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the decoder's steps, each with its `type`."""
-    decoder: dict[str, Any] = (
-        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
-    )
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+def steps_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer, pre-tokenizer or decoder, each with its `type`."""
+    if part is None:
+        return []
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    return list(state[name]) if state["type"] == "Sequence" else [state]
 
 
 def _converter(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:

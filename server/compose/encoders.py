@@ -1,4 +1,6 @@
-"""Compose what encodes images: an encoder here, encode replicas, and the service for other replicas."""
+"""Compose what encodes images (an encoder here, encode replicas, and the service for other replicas) and what puts them
+into prompts.
+"""
 
 import json
 import logging
@@ -14,11 +16,18 @@ from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
-from multimodal.text.control import unmarked
+from multimodal.media.cache import EmbeddingCache
+from multimodal.media.limits import MediaLimits
+from multimodal.media.loader import MediaLoader
+from multimodal.media.prompts import BackendPrompts, EncodedPrompts
+from multimodal.text.control import ControlTokens, unmarked
+from multimodal.text.prompts import MediaPrompts
+from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import engine_config
 from server.compose.model import load_text
 from server.health.canary import encoder_probe
+from server.metrics.embedding_cache import watch_cache
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.settings import Settings
 
@@ -58,6 +67,35 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     if not to.role.has_engine:
         await _add_canary(to, service, encoder, folder)
     return Encoders(encoder, service)
+
+
+def image_prompts(
+    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer, control: ControlTokens
+) -> MediaPrompts | None:
+    """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
+    images.
+    """
+    settings, encoder = to.settings, encoders.encoder
+    limits = MediaLimits(
+        max_image_bytes=int(settings.max_image_mb * (1 << 20)),
+        max_image_pixels=settings.max_image_pixels,
+        timeout_seconds=settings.media_timeout_seconds,
+        concurrency=settings.media_concurrency,
+        allowed_hosts=settings.media_allowed_hosts,
+        allow_private=settings.media_allow_private,
+        local_folder=settings.allowed_local_media_path,
+    )
+    if encoder is not None and not encoder.info.needs_prompt:
+        hidden_size = encoder.info.hidden_size
+        cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
+        watch_cache(to.metrics.polled, cache)
+        loader = MediaLoader(limits, hidden_size)
+        return EncodedPrompts(
+            encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
+        )
+    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
+        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control, settings.max_request_pixels)
+    return None
 
 
 def _has_vision(settings: Settings, folder: Path | None) -> bool:

@@ -17,7 +17,7 @@ from engine.process.client import EngineClient
 from engine.types import EngineInfo
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
@@ -25,10 +25,9 @@ from routers.fields import FieldCheck
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
-from server.compose.encoders import Encoders, start_encoders
+from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import load_text, model_folder
 from server.compose.publishing import publish_events
-from server.compose.vision import image_prompts
 from server.health.canary import engine_probe
 from server.metrics.peers import PeerMetrics
 

@@ -1,7 +1,7 @@
 """Schemas of the wire types, completed: with descriptions, examples, ranges, defaults and marks on what is refused.
 
 Each comes from where it is written once: descriptions and examples from the docstrings in `protocol/`, ranges from
-`multimodal/sampling.py`, the settings and the engine, defaults from the neutral request, refusals from `routers/`.
+`multimodal/request.py`, the settings and the engine, defaults from the neutral request, refusals from `routers/`.
 """
 
 import ast
@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
-from multimodal.request import Ask
-from multimodal.sampling import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID
+from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
 from protocol import chat, chunks, common, completions, errors, models, tokenize
 from protocol.common import GenerationFields, Wire
 from routers.chat import REFUSED_PARTS

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from protocol.common import MAX_BODY_VALUES, MAX_MESSAGES, MAX_TEXT_BYTES
 from server.settings.types import EMBEDDED, Names, Secret, Secrets, Section
 

@@ -20,7 +20,7 @@ import pytest
 from deploy.disaggregated import MAX_FAILED_STARTS, Group, StartFailed, free_port
 from engine.process import supervisor
 from tests.deploy.test_nginx import needs_nginx
-from tests.support.http import CHAT, ROOT
+from tests.support.servers import CHAT, ROOT
 from tests.support.waiting import slowness
 
 WITHOUT_NGINX = "import shutil, runpy, sys; shutil.which = lambda *_, **__: None; sys.argv = sys.argv[1:]; "

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from deploy.disaggregated import free_port
-from tests.support.http import serving
+from tests.support.servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()

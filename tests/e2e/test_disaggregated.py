@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.disaggregated_cases import Case, cases
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(180)
 MODEL = "smollm2-135m-instruct"

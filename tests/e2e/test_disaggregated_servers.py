@@ -23,7 +23,7 @@ import pytest
 
 from deploy.disaggregated import free_port
 from tests.support.disaggregated import BEARER, cluster, servers, wait_empty
-from tests.support.http import CHAT, ROOT, ServerProcess
+from tests.support.servers import CHAT, ROOT, ServerProcess
 from tests.support.waiting import slowness
 
 LONG = {**CHAT, "max_tokens": 30, "ignore_eos": True, "stream": True}

@@ -19,8 +19,8 @@ import psutil
 
 from deploy.disaggregated import free_port
 from tests.support.disaggregated import servers, wait_empty
-from tests.support.http import ROOT, ServerProcess
 from tests.support.media import data_url, png
+from tests.support.servers import ROOT, ServerProcess
 from tests.support.waiting import slowness
 
 

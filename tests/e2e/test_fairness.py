@@ -5,7 +5,7 @@ import asyncio
 import time
 
 from benchmarks.fairness import HEADERS, attacks
-from tests.support.http import application
+from tests.support.servers import application
 from tests.support.waiting import slowness
 
 CONTEXT = 8192

@@ -22,7 +22,8 @@ from smolvision.conversations import IMAGE_TOKEN_ID
 from tests.e2e.test_disaggregated import differences
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.encode import encoder_of
-from tests.support.images_support import (
+from tests.support.media import image_file, png, png_chunk
+from tests.support.pictures import (
     IMAGE_TOKENS,
     PictureServer,
     Replicas,
@@ -37,7 +38,6 @@ from tests.support.images_support import (
     said,
     shape,
 )
-from tests.support.media import image_file, png, png_chunk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = (

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.support.http import ROOT, ServerProcess, serving
-from tests.support.images_support import memory
 from tests.support.media import data_url, png
+from tests.support.pictures import memory
+from tests.support.servers import ROOT, ServerProcess, serving
 
 pytestmark = pytest.mark.timeout(120)
 SECONDS, CLIENTS, IMAGES, IMAGE_BYTES = 5.0, 3, 20, 1_000_000

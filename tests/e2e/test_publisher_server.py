@@ -16,8 +16,8 @@ import pytest
 import zmq.asyncio
 
 from engine.replicas.publisher.messages import AllBlocksCleared, BlockStored, EventBatch, WireEvent, decode
-from tests.support.http import CHAT, ROOT, ServerProcess, application, serving
 from tests.support.publisher import Books, replayed, stored
+from tests.support.servers import CHAT, ROOT, ServerProcess, application, serving
 
 LONG_CHAT = {**CHAT, "messages": [{"role": "user", "content": "hello " * 40}], "ignore_eos": True, "max_tokens": 40}
 

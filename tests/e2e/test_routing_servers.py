@@ -18,7 +18,7 @@ import yaml
 
 from deploy.disaggregated import free_port
 from server.settings import Settings
-from tests.support.http import ROOT, ServerProcess
+from tests.support.servers import ROOT, ServerProcess
 from tests.support.waiting import slowness
 
 STREAMS = 12

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from engine.embedded.models.native.levels import available
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 from tests.support.waiting import slowness
 
 MODEL = "smollm2-135m-instruct"

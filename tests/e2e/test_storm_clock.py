@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.support.disaggregated import servers
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 from tests.support.storm import SEEDS, TEXT
 
 SOURCE = r"""

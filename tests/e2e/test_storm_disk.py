@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from deploy.disaggregated import free_port
-from tests.support.http import ROOT
+from tests.support.servers import ROOT
 from tests.support.storm import SEEDS, TEXT, right
 from tests.support.waiting import slowness
 

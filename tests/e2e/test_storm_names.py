@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from multimodal.media import fetch
-from tests.support.http import application
 from tests.support.media import Detour, OddServer, image_file, moved, ok
+from tests.support.servers import application
 from tests.support.storm import SEEDS
 
 PUBLIC = ("93.184.215.14", "1.1.1.1", "8.8.8.8", "2606:2800:21f:cb07::1", "2a00:1450:4001::5e")

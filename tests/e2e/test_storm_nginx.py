@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.deploy.test_nginx import needs_nginx, nginx_before
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 from tests.support.storm import SEEDS, TEXT, connected, memory, request, right
 from tests.support.waiting import slowness
 

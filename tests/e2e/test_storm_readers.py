@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 from tests.support.storm import SEEDS, TEXT, connected, memory, request, right
 from tests.support.waiting import slowness
 

@@ -17,7 +17,7 @@ import pytest
 from tests.support.disaggregated import SECRET
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 from tests.support.vision_models import build_llava, image_bytes
 
 ENVIRONMENT = {"PYTHONPATH": python_path(FAKE_TRTLLM), "FAKE_TRTLLM_CONFIG": json.dumps({"token_delay": 0.001})}

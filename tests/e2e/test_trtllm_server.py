@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 
 EMBEDDED = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory_mb": 128}
 ENVIRONMENT = {

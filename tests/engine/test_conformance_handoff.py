@@ -10,9 +10,8 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.errors import InvalidRequest
-from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Handoff
 from tests.support.engine_cases import (
     BLOCK,

@@ -9,9 +9,8 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.kit.stream import DeltaStream
 from engine.kv_events import Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.types import Delta, GenerateRequest, Handoff

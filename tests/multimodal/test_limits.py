@@ -11,17 +11,15 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from engine.admission import AdmissionEngine
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.config import FakeConfig
 from engine.errors import InvalidRequest
 from engine.fake.engine import FakeEngine
-from engine.kit.stream import DeltaStream
 from engine.types import GUIDE_KINDS, GenerateRequest, Guide
-from multimodal.answers.generation import Generation
 from multimodal.errors import RequestError
 from multimodal.metrics import GenerationMetrics
-from multimodal.processor import Processor
-from multimodal.sampling import Limits, guide_of
+from multimodal.processor import Generation, Processor
+from multimodal.request import Limits, guide_of
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
@@ -29,8 +27,8 @@ from protocol.chat import ChatCompletionRequest
 from protocol.completions import CompletionRequest
 from routers.body import parsed
 from routers.fields import FieldCheck
-from tests.support.http import application
 from tests.support.requests import ask_of, prepare
+from tests.support.servers import application
 from tests.support.waiting import slowness
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -218,7 +216,7 @@ async def test_errors_of_the_engine_name_the_fields_of_the_request(
 
     parts: list[str] = []
     monkeypatch.setattr(setup.engine, "generate", refuse)
-    monkeypatch.setattr("multimodal.sampling.guide_of", lambda *_: None)
+    monkeypatch.setattr("multimodal.request.guide_of", lambda *_: None)
     for part, body, param in (
         ("guide", {**CHAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ("guide", {**CHAT, "guided_regex": "a", "stream": True}, "guided_regex"),

@@ -21,11 +21,10 @@ from pydantic import ValidationError
 from engine.config import FakeConfig
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.fake.engine import FakeEngine
-from multimodal.answers.generation import Generation
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
-from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.processor import Generation, Processor
+from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer

@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.http import CHAT
 
 from tests.support.disaggregated import SECRET, replica
-from tests.support.http import CHAT
 from tests.support.routing import Bare, before, stored, two_senders
 from tests.support.waiting import until
 

@@ -23,7 +23,7 @@ from routers import leased as leased_answers
 from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
 from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages
-from tests.support.http import application
+from tests.support.servers import application
 from tests.support.waiting import until
 
 ALONE: dict[str, Any] = {"disaggregation_mode": "encode", "internal_secret": SECRET}

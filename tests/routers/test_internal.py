@@ -13,7 +13,7 @@ from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers import leased
 from tests.support.disaggregated import BEARER, INFO, SECRET, busy, nothing, request, stats_with
-from tests.support.http import application
+from tests.support.servers import application
 
 
 async def test_internal_routes_take_the_internal_secret_alone() -> None:

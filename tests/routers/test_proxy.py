@@ -14,8 +14,8 @@ from deploy.disaggregated import free_port
 from engine.replicas.routing import replica as replica_module
 from routers.state import ReplicaState, RouterService
 from tests.support.disaggregated import replica, stats_with
-from tests.support.http import CHAT
 from tests.support.routing import Bare, before, chunked, router
+from tests.support.servers import CHAT
 
 SSE = {**CHAT, "stream": True}
 LONG = {

@@ -14,7 +14,7 @@ from fastapi.routing import iter_route_contexts
 
 from server.app import create_app
 from server.settings import Settings
-from tests.support.http import CHAT, application
+from tests.support.servers import CHAT, application
 
 KEYS = "first-key, second-key"
 

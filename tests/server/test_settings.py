@@ -18,7 +18,7 @@ from server.cli import explain, main
 from server.compose.config import engine_config
 from server.settings import Settings, example, read_settings
 from tests.support.environment import bare
-from tests.support.http import serving
+from tests.support.servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 

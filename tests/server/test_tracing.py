@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from tests.support.disaggregated import replica, servers
-from tests.support.http import CHAT, application
 from tests.support.media import data_url, png
 from tests.support.otel import Collector, Span, collector
 from tests.support.routing import Bare, router
+from tests.support.servers import CHAT, application
 from tests.support.trtllm import trt  # noqa: F401 - the stand-in for TensorRT-LLM
 
 CLIENT = "0af7651916cd43dd8448eb211c80319c"

@@ -18,8 +18,8 @@ import pytest
 from server import cli
 from server.http import tracing
 from server.process.logs import JsonFormatter
-from tests.support.http import CHAT, application, serving
 from tests.support.otel import Collector, collector
+from tests.support.servers import CHAT, application, serving
 from tests.support.waiting import slowness
 
 CHATS = "/v1/chat/completions"

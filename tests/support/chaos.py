@@ -20,7 +20,7 @@ import pytest
 from benchmarks.gpu.model import FIRST_WORD, Shape, write_folder, write_weights
 from deploy.disaggregated import free_port
 from tests.support.disaggregated import SECRET, servers
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 SHAPE = Shape(256, 12, 4, 2, 512, vocabulary=2048, max_position=2048, spread=0.1)
 """12 KiB of keys and values for each token, and a step in a few milliseconds."""

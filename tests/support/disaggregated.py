@@ -12,10 +12,9 @@ import msgspec
 import uvicorn
 
 from engine.admission import AdmissionEngine
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from engine.kit.stream import DeltaStream
 from engine.replicas.pool import R, ReplicaPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import PrefillPool
@@ -27,7 +26,7 @@ from server.app import create_app
 from server.http.connection import HttpConnection
 from server.process.serving import listen, url_of
 from server.settings import Settings
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 SECRET = "between us"
 BEARER = {"authorization": f"Bearer {SECRET}"}

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
-from tests.support.http import application
+from tests.support.servers import application
 
 Schema = dict[str, Any]
 Document = dict[str, Any]

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from multimodal.answers.generation import Generation
-from multimodal.processor import Processor
+from multimodal.processor import Generation, Processor
 from multimodal.request import Ask
 from routers import chat, completions
 from routers.endpoint import Endpoint

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 SEEDS = range(int(os.environ.get("STORM_SEEDS", "2")))
 """More of them: `STORM_SEEDS=20 make test-slow ARGS=tests/e2e`."""

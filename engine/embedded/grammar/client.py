@@ -88,7 +88,7 @@ class GrammarWorker:
 
     def kill(self) -> None:
         """End the process at once; a compilation under way raises WorkerKilledError."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self.alive:
             self._process.kill()
 
     async def close(self) -> None:

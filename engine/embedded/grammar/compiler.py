@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from engine.embedded.grammar.client import WorkerTimeoutError
-from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of
-from engine.embedded.grammar.load import load
+from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of, load
 from engine.embedded.grammar.pool import WorkerPool
 from engine.embedded.kv.memory import host_memory
 from engine.errors import EngineNotReady, InvalidRequest

@@ -93,3 +93,14 @@ def choices_of(spec: str) -> list[str]:
     if any(0xD800 <= ord(character) < 0xE000 for choice in choices for character in choice):
         raise UnsupportedGuideError("a choice contains half of a surrogate pair")
     return choices
+
+
+def load(setup: Setup) -> Library:
+    """Import a library and have it read the tokenizer, which may take seconds."""
+    if setup.library == "llguidance":
+        from engine.embedded.grammar.with_llguidance import Llguidance  # noqa: PLC0415
+
+        return Llguidance(setup)
+    from engine.embedded.grammar.with_xgrammar import Xgrammar  # noqa: PLC0415
+
+    return Xgrammar(setup)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from engine.embedded.grammar.client import GrammarWorker, WorkerKilledError
 from engine.embedded.grammar.library import Setup
 from engine.embedded.grammar.worker import Reply
 from engine.errors import EngineFailure, EngineUnavailable
+from engine.kit.work import FairQueue
 from engine.types import Guide
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ class WorkerPool:
     def __init__(self, setup: Setup, size: int) -> None:
         self._workers = tuple(GrammarWorker(setup) for _ in range(size))
         self._idle = list(self._workers)
-        self._waiting: OrderedDict[Lane, deque[_Turn]] = OrderedDict()
-        """The lane first that had its last turn the longest ago."""
+        self._waiting: FairQueue[Lane, _Turn] = FairQueue(remember=True)
         self._running: dict[GrammarWorker, _Run] = {}
         """The latest last."""
         self._slow_until: dict[Lane, float] = {}
@@ -88,23 +87,22 @@ class WorkerPool:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def _take(self, lane: Lane, guide: Guide) -> GrammarWorker:
-        waiting = [turn for turns in self._waiting.values() for turn in turns]
-        if len(waiting) >= _MAX_WAITING or sum(len(other.spec) for other, _ in waiting) > _MAX_WAITING_BYTES:
+        if (
+            len(self._waiting) >= _MAX_WAITING
+            or sum(len(other.spec) for other, _ in self._waiting) > _MAX_WAITING_BYTES
+        ):
             raise EngineUnavailable("too many schemas, regular expressions and grammars wait to be compiled")
         given: asyncio.Future[GrammarWorker] = asyncio.get_running_loop().create_future()
-        turn = (guide, given)
-        if lane not in self._waiting:
-            self._waiting[lane] = deque()
-            self._waiting.move_to_end(lane, last=False)
-        self._waiting[lane].append(turn)
+        self._waiting.add(lane, (guide, given))
         self._assign()
         try:
             return await given
         except asyncio.CancelledError:
-            if turn in self._waiting[lane]:
-                self._waiting[lane].remove(turn)
-            elif not given.cancelled():
+            if not given.cancelled():
                 self._give(given.result())
+            else:
+                self._waiting.remove(lane, (guide, given))
+                self._assign()  # others may have waited behind it
             raise
 
     def _give(self, worker: GrammarWorker) -> None:
@@ -128,16 +126,15 @@ class WorkerPool:
     def _assign(self) -> None:
         """Hand idle workers to the lanes that wait."""
         while self._idle and not self._closed:
-            lane = next((lane for lane, turns in self._waiting.items() if turns and self._may_run(lane)), None)
-            if lane is None:
+            # A turn that is done is one whose caller is just leaving.
+            turns = (lane for lane, (_, given) in self._waiting.firsts() if not given.done() and self._may_run(lane))
+            if (lane := next(turns, None)) is None:
                 return
-            _, given = self._waiting[lane].popleft()
-            if not given.done():  # else its caller is just leaving
-                self._waiting.move_to_end(lane)
-                worker = self._idle.pop()
-                timer = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._note_slow, lane)
-                self._running[worker] = _Run(lane, timer)
-                given.set_result(worker)
+            _, given = self._waiting.take(lane)
+            worker = self._idle.pop()
+            timer = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._note_slow, lane)
+            self._running[worker] = _Run(lane, timer)
+            given.set_result(worker)
         self._preempt()
 
     def _may_run(self, lane: Lane) -> bool:
@@ -156,7 +153,7 @@ class WorkerPool:
     def _preempt(self) -> None:
         """If slow guides occupy all of several workers, and a quick one waits, end the one that began last."""
         slow = [worker for worker, run in self._running.items() if self._slow(run.lane)]
-        waits = any(turns and not self._slow(lane) for lane, turns in self._waiting.items())
+        waits = any(not self._slow(lane) for lane, _ in self._waiting.firsts())
         if waits and len(slow) == len(self._workers) > 1 and not any(run.preempted for run in self._running.values()):
             self._running[slow[-1]].preempted = True
             slow[-1].kill()

@@ -23,8 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError
-from engine.embedded.grammar.load import load
+from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError, load
 from engine.types import Guide
 from protocol.frames import packed, read_payload
 

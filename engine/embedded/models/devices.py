@@ -1,5 +1,7 @@
 """Devices and data types that models are computed with."""
 
+from typing import Any
+
 import torch
 
 from engine.config import EmbeddedConfig, EncoderConfig
@@ -35,3 +37,9 @@ def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> to
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers, a list or a NumPy array, as a tensor on the device. Pinned memory keeps the copy from waiting for
+    what the device does."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

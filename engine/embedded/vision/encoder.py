@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
@@ -18,7 +19,7 @@ from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.kit.tasks import cancel
-from engine.kit.work import current_request
+from engine.kit.work import FairQueue, current_request
 from engine.media import EncodedMedia, MediaInput
 from engine.process.supervisor import End, Supervisor
 
@@ -44,21 +45,21 @@ class _Job:
 
 
 class _ImageLane:
-    """Images that wait, by request in the order of their turns, and the batches that the process has."""
+    """Images that wait, by request, and the batches that the process has."""
 
     def __init__(self) -> None:
-        self.waiting: dict[Hashable, deque[_Job]] = {}
+        self.waiting: FairQueue[Hashable, _Job] = FairQueue()
         self.sent: deque[dict[int, _Job]] = deque()
         self.timer: asyncio.TimerHandle | None = None
         self.hung = False
 
     def add(self, job: _Job) -> None:
-        self.waiting.setdefault(job.request, deque()).append(job)
+        self.waiting.add(job.request, job)
 
     def put_back(self, jobs: Sequence[_Job]) -> None:
         """Put images that were in a batch in front of all others."""
-        waiting, self.waiting = self.waiting, {}
-        for job in [*jobs, *(job for entries in waiting.values() for job in entries)]:
+        waiting, self.waiting = self.waiting, FairQueue()
+        for job in (*jobs, *waiting):
             self.add(job)
 
     def next_batch(self, most: int) -> list[_Job]:
@@ -66,18 +67,14 @@ class _ImageLane:
         batch: list[_Job] = []
         size = pixels = 0
         while self.waiting and len(batch) < most:
-            request, entries = next(iter(self.waiting.items()))
-            job = entries[0]
+            request, job = next(self.waiting.firsts())
             if not job.done.done():
                 size += len(job.image.data)
                 pixels += job.image.pixels
                 if batch and (size > _BATCH_BYTES or pixels > _BATCH_PIXELS):
                     break
                 batch.append(job)
-            entries.popleft()
-            del self.waiting[request]
-            if entries:
-                self.waiting[request] = entries
+            self.waiting.take(request)
         return batch
 
     def unfinished(self) -> list[list[_Job]]:
@@ -280,8 +277,8 @@ class EmbeddedEncoder:
         jobs = [*self._suspects]
         for lane in self._lanes:
             self._disarm(lane)
-            jobs += [job for batch in (*lane.unfinished(), *lane.waiting.values()) for job in batch]
-            lane.waiting.clear()
+            jobs += [*chain(*lane.unfinished()), *lane.waiting]
+            lane.waiting = FairQueue()
         self._suspects.clear()
         self._suspect = None
         for job in jobs:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.base import DeltaStream
 from engine.config import EmbeddedConfig
 from engine.embedded import engine as module
 from engine.embedded.core import EngineCore
@@ -15,7 +16,6 @@ from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Bitmask
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Guide, SamplingParams
 
 EOS = 2

@@ -14,8 +14,8 @@ from engine.embedded.core import EngineCore
 from engine.kv_events import KvEvent, Stored
 from tests.support.handoff import OPTIONS as PAIR_OPTIONS
 from tests.support.handoff import tokens as tokens_of
-from tests.support.image_support import Family, Prompt, answers, request_for, text
 from tests.support.vision_models import BUILDERS
+from tests.support.vision_prompts import Family, Prompt, answers, request_for, text
 
 OPTIONS: dict[str, Any] = {
     **PAIR_OPTIONS,

@@ -24,8 +24,8 @@ from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.media import MediaSpan, MediaSpans, overlaps_of
 from engine.types import Delta, GenerateRequest
 from tests.support.handoff import Pair, pair_of, sequence_of, step, tokens
-from tests.support.image_support import Family, Prompt, request_for, text, without_data
 from tests.support.vision_models import BUILDERS
+from tests.support.vision_prompts import Family, Prompt, request_for, text, without_data
 
 SMALL: dict[str, Any] = {"attention": "sdpa", "kv_block_size": 8, "num_blocks": 100}
 

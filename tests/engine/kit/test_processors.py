@@ -34,7 +34,7 @@ from tests.support.engine_cases import (
     tokens_of,
 )
 from tests.support.environment import python_path
-from tests.support.http import ServerProcess, serving
+from tests.support.servers import ServerProcess, serving
 
 EOS = 2
 FORCED = ProcessorConfig("forced", "forced_sequence", {"token_ids": [9, 7, 7], "eos_token_id": EOS})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.kit.tasks import cancel
-from engine.kit.work import Lane, Turns, begin_request
+from engine.kit.work import FairQueue, Lane, Turns, begin_request
 from tests.support.waiting import until
 
 
@@ -125,3 +125,29 @@ async def test_a_place_is_given_back_when_its_taker_is_cancelled_at_that_moment(
     await cancel([waiting])
     async with asyncio.timeout(5), turns.place():
         pass
+
+
+def drained(queue: FairQueue[str, int]) -> list[int]:
+    return [queue.take(next(queue.firsts())[0]) for _ in range(len(queue))]
+
+
+def test_keys_of_a_queue_take_turns() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    for number, key in enumerate("aaabbc"):
+        queue.add(key, number)
+    queue.remove("c", 5)
+    assert list(queue) == [0, 1, 2, 3, 4]
+    assert drained(queue) == [0, 3, 1, 4, 2]
+    queue.add("b", 6)
+    queue.add("a", 7)
+    assert drained(queue) == [6, 7], "a key that had nothing joins at the end"
+
+
+def test_a_queue_that_remembers_turns_puts_the_longest_ago_first() -> None:
+    queue: FairQueue[str, int] = FairQueue(remember=True)
+    queue.add("a", 0)
+    queue.add("b", 1)
+    assert drained(queue) == [1, 0], "a new key comes first"
+    queue.add("a", 2)
+    queue.add("b", 3)
+    assert drained(queue) == [3, 2]

@@ -21,7 +21,7 @@ from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
 from tests.support.encode import SIZE, encoder_of, expected, image, pages
-from tests.support.http import ROOT, application
+from tests.support.servers import ROOT, application
 from tests.support.waiting import slowness, until
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
-from engine.kit.stream import DeltaStream
 from engine.types import GenerateRequest
 from routers import leased
 from tests.support.disaggregated import PROMPT, SOON, all_of, busy, nothing, pair, request, stats_with, tokens_of

@@ -49,8 +49,8 @@ from engine.transfer.shared_bytes import (
 )
 from engine.types import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.support.encode import arena
-from tests.support.image_support import text
 from tests.support.vision_models import TOKENS, build_llava, image_bytes
+from tests.support.vision_prompts import text
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 HIDDEN, SIDE = 2048, 84

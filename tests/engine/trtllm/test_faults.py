@@ -39,7 +39,7 @@ from engine.trtllm.polling import stats_poller
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
-from tests.support.http import application
+from tests.support.servers import application
 from tests.support.trtllm import faults, found, handed_over, picture, registered
 from tests.support.trtllm_gotchas import request, running, tokens
 from tests.support.waiting import until

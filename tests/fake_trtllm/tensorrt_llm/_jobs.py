@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from engine.base import Engine
+from engine.base import DeltaStream, Engine, merge
 from engine.errors import EngineError, EngineUnavailable
 from engine.kit import logits
-from engine.kit.stream import DeltaStream, merge
 from engine.media import MediaSpan, MediaSpans
 from engine.types import Delta, GenerateRequest, TokenLogprobs
 from tensorrt_llm._contract import NEWEST

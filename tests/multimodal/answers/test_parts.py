@@ -13,7 +13,7 @@ from engine.fake.engine import FakeEngine
 from multimodal.answers.parts import Part, PlainText, Reasoning, Text, ToolCall
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer

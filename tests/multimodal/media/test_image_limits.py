@@ -20,7 +20,7 @@ from multimodal.media.limits import MAX_REQUEST_PIXELS
 from multimodal.media.prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.sampling import Limits
+from multimodal.request import Limits
 from multimodal.text.control import ControlTokens
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate

@@ -20,17 +20,17 @@ from engine.fake.encoder import FakeEncoder
 from engine.media import MediaFiles
 from multimodal.errors import RequestError
 from multimodal.media.prompts import BackendPrompts
+from multimodal.request import MediaRef
 from multimodal.text.control import MARK, ControlTokens, unmarked
-from multimodal.text.messages import MediaRef
 from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, IMAGE, Tokenizer, byte_tokenizer
 from server.compose.model import load_text
 from server.settings import Settings
 from tests.support.chat_families import FAMILIES, family
-from tests.support.http import application
 from tests.support.media import data_url, image_file, world
 from tests.support.requests import ask_of
+from tests.support.servers import application
 
 # ruff: noqa: RUF001 - DeepSeek's control tokens have full-width lines
 

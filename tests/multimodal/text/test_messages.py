@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from multimodal.errors import RequestError
-from multimodal.sampling import Limits
-from multimodal.text.messages import Conversation, MediaRef
+from multimodal.request import Conversation, Limits, MediaRef
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, byte_tokenizer

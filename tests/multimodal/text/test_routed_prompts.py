@@ -11,8 +11,8 @@ from multimodal.text.routed_prompts import RoutedPrompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import byte_tokenizer
 from routers.fields import FieldCheck
-from tests.support.http import application
 from tests.support.requests import ask_of
+from tests.support.servers import application
 
 TOKENIZER = byte_tokenizer()
 assert TOKENIZER.chat_template is not None

@@ -7,7 +7,7 @@ import pytest
 
 from server.compose.runtime import shown_settings
 from server.settings import Settings
-from tests.support.http import application
+from tests.support.servers import application
 
 SECRET = "s3cr3t"
 

@@ -17,7 +17,7 @@ import pytest
 from engine.errors import EngineFailure
 from server.health.canary import CACHE_SALT, Canary, tiny_image
 from server.health.watchdog import Watchdog
-from tests.support.http import CHAT, ROOT, application, serving
+from tests.support.servers import CHAT, ROOT, application, serving
 from tests.support.waiting import slowness
 
 

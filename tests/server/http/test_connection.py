@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.http import CHAT, ServerThread
+from tests.support.servers import CHAT, ServerThread
 
 BRIEF = {**CHAT, "max_tokens": 4, "ignore_eos": True}
 LONG = {**BRIEF, "max_tokens": 20000}

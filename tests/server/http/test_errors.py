@@ -14,7 +14,7 @@ import multimodal.errors
 import routers.errors
 from engine.config import FakeConfig
 from server.http.errors import render
-from tests.support.http import CHAT, application
+from tests.support.servers import CHAT, application
 
 JSON = {"content-type": "application/json"}
 CONTEXT = FakeConfig().context_length

@@ -10,8 +10,8 @@ from protocol.chunks import ChatCompletionChunk, CompletionChunk
 from server.app import create_app
 from server.http.schemas import wire_types
 from server.settings import Settings
-from tests.support.http import application
 from tests.support.openapi import BODIES, App, Document, body_schema, property_of, resolved, shows_images, with_field
+from tests.support.servers import application
 
 
 @pytest.mark.parametrize("path", BODIES)

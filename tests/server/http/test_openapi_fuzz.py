@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.base import DeltaStream
 from engine.fake.engine import FakeEngine
-from engine.kit.stream import DeltaStream
 from engine.types import GUIDE_KINDS, GenerateRequest
 from tests.support.openapi import (
     BODIES,

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.http import CHAT, ServerProcess, serving
+from tests.support.servers import CHAT, ServerProcess, serving
 
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 LONG = {**CHAT, "max_tokens": 20000, "ignore_eos": True}

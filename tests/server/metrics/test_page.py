@@ -26,7 +26,7 @@ from engine.types import GenerateRequest, Guide, SamplingParams
 from multimodal.metrics import GenerationMetrics
 from server.health.canary import tiny_image
 from server.metrics.page import ServerMetrics
-from tests.support.http import CHAT, ROOT, application, serving
+from tests.support.servers import CHAT, ROOT, application, serving
 
 OBSERVABILITY = ROOT / "deploy/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana/trellis.json").read_text())

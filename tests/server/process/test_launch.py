@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.http import CHAT, ServerProcess, serving
+from tests.support.servers import CHAT, ServerProcess, serving
 
 
 @pytest.fixture

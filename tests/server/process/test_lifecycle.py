@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from multimodal.text.tokenizer import byte_tokenizer
-from tests.support.http import CHAT, READY, ROOT, ServerProcess, serving, wait_metric
+from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving, wait_metric
 from tests.support.waiting import slowness
 
 LONG = {**CHAT, "ignore_eos": True, "stream": True}

@@ -18,13 +18,12 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from engine import handoff
-from engine.base import Engine
+from engine.base import DeltaStream, Engine
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.errors import EngineDied, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.logits import unregister
 from engine.kit.processors import ProcessorConfig
-from engine.kit.stream import DeltaStream
 from engine.types import Delta, GenerateRequest, Guide, Handoff, Held
 from tests.support.engine_cases import BLOCK, EMBEDDED, engine_of, generate, idle, prompt_of, request_for, tokens_of
 from tests.support.grammar import tokenizer_folder  # noqa: F401 - a fixture

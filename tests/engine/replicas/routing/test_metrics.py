@@ -6,8 +6,8 @@ import httpx
 
 from benchmarks.metrics import total
 from tests.support.disaggregated import replica
-from tests.support.http import CHAT
 from tests.support.routing import Bare, router
+from tests.support.servers import CHAT
 
 
 async def test_requests_are_counted_by_replica_and_nothing_else() -> None:

@@ -13,7 +13,7 @@ from engine.embedded.core import EngineCore
 from tests.engine.embedded.models.native.test_native_images import make_folder
 from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
 from tests.support.handoff import tokens
-from tests.support.image_support import Family, Prompt, answers, request_for, text
+from tests.support.vision_prompts import Family, Prompt, answers, request_for, text
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 OPTIONS: dict[str, Any] = {

@@ -20,8 +20,8 @@ from engine.media import EncodedMedia, MediaInput
 from engine.transfer.shared_bytes import readable
 from tests.engine.embedded.models.native.test_native_images import make_folder
 from tests.support.handoff import tokens
-from tests.support.image_support import Family, answers, request_for, text
 from tests.support.vision_models import BUILDERS, image_bytes
+from tests.support.vision_prompts import Family, answers, request_for, text
 
 pytestmark = [
     pytest.mark.gpu,

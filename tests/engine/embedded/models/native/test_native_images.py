@@ -21,8 +21,8 @@ from engine.embedded.models.native.checkpoint import Checkpoint, read_config
 from engine.embedded.models.native.runner import NativeRunner
 from tests.support.handoff import OPTIONS as PAIR_OPTIONS
 from tests.support.handoff import pair_of, sequence_of, tokens
-from tests.support.image_support import Family, Prompt, answers, request_for, text, without_data
 from tests.support.vision_models import BUILDERS
+from tests.support.vision_prompts import Family, Prompt, answers, request_for, text, without_data
 
 COMPILED = [name for name, family in FAMILIES.items() if family.compiled and family.vision]
 OPTIONS: dict[str, Any] = {

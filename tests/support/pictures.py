@@ -20,7 +20,7 @@ from PIL import Image, ImageFont
 from smolvision.images import Item, Scene, Writing, render
 from tests.e2e.test_disaggregated import folded
 from tests.support.disaggregated import SECRET
-from tests.support.http import ServerProcess
+from tests.support.servers import ServerProcess
 
 IMAGE_TOKENS = 64
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from engine.errors import EngineDied, QueueFull
-from routers.sse import OPENAI, EventStream
+from routers.endpoint import OPENAI, EventStream
 from server.http.errors import render_event
 
 SCOPE = {"type": "http", "method": "POST", "path": "/"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kit.stream import MOST_MERGED, DeltaStream, EventFeed, Latest, merge
+from engine.base import MOST_MERGED, DeltaStream, EventFeed, Latest, merge
 from engine.types import Delta, Logprob, PromptReport
 
 
