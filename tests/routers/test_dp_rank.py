@@ -4,10 +4,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.http import CHAT
 
 from tests.support.disaggregated import SECRET, replica
 from tests.support.routing import Bare, before, stored, two_senders
+from tests.support.servers import CHAT
 from tests.support.waiting import until
 
 ROUTED = {"x-trellis-dp-rank": "1", "x-trellis-internal": SECRET}
