@@ -115,9 +115,9 @@ def _text(file: Path) -> str:
 
 async def _part(name: str, model: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
     """Run a part of a group in a process of its own."""
-    command = [sys.executable, "-m", "engine.trtllm.probe", name, model]
-    environment = os.environ | variables
-    return await asyncio.to_thread(subprocess.run, command, env=environment, stdout=subprocess.PIPE, check=False)
+    settings = [f"{variable}={value}" for variable, value in variables.items()]
+    command = ["env", *settings, sys.executable, "-m", "engine.trtllm.probe", name, model]
+    return await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, check=False)
 
 
 class _Lengths:
@@ -401,7 +401,7 @@ async def images(model: str, note: Note, begin: Callable[[str], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Group:
+class CheckGroup:
     """Checks that share a process, and so a loaded model."""
 
     run: Callable[[str, Note, Callable[[str], None]], Coroutine[Any, Any, None]]
@@ -410,8 +410,8 @@ class Group:
     seconds: float = 150.0
 
 
-GROUPS: dict[str, Group] = {
-    "requests": Group(
+GROUPS: dict[str, CheckGroup] = {
+    "requests": CheckGroup(
         requests,
         (
             *("A2", "A3.penalties", "A3.bad_words", "A3.seed", "A6.own", "A6.cached"),
@@ -419,16 +419,16 @@ GROUPS: dict[str, Group] = {
         ),
         210.0,
     ),
-    "roles": Group(roles, ("A9",)),
-    "handoff": Group(handoff, ("A1",)),
-    "device": Group(device, ("A4",)),
-    "killed": Group(killed, ("A5",)),
-    "orphans": Group(orphans, ("A13",)),
-    "images": Group(images, ("A10", "A11")),
-    "autodeploy": Group(autodeploy, ("A17",), 240.0),
-    "transfers": Group(transfers, ("A12",), 240.0),
-    "leave": Group(leave),
-    "transfer": Group(transfer),
+    "roles": CheckGroup(roles, ("A9",)),
+    "handoff": CheckGroup(handoff, ("A1",)),
+    "device": CheckGroup(device, ("A4",)),
+    "killed": CheckGroup(killed, ("A5",)),
+    "orphans": CheckGroup(orphans, ("A13",)),
+    "images": CheckGroup(images, ("A10", "A11")),
+    "autodeploy": CheckGroup(autodeploy, ("A17",), 240.0),
+    "transfers": CheckGroup(transfers, ("A12",), 240.0),
+    "leave": CheckGroup(leave),
+    "transfer": CheckGroup(transfer),
 }
 
 
@@ -496,7 +496,7 @@ def _ran(name: str, model: str, limit: float) -> tuple[list[str], str]:
     return lines, f"its process ended with status {status}" + (f": {said[-1]}" if said and status else "")
 
 
-def _read(group: Group, lines: Sequence[str], end: str) -> Iterator[Outcome]:
+def _read(group: CheckGroup, lines: Sequence[str], end: str) -> Iterator[Outcome]:
     """Yield an outcome for each check of a group."""
     found: dict[str, dict[str, str]] = {}
     begun = ""

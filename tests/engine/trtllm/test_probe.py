@@ -26,11 +26,19 @@ def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path, vocab_size=512)
 
 
+RESULT = "tensorrt_llm._results.GenerationResult"
+
+
+def method(owner: str, name: str) -> Any:
+    """A method of the stand-in's, to be called by another in its place."""
+    return getattr(found(owner), name)
+
+
 @pytest.fixture(autouse=True)
 def closing(trt: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A group's process ends without a shutdown; here LLMs are shut down after it."""
     made: list[Any] = []
-    load = found("tensorrt_llm._llm").BaseLLM._load
+    load = method("tensorrt_llm._llm.BaseLLM", "_load")
 
     def keep(self: Any, kwargs: dict[str, Any]) -> None:
         load(self, kwargs)
@@ -67,7 +75,7 @@ def requests_changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         after: Callable[[Any], None] = lambda output: None,
     ) -> None:
         generate = found("tensorrt_llm.LLM").generate_async
-        handle = found("tensorrt_llm._results").GenerationResult._handle
+        handle = method(RESULT, "_handle")
 
         def generate_async(self: Any, **call: Any) -> Any:
             before(call)
@@ -205,13 +213,13 @@ def test_the_window(verdict: str, window: int | None, folder: Path, monkeypatch:
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """An aborted request gets no answer any more."""
     result = found("tensorrt_llm._results").GenerationResult
-    push = result._push
+    push = method(RESULT, "_push")
     monkeypatch.setattr(result, "_push", lambda self, response: None if self.aborted() else push(self, response))
 
 
 def answering(monkeypatch: pytest.MonkeyPatch) -> None:
     result = found("tensorrt_llm._results").GenerationResult
-    abort = result.abort
+    abort = method(RESULT, "abort")
 
     def answer(self: Any) -> None:
         abort(self)
@@ -244,9 +252,8 @@ def test_roles(verdict: str, ends: bool, folder: Path, monkeypatch: pytest.Monke
 def test_handoffs(verdict: str, asserts: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not asserts:  # as newer versions, which pass first_gen_log_probs
         jobs = found("tensorrt_llm._jobs")
-        monkeypatch.setattr(
-            jobs.Job, "_scores", lambda self, index, delta: [jobs._entry(token) for token in delta.logprobs]
-        )
+        entry = method("tensorrt_llm._jobs", "_entry")
+        monkeypatch.setattr(jobs.Job, "_scores", lambda self, index, delta: [entry(token) for token in delta.logprobs])
     assert examined("handoff", folder)["A1"] == verdict
 
 
@@ -276,7 +283,7 @@ def test_killed_workers(verdict: str, answers: bool | None, folder: Path, monkey
             monkeypatch.setattr(probe, "descendants", lambda parent: set())
         if answers is False:
             result = found("tensorrt_llm._results").GenerationResult
-            push = result._push
+            push = method(RESULT, "_push")
 
             def pushed(self: Any, response: Any) -> None:
                 if child.poll() is None:
