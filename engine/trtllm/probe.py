@@ -21,6 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.trtllm.disaggregation import context_keywords
+from engine.trtllm.library import installed
+
 SECONDS = 15 * 60.0
 """Most time of all groups together."""
 GRACE_SECONDS = 10.0
@@ -353,7 +356,7 @@ async def _handed_over(context: Any, llm: Any, prompt: Sequence[int] = PROMPT, *
     """Return the result of a request that goes on from another engine's handoff."""
     from tensorrt_llm.llmapi import DisaggregatedParams  # noqa: PLC0415
 
-    asked = DisaggregatedParams(request_type="context_only")
+    asked = DisaggregatedParams(**context_keywords(None, installed()))
     result = context.generate_async(
         inputs=list(prompt), sampling_params=_sampling(**fields), disaggregated_params=asked
     )

@@ -63,7 +63,7 @@ class Ranks:
         tokens = request.prompt_token_ids
         overlaps = self.index.overlaps(tokens, (request.cache_salt, ""))
         rank = self._ranks[asked] if asked is not None else self._policy.choose(self._ranks, len(tokens), overlaps)
-        overlap = min(overlaps.get(rank.number, 0), len(tokens) - 1)
+        overlap = min(overlaps.get(rank.number, 0), max(0, len(tokens) - 1))
         return rank.number, Assignment(rank.load, len(tokens), overlap)
 
 

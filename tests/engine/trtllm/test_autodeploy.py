@@ -9,12 +9,13 @@ from engine.errors import InvalidRequest
 from engine.media import MediaFiles
 from engine.trtllm.engine import TrtllmEngine
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import found, picture
+from tests.support.trtllm import BOTH_VERSIONS, found, picture
 from tests.support.trtllm_gotchas import request, tokens
 
 trt, folder = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder  # fixtures
 
 
+@BOTH_VERSIONS
 async def test_autodeploy_has_a_class_of_its_own(folder: Path) -> None:
     arguments = {"enable_iter_perf_stats": True}
     async with TrtllmEngine(TrtllmConfig(model=str(folder), backend="_autodeploy", arguments=arguments)) as engine:

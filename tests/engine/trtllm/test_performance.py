@@ -12,7 +12,7 @@ from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest, Performance
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import faults, found, handed_over
+from tests.support.trtllm import BOTH_VERSIONS, faults, found, handed_over
 from tests.support.trtllm_gotchas import request, running
 from tests.support.waiting import until
 
@@ -25,6 +25,7 @@ async def deltas(engine: TrtllmEngine, wanted: GenerateRequest) -> list[Delta]:
     return [delta async for delta in engine.generate(wanted)]
 
 
+@BOTH_VERSIONS
 async def test_the_engine_measures_requests(folder: Path) -> None:
     async with running(folder) as engine:
         first, *_, last = await deltas(engine, request(max_tokens=6))
@@ -41,6 +42,7 @@ async def test_without_metrics_nothing_is_claimed(folder: Path) -> None:
     assert first.prompt is not None and first.prompt.queue_seconds == 0 and last.performance is None
 
 
+@BOTH_VERSIONS
 async def test_a_transfer_is_measured_and_counted(folder: Path) -> None:
     transceiver: dict[str, Any] = {"cache_transceiver_config": {"backend": "DEFAULT"}}
     async with running(folder, "prefill", **transceiver) as prefill, running(folder, "decode", **transceiver) as decode:
@@ -65,6 +67,7 @@ async def test_speculation_is_measured(folder: Path) -> None:
     assert (last.performance.draft_tokens, last.performance.accepted_tokens) == (18, 0)
 
 
+@BOTH_VERSIONS
 async def test_its_own_tracer_sends_spans_of_our_trace(folder: Path) -> None:
     """Without metrics it warns of each request, and sends nothing."""
     sent = found("tensorrt_llm._test")

@@ -14,7 +14,7 @@ import pytest
 
 from engine.trtllm import probe
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import faults, found, model_folder
+from tests.support.trtllm import NEWEST, faults, found, model_folder
 from tests.support.waiting import slowness
 
 trt = trtllm_gotchas_support.trt  # a fixture
@@ -255,6 +255,12 @@ def test_handoffs(verdict: str, asserts: bool, folder: Path, monkeypatch: pytest
         entry = method("tensorrt_llm._jobs", "_entry")
         monkeypatch.setattr(jobs.Job, "_scores", lambda self, index, delta: [entry(token) for token in delta.logprobs])
     assert examined("handoff", folder)["A1"] == verdict
+
+
+@pytest.mark.parametrize("trt", [NEWEST], indirect=True)
+def test_main_refutes_what_it_has_mended(folder: Path) -> None:
+    """The stand-in of the newest version, unchanged."""
+    assert examined("handoff", folder)["A1"] == REFUTED
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from engine.trtllm.ranks import summed
 from engine.types import GenerateRequest
 from server.metrics.engine import stats_metrics
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import found
+from tests.support.trtllm import BOTH_VERSIONS, found
 from tests.support.trtllm_gotchas import request, running, tokens
 from tests.support.waiting import until
 
@@ -40,6 +40,7 @@ async def cached(engine: TrtllmEngine, wanted: GenerateRequest) -> int:
     return first.prompt.cached_tokens
 
 
+@BOTH_VERSIONS
 async def test_a_router_names_the_rank(folder: Path, calls: list[Any]) -> None:
     """The prompt's blocks are in that rank's cache only. A rank that does not exist would end the executor."""
     async with running(folder, **ADP, kv_cache_config={"tokens_per_block": 4}) as engine:
@@ -53,6 +54,7 @@ async def test_a_router_names_the_rank(folder: Path, calls: list[Any]) -> None:
     assert ranks_of(calls)[1:] == [2, 2, 0, None, None, None, None]
 
 
+@BOTH_VERSIONS
 async def test_without_a_router_the_rank_that_has_the_prompt_computes_it(folder: Path, calls: list[Any]) -> None:
     async with running(folder, **ADP, **EVENTS) as engine:
         await tokens(engine, request(prompt_token_ids=LONG))
