@@ -88,3 +88,22 @@ def test_it_starts_as_a_module(model: str) -> None:
         {"begun": ""}.keys(),
         {"check": "", "verdict": "", "evidence": ""}.keys(),
     ]
+
+
+def test_its_processors_can_be_unpickled_elsewhere(model: str) -> None:
+    """Workers do not know what was `__main__` in the group's process."""
+    code = (
+        "import pickle, runpy, sys\n"
+        "from tensorrt_llm import LLM\n"
+        "generate = LLM.generate_async\n"
+        "def noting(self, **call):\n"
+        "    processor = call['sampling_params'].logits_processor\n"
+        "    if processor is not None:\n"
+        "        sys.stderr.write(type(processor).__module__)\n"
+        "    return generate(self, **call)\n"
+        "LLM.generate_async = noting\n"
+        f"sys.argv = ['probe', 'device', {model!r}]\n"
+        "runpy.run_module('engine.trtllm.probe', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("engine.trtllm.probe"), done.stderr
