@@ -291,8 +291,12 @@ def test_killed_workers(verdict: str, answers: bool | None, folder: Path, monkey
             result = found("tensorrt_llm._results").GenerationResult
             push = method(RESULT, "_push")
 
+            answered: list[Any] = []
+
             def pushed(self: Any, response: Any) -> None:
-                if child.poll() is None:
+                """Only the request before the kill is answered."""
+                answered.append(self)
+                if self is answered[0]:
                     push(self, response)
 
             monkeypatch.setattr(result, "_push", pushed)
