@@ -42,4 +42,7 @@ def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> to
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers, a list or a NumPy array, as a tensor on the device. Pinned memory keeps the copy from waiting for
     what the device does."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
