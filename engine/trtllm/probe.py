@@ -580,7 +580,12 @@ def markdown(model: str, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) 
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    from engine.trtllm import probe  # workers unpickle the processors above by this name
+def _entry() -> int:
+    """Run `main` of the module by its name, by which workers unpickle the processors above."""
+    from engine.trtllm import probe  # noqa: PLC0415 - this one is called __main__
 
-    sys.exit(probe.main(sys.argv[1:]))
+    return probe.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(_entry())
