@@ -44,12 +44,16 @@ def main(arguments: Sequence[str]) -> int:
     command, arguments = (
         (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("serve", arguments)
     )
+    probe = command == "doctor" and "--probe" in arguments
+    arguments = [argument for argument in arguments if not (probe and argument == "--probe")]
     try:
         settings = read_settings(arguments)
         if command == "doctor":
             from server import doctor  # noqa: PLC0415 - serving does without
 
-            return doctor.run(settings)
+            if probe and settings.engine != "trtllm":
+                raise SettingsError("--probe: checks TensorRT-LLM, and needs --engine trtllm")
+            return doctor.run(settings, probe=probe)
         listing = _listing(settings) if command == "config" or settings.engine == "trtllm" else []
         if command == "serve":
             _check_servable(settings)
