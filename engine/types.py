@@ -179,6 +179,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
     kv_layout: str = ""
     """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
+    max_encoded_images: int = 0
+    """Most images of a prompt that other replicas can encode, for a backend that encodes images itself; 0 is any
+    number."""
+    prompt_logprobs: bool = True
+    """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True
     """Whether this engine, going on from a handoff, has log-probabilities. If not, prefill replicas are of no use to a
     request for them."""

@@ -158,8 +158,14 @@ def merge(layers: Sequence[ArgumentLayer]) -> Effective:
     return effective
 
 
-def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
-    """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none."""
+def problems(arguments: Mapping[str, Any], backend: str = "pytorch", version: str | None = None) -> list[str]:
+    """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none.
+
+    `version` is that of the installed package, if there is one. Another one than 1.2 has arguments of its own, and
+    checks them when the engine starts, before it loads anything.
+    """
+    if version is not None and not version.startswith("1.2."):
+        return []
     model = MODELS["AutoDeployLlmArgs" if backend == "_autodeploy" else "TorchLlmArgs"]
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})

@@ -61,6 +61,9 @@ class TrtllmEncoder:
     async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoding:
         if self._encoder is None:
             raise EngineNotReady("the encoder is not running")
+        most = library.installed().max_encoded_images
+        if most and len(media) > most:
+            raise InvalidRequest(f"this encoder takes {most} image of a prompt, and the engine the others", "image")
         pixels = await decoded(media, self._config.max_image_pixels)
         if (encoder := self._encoder) is None or self._dead:
             raise EngineNotReady("the encoder is closing")

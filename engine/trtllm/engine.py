@@ -31,6 +31,7 @@ from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event
 from engine.trtllm.ranks import Ranks, idle, summed
 from engine.trtllm.sampling import guides_of
 from engine.trtllm.support import Support
+from engine.trtllm.versions import PackageVersion
 from engine.trtllm.watching import Watch
 from engine.types import Delta, EngineInfo, GenerateRequest
 
@@ -51,8 +52,9 @@ class ActiveRequest:
 
     stream: DeltaStream
 
-    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
+    def __init__(self, result: Any, version: PackageVersion, *, context_only: bool, transferring: bool) -> None:
         self.result = result
+        self._version = version
         self._context_only = context_only
         self._transferring = transferring
         self._task: asyncio.Task[None]
@@ -72,7 +74,7 @@ class ActiveRequest:
         request by then, and frees the blocks when they have been read or after the transceiver's time limit.
         """
         if self._context_only:
-            delta = held_of(self.result, delta, request, library.installed())
+            delta = held_of(self.result, delta, request, self._version)
         self.stream.put(delta)
         if delta.held is not None:
             over = asyncio.Event()
@@ -122,6 +124,8 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
+        self._version: PackageVersion
+        self._start_text: str
         self._support: Support
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
@@ -170,12 +174,14 @@ class TrtllmEngine:
         self._facts.check()
         started = time.monotonic()
         self._watch = Watch(self._config.hang_seconds)
+        self._version = library.installed()
         processes = self._config.sampling == "processors"
-        self._support = Support(self._config.arguments, processors=processes, newer=library.installed().samples_more)
+        self._support = Support(self._config.arguments, processors=processes, newer=self._version.samples_more)
         try:
             self.llm = library.load(self._config)
             seconds = time.monotonic() - started
             log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
+            self._start_text = library.start_text(self.llm)
             first = await self._first_stats()
             self._info = self._describe(kv_capacity(first), seconds)
             stats = iteration_stats(first)
@@ -252,7 +258,14 @@ class TrtllmEngine:
         rank, work = self.ranks.assign(asked)
         try:
             result = library.submit(
-                self.llm, submitted, self._facts, images, edits=edits, context_only=context_only, rank=rank
+                self.llm,
+                submitted,
+                self._facts,
+                images,
+                edits=edits,
+                context_only=context_only,
+                rank=rank,
+                start=self._start_text,
             )
         except EngineError as error:
             if work is not None:
@@ -260,7 +273,7 @@ class TrtllmEngine:
             if isinstance(error, EngineDied):
                 self._die(error)
             raise
-        run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
+        run = ActiveRequest(result, self._version, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         if work is not None:
             run.stream.when_done(work.end)
@@ -293,8 +306,34 @@ class TrtllmEngine:
             raise InvalidRequest("images are not supported with BACKEND=_autodeploy", "prompt")
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
+        if request.sampling.prompt_logprobs is not None:
+            self._check_prompt_logprobs(request)
+        self._check_role(request)
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
+
+    def _check_prompt_logprobs(self, request: GenerateRequest) -> None:
+        if not self._version.prompt_logprobs:
+            raise InvalidRequest(
+                f"this replica's engine, TensorRT-LLM {self._version.name}, has no log-probabilities of prompts: it "
+                "reports the most likely tokens of each position, which the prompt's own need not be among",
+                "prompt_logprobs",
+            )
+        if isinstance(request.media, Unexpanded):
+            raise InvalidRequest("TensorRT-LLM has no log-probabilities of prompts with images", "prompt_logprobs")
+
+    def _check_role(self, request: GenerateRequest) -> None:
+        """Refuse what this engine was not started for: asked for it, a worker of TensorRT-LLM ends."""
+        arguments = self.llm.args
+        transceiver = arguments.cache_transceiver_config
+        if (request.prefill_only or request.handoff is not None) and (transceiver is None or not transceiver.backend):
+            raise InvalidRequest(
+                "this replica's engine neither hands over nor takes handoffs: it was started without "
+                "cache_transceiver_config.backend",
+                "handoff" if request.handoff is not None else None,
+            )
+        if request.prefill_only and not arguments.disable_overlap_scheduler and not self._version.overlapped_context:
+            raise InvalidRequest("prefill needs an engine that was started with disable_overlap_scheduler: true")
 
     async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
@@ -416,7 +455,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts, version = self.llm.args, self._facts, library.installed()
+        arguments, facts, version = self.llm.args, self._facts, self._version
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
@@ -443,6 +482,8 @@ class TrtllmEngine:
             guides=guides_of(arguments.guided_decoding_backend),
             refused_parameters=tuple(self._support.refused.items()),
             kv_layout=f"TensorRT-LLM {version.name}",
+            max_encoded_images=version.max_encoded_images,
+            prompt_logprobs=version.prompt_logprobs,
             handoff_logprobs=version.handoff_logprobs,
         )
 

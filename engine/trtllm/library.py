@@ -82,6 +82,15 @@ def is_alive(llm: Any) -> bool:
         return False
 
 
+def start_text(llm: Any) -> str:
+    """Return the text of the token that the tokenizer puts before every prompt; empty if it is none, or not alone."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return ""
+    added = tokenizer.encode("", add_special_tokens=True)
+    return str(tokenizer.decode(added, skip_special_tokens=False)) if len(added) == 1 else ""
+
+
 def submit(
     llm: Any,
     request: GenerateRequest,
@@ -91,27 +100,27 @@ def submit(
     edits: Edits | None = None,
     context_only: bool = False,
     rank: int | None = None,
+    start: str = "",
 ) -> Any:
     """Start a request, with PIL `images` for its media. The result is an async iterator of itself.
 
     Its sampling parameters are those that the engine honours; `edits` are the others (`Support.split`).
 
     A context-only request computes the prompt and one token, and yields once. `rank` is the attention-DP rank that is
-    to compute it. Raises InvalidRequest, EngineFailure and
-    EngineDied.
+    to compute it, `start` the tokenizer's `start_text`. Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
         sampling = replace(sampling, max_tokens=1)
     try:
         return llm.generate_async(
-            inputs=_inputs(request, images),
+            inputs=_inputs(request, images, start),
             sampling_params=sampling_params(
                 sampling,
                 facts,
                 edits=edits,
                 num_prompt=num_prompt(request),
-                templated=isinstance(request.media, Unexpanded),
+                templated=isinstance(request.media, Unexpanded) and not _begins(request.media, start),
             ),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
@@ -163,8 +172,7 @@ def sampling_params(
 
     `num_prompt` are the prompt's tokens, which samplers would count in the presence and frequency penalties.
 
-    A `templated` prompt is text that contains its special tokens. The engine's tokenizer must not add any: a second
-    beginning-of-sequence token would shift every position.
+    A `templated` prompt is text that contains its special tokens: the engine's tokenizer must not add any.
     """
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
@@ -224,16 +232,26 @@ def num_prompt(request: GenerateRequest) -> int | None:
     return None if isinstance(request.media, Unexpanded) else len(request.prompt_token_ids)
 
 
-def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
-    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
+def _inputs(request: GenerateRequest, images: Sequence[Any], start: str) -> Any:
+    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images.
+
+    The input processors of models with images do not pass on `add_special_tokens`, so the text is given without the
+    beginning of sequence that the tokenizer adds: a second one would shift every position.
+    """
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    match request.media:
-        case Encoding():
-            return {"prompt": request.media.prompt}
-        case MediaFiles():
-            return _with_images(request.media.text, images)
-    return list(request.prompt_token_ids)
+    if not isinstance(request.media, Unexpanded):
+        return list(request.prompt_token_ids)
+    text = _text(request.media).removeprefix(start)
+    return _with_images(text, images) if isinstance(request.media, MediaFiles) else {"prompt": text}
+
+
+def _text(media: Unexpanded) -> str:
+    return media.text if isinstance(media, MediaFiles) else media.prompt
+
+
+def _begins(media: Unexpanded, start: str) -> bool:
+    return bool(start) and _text(media).startswith(start)
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
@@ -241,9 +259,17 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:
-    """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
-    images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
-    return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
+    """Return the salt of KV blocks.
+
+    It is unique for prompts with images, for which 1.2.1 does not support block reuse, and for prompts whose
+    log-probabilities are wanted, as there are none of reused blocks.
+    """
+    alone = (
+        isinstance(request.media, Unexpanded)
+        or (request.handoff is not None and request.handoff.prompt_token_ids)
+        or request.sampling.prompt_logprobs is not None
+    )
+    return f"{request.cache_salt}/{secrets.token_hex(16)}" if alone else request.cache_salt or None
 
 
 def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:

@@ -131,7 +131,9 @@ def _chat_service(
 ) -> ChatService:
     settings, name = to.settings, to.replica.model_name
     control = template.control if template is not None else None
-    images = image_prompts(to, folder, encoders, tokenizer, control) if control is not None else None
+    images = None
+    if control is not None:
+        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from engine.trtllm import versions
 from engine.trtllm.arguments import (
     ENCODER_DEFAULTS,
     ArgumentLayer,
@@ -78,7 +79,9 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
     )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if encoder else [])
+    faults = problems(found.arguments, backend, versions.found())
+    if encoder and not faults:
+        faults = encoder_problems(found.arguments)
     if processors or settings.enable_test_logits_processor:
         setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
         faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]

@@ -25,6 +25,7 @@ from engine.kit import logits
 from engine.kv_events import Created, Removed, Stored, Updated
 from engine.media import Encoding, MediaFiles, MediaInput
 from engine.stats import InflightBatchingStats, KvCacheStats
+from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm import library
 from engine.trtllm.arguments import problems
 from engine.trtllm.disaggregation import (
@@ -83,6 +84,7 @@ hashes = st.lists(st.lists(numbers, min_size=8, max_size=8), min_size=2, max_siz
 contexts = st.builds(
     ContextState,
     package=st.just("1.2.1"),
+    memory=st.just(shared_memory_domain()),
     ctx_request_id=numbers,
     first_gen_tokens=st.lists(numbers, min_size=1, max_size=2),
     opaque_state=st.none() | st.binary(max_size=9),
@@ -93,6 +95,7 @@ contexts = st.builds(
 )
 encodings = st.builds(
     EncoderState,
+    memory=st.just(shared_memory_domain()),
     multimodal_embedding_handles=st.lists(handles, min_size=2, max_size=2),
     multimodal_hashes=st.none() | hashes,
     mrope_position_ids_handle=st.none() | handles,
@@ -233,7 +236,7 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     request = GenerateRequest(
         request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt"
     )
-    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}]))
+    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}], memory=shared_memory_domain()))
     context = msgspec.msgpack.encode(ContextState("1.2.1", 1, [5]))
     carried = {
         "prompt": {},

@@ -30,6 +30,7 @@ from engine.errors import (
 from engine.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
+from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm import watching
 from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
@@ -158,7 +159,8 @@ async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder
 
 
 async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: Path) -> None:
-    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}], mrope_position_ids_handle={"method_key": 2}))
+    handle, memory = {"method_key": 2}, shared_memory_domain()
+    state = msgspec.msgpack.encode(EncoderState([handle], mrope_position_ids_handle=handle, memory=memory))
     encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
     async with running(folder, "prefill") as engine:
         with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):

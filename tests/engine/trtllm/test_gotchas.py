@@ -161,7 +161,7 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
         "or blocks that nobody fetches are kept for ever"
     )
     async with running(folder) as aggregated:
-        with pytest.raises(InvalidRequest, match=r"cache_transceiver_config: backend"):
+        with pytest.raises(InvalidRequest, match=r"cache_transceiver_config\.backend"):
             await handed_over(aggregated, request())
 
 

@@ -48,6 +48,7 @@ class Executor:
         """Jobs of each rank."""
         self.jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
+        self._filled: set[tuple[str, tuple[int, ...]]] = set()
         self.generator = random.Random(42)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -84,6 +85,15 @@ class Executor:
             raise RuntimeError(SHUT_DOWN)
         self.jobs[job.id] = job
         self._loop.call_soon_threadsafe(self._run, job)
+
+    def reuse(self, cache_salt: str, prompt: list[int]) -> int:
+        """Tokens of a prompt in blocks that an earlier one with this salt has filled; note its own blocks."""
+        cache = self.args.kv_cache_config
+        ends = range(cache.tokens_per_block, len(prompt), cache.tokens_per_block) if cache.enable_block_reuse else ()
+        keys = [(cache_salt, tuple(prompt[:end])) for end in ends]
+        cached = sum(key in self._filled for key in keys) * cache.tokens_per_block
+        self._filled.update(keys)
+        return cached
 
     def abort(self, request_id: int) -> None:
         """Without effect on a request that has ended."""

@@ -198,10 +198,7 @@ class Job:
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
-            # Entry i is of the logits at position i, which are about token i + 1.
-            response.prompt_logprobs = [
-                _entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None
-            ]
+            response.prompt_logprobs = self._prompt_scores(delta.prompt.logprobs or ())
         response.times = self._transfer()
         response.drafts = self._drafts(len(delta.token_ids))
         if self.kind == "context_only":
@@ -225,6 +222,15 @@ class Job:
         speculative = self.result._executor.args.speculative_config
         self.steps += tokens if speculative is not None else 0
         return self.steps * (getattr(speculative, "max_draft_len", None) or 1), 0
+
+    def _prompt_scores(self, tokens: Sequence[TokenLogprobs | None]) -> list[dict[int, Any]]:
+        """Entry i is of the logits at position i, which are about token i + 1. Cached positions have no logits.
+
+        1.2.1 has the most likely tokens alone, main the prompt's own token too.
+        """
+        cached = self.result._executor.reuse(self.cache_salt, self.result.prompt_token_ids)
+        entries = [_entry(token if NEWEST else token[1:]) for token in tokens[1:] if token is not None]
+        return entries[cached:]
 
     def _scores(self, index: int, delta: Delta) -> list[dict[int, Any]]:
         """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token, main's

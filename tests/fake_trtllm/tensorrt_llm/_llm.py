@@ -160,24 +160,26 @@ class LLM(BaseLLM):
             raise RequestError("LoRA is not enabled")
         if kind == "context_only":
             params.max_tokens = 1
-        prompt, token_ids = self._prompt(call.inputs, params)
+        media = handles is not None or (isinstance(call.inputs, dict) and "multi_modal_data" in call.inputs)
+        # A model's input processor asks its tokenizer as it is, whatever the parameters say.
+        prompt, token_ids = self._prompt(call.inputs, params, add_special=media or params.add_special_tokens)
         set_up(params, self._tokenizer)
         params._stream_interval = getattr(self.args, "stream_interval", 1)
         params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
         images: tuple[MediaSpan, ...] = ()
-        if (embeddings := self._embeddings(call.inputs, prompt, handles)) is not None:
+        if (embeddings := self._embeddings(call.inputs, prompt, token_ids, handles)) is not None:
             token_ids, images = expand(token_ids, self.args.model, embeddings)
             if disaggregated is not None and handles is None and has_mrope(self.args.model):
                 position(disaggregated)
         self._check_length(token_ids, kind)
         return self._submit(call, prompt, token_ids, images)
 
-    def _embeddings(self, inputs: Any, prompt: str | None, handles: Any) -> list[Any] | None:
+    def _embeddings(self, inputs: Any, prompt: str | None, token_ids: list[int], handles: Any) -> list[Any] | None:
         """What takes the places of placeholders: what another encoded, or what is encoded here of raw media."""
         if handles is not None:
             if prompt is None:
                 raise ValueError("embedding handles need a text prompt, with the placeholders that they take")
-            return take(handles)
+            return take(handles, token_ids, self.args.model)
         media = inputs.get("multi_modal_data") if isinstance(inputs, dict) else None
         if isinstance(inputs, dict) and inputs.get("multi_modal_embeddings") and "prompt_token_ids" not in inputs:
             return [item for items in inputs["multi_modal_embeddings"].values() for item in items]
@@ -197,8 +199,11 @@ class LLM(BaseLLM):
             self._stats_result, self._events_result = IterationResult(), IterationResult()
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
         processors, sampler = checked_processors(params), Sampler.of(self.args)
+        if (mistake := self._role_mistake(call.disaggregated_params)) is not None:
+            result._push(RuntimeError(mistake))  # outside of what the worker catches, which is its end
+            executor.die(RuntimeError(mistake))
+            return result
         try:
-            self._check_roles(call.disaggregated_params)
             if room < 1 or params.max_tokens < 1:
                 raise RequestError(
                     f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} "
@@ -243,7 +248,7 @@ class LLM(BaseLLM):
         )
         return result
 
-    def _prompt(self, inputs: Any, params: Any) -> tuple[str | None, list[int]]:
+    def _prompt(self, inputs: Any, params: Any, *, add_special: bool) -> tuple[str | None, list[int]]:
         """Text, if there is any, and token ids."""
         if isinstance(inputs, dict):
             assert "prompt" in inputs or "prompt_token_ids" in inputs, "inputs need prompt or prompt_token_ids"
@@ -261,7 +266,7 @@ class LLM(BaseLLM):
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         if self._tokenizer is None:
             raise ValueError("tokenizer is required to process a text prompt")
-        token_ids: list[int] = self._tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
+        token_ids: list[int] = self._tokenizer.encode(inputs, add_special_tokens=add_special)
         return inputs, token_ids[: params.truncate_prompt_tokens]
 
     def _check_length(self, token_ids: list[int], kind: str | None) -> None:
@@ -274,19 +279,20 @@ class LLM(BaseLLM):
                 f"should not exceed max_num_tokens ({args.max_num_tokens})"
             )
 
-    def _check_roles(self, disaggregated: Any) -> None:
+    def _role_mistake(self, disaggregated: Any) -> str | None:
         if not isinstance(disaggregated, DisaggregatedParams | None) or disaggregated is None:
-            return
+            return None
         transceiver = self.args.cache_transceiver_config
         if disaggregated.request_type in {"context_only", "generation_only"} and (
             transceiver is None or transceiver.backend is None
         ):
-            raise RequestError(
+            return (
                 "kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>` in "
                 "config file for disaggregated serving"
             )
-        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
-            raise RequestError("Context only requests are not supported in pytorch backend when overlap is enabled.")
+        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler and not NEWEST:
+            return "Context only requests are not supported in pytorch backend when overlap is enabled."
+        return None
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:

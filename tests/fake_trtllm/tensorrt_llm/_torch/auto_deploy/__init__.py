@@ -15,11 +15,11 @@ class LLM(_TorchLLM):
         kwargs["backend"] = "_autodeploy"
         super().__init__(*args, **kwargs)
 
-    def _embeddings(self, inputs: Any, prompt: str | None, handles: Any) -> list[Any] | None:
+    def _embeddings(self, inputs: Any, prompt: str | None, token_ids: list[int], handles: Any) -> list[Any] | None:
         """Images of PIL meet a variable that is set for tensors only."""
         if isinstance(inputs, dict) and inputs.get("multi_modal_data"):
             raise UnboundLocalError("cannot access local variable 'do_rescale' where it is not associated with a value")
-        return super()._embeddings(inputs, prompt, handles)
+        return super()._embeddings(inputs, prompt, token_ids, handles)
 
 
 LLM.__module__ = "tensorrt_llm._torch.auto_deploy.llm"
