@@ -165,6 +165,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is that of one
     rank."""
     load_seconds: float = 0.0
+    kv_bytes: int = 0
+    """Memory of the KV blocks; 0 where the backend cannot say."""
+    threads: int = 0
+    """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
     """Code that computes a step of the embedded engine: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""

@@ -18,8 +18,8 @@ from benchmarks.gpu.model import SHAPES, SMALL, TAME, Shape, write_folder, write
 from benchmarks.gpu.report import GpuReport
 from benchmarks.gpu.worker import Job, Measure, Measured, Started, work
 from benchmarks.servers import Server, Spec, serving, tail
-from benchmarks.summary import Summary
 from engine.config import EmbeddedConfig
+from server.bench.summary import Summary
 from server.compose.config import engine_config
 from server.settings import read_settings
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.report import Cell
-from benchmarks.summary import Summary
+from server.bench.summary import Summary
 
 VLLM = "vLLM 0.25.1 (CUDA graphs, torch.compile, FA3) over HTTP, same shape, dummy weights, one H200"
 VLLM_READY_SECONDS = (91.0, 124.0)

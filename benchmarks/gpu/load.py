@@ -11,11 +11,11 @@ from typing import Self
 
 import uvloop
 
-from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.cells import WORKLOADS, Workload
 from benchmarks.gpu.model import FIRST_WORD
 from benchmarks.report import Cell
-from benchmarks.summary import Sample, Summary, summarise
+from server.bench.client import LoadRun, Target, exchange
+from server.bench.summary import Sample, Summary, summarise
 
 LEAD_SECONDS = 0.3
 """Time for all processes to prepare their requests before they start together: enough for 256 x 4,096 tokens."""
@@ -94,7 +94,7 @@ def send(part: Part) -> tuple[list[Sample], float, float]:
         )
         for _ in range(part.requests)
     ]
-    load = Load(part.streams, part.requests, part.prompt_tokens, part.max_tokens, timeout=300.0)
+    load = LoadRun(part.streams, part.requests, part.prompt_tokens, part.max_tokens, timeout=300.0)
     time.sleep(max(0.0, part.start - time.monotonic()))
     began = time.monotonic()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

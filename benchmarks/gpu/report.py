@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
 from benchmarks.report import describe_machine, save, table
-from benchmarks.summary import Summary
+from server.bench.summary import Summary
 
 if TYPE_CHECKING:
     from benchmarks.gpu.check import Agreement

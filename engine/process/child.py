@@ -15,7 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import EngineFailure
+from engine.kit import logs
 from engine.process import tree
+from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
@@ -31,6 +33,7 @@ _LAST_LINES = 20
 _LAST_CHARACTERS = 16384
 
 log = logging.getLogger(__name__)
+output = logging.getLogger("engine.process.output")
 
 
 class ServiceProcess:
@@ -47,14 +50,13 @@ class ServiceProcess:
         config: msgspec.Struct,
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
-        log_level: str = "info",
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
             self._folder = PrivateFolder()
             address = f"ipc://{self._folder.path}/service.sock"
         self.address = address
-        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, log_level)
+        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, logs.current())
         self._interface = interface
         self._options = msgspec.json.encode(options) + b"\n"
         self._mark = secrets.token_hex(8)
@@ -143,6 +145,9 @@ class _Host:
         self._watch: asyncio.Task[None] | None = None
         self.ready_at: float | None = None
         self._tail = ""
+        self._unfinished = ""
+        self._failure = ""
+        """Why the process ends, as it says itself."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
@@ -158,7 +163,7 @@ class _Host:
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
-            command = (sys.executable, "-m", "engine.process.host", interface.name)
+            command = module_command("engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True, env=tree.environment(mark)
             )
@@ -183,6 +188,8 @@ class _Host:
         await self._end()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         when = "died" if self.ready_at is not None else "failed to start"
+        if self._failure:
+            return f"the {self._noun} process {when}: {self._failure}"
         return "\n".join([f"the {self._noun} process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
     async def stop(self, seconds: float) -> None:
@@ -225,6 +232,8 @@ class _Host:
                     self._watch = asyncio.create_task(self._kill_if_silent(), name=f"{self._noun}-watch")
                 if self._again:
                     log.info("the %s process is ready again", self._noun)
+            elif line.startswith(b"failed "):
+                self._failure = line.decode(errors="replace").partition(" ")[2].strip()
 
     async def _kill_if_silent(self) -> None:
         """Kill the process once it has not beaten for too long.
@@ -244,11 +253,23 @@ class _Host:
         except BlockingIOError:
             return
         text = chunk.decode(errors="replace")
-        with contextlib.suppress(OSError):  # a terminal that has closed
-            sys.stderr.write(text)
+        self._pass_on(text)
         self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
         if not chunk:
             self._close_log()
+
+    def _pass_on(self, text: str) -> None:
+        """Write the output to standard error. In a JSON log, lines that libraries print become entries of ours."""
+        if logs.current().form == "json":
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            if not text:
+                lines.append(self._unfinished)
+            for line in filter(None, lines):
+                if not line.startswith("{"):
+                    output.warning("%s", line)
+            text = "".join(f"{line}\n" for line in lines if line.startswith("{"))
+        with contextlib.suppress(OSError):  # a terminal that has closed
+            sys.stderr.write(text)
 
     def _close_log(self) -> None:
         if not self._log_ended.is_set():

@@ -1,11 +1,11 @@
 """The host of a service: a process that serves it to any number of clients over a local ZMQ socket.
 
-It is started by `python -m engine.process.host MODULE:INTERFACE`.
+It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served; for a service with `hang_seconds`, lines `beat` follow as long
-as the event loop runs. SIGTERM, SIGINT and SIGHUP have no effect: a service manager sends them to the parent too, which
-still drains. What this process has started is killed when it ends.
+`ready` on standard output says that clients are served, `failed REASON` that the host ends; for a service with
+`hang_seconds`, lines `beat` follow `ready` as long as the event loop runs. SIGTERM, SIGINT and SIGHUP have no effect: a
+service manager sends them to the parent too, which still drains. What this process has started is killed when it ends.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
+from engine.kit import logs
 from engine.process import tree, wire
 from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
@@ -383,13 +384,22 @@ def main(interface: Interface[Any, Any]) -> int:
             return 1
         line += chunk
     options = msgspec.json.decode(line, type=wire.HostOptions)
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(options.logs)
     try:
         asyncio.run(_HostProcess(interface, options, channel).run())
     except EngineFailure as error:
-        log.error("%s", error, exc_info=error.__cause__ if log.isEnabledFor(logging.DEBUG) else None)
+        _report(channel, error, str(error))
+        return 1
+    except Exception as error:
+        _report(channel, error, f"{type(error).__name__}: {error} (LOG_LEVEL=debug shows where)")
         return 1
     return 0
+
+
+def _report(channel: _Channel, error: Exception, reason: str) -> None:
+    """Tell the parent why this process ends; it logs the reason."""
+    log.debug("the process ends", exc_info=error)
+    print(f"failed {' '.join(reason.split())}", file=channel.output, flush=True)
 
 
 if __name__ == "__main__":

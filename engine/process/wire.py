@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 
 import engine.errors
+from engine.kit.logs import LogOptions
 from engine.process.sockets import Buffer
 from engine.transfer.base import TransferError
 from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, readable
@@ -37,7 +38,7 @@ class HostOptions(msgspec.Struct, frozen=True):
     """Configuration of the service, as JSON."""
     address: str
     """ipc:// or tcp://127.0.0.1"""
-    log_level: str = "info"
+    logs: LogOptions = LogOptions()
 
 
 # Client to host.

@@ -53,8 +53,8 @@ class HostedEncoder(ServiceClient[EncoderInfo]):
     its own.
     """
 
-    def __init__(self, config: TrtllmEncoderConfig, address: str = "", log_level: str = "info") -> None:
-        self.process = None if address else ServiceProcess(ENCODER, config, log_level=log_level)
+    def __init__(self, config: TrtllmEncoderConfig, address: str = "") -> None:
+        self.process = None if address else ServiceProcess(ENCODER, config)
         if self.process is None:
             super().__init__(ENCODER, address)
         else:

@@ -1,6 +1,6 @@
 """Checks of what only the real package on a GPU can settle, each in bounded time, and their report.
 
-`python -m server doctor --engine trtllm --model MODEL --probe` runs them. Every group of checks is a process of its
+`trellis doctor MODEL --engine trtllm --probe` runs them. Every group of checks is a process of its
 own, `python -m engine.trtllm.probe GROUP MODEL`, which may hang or die: the others still run, and its process tree is
 killed. A line of JSON on its standard output says which check begins, or how one ended.
 """

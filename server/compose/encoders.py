@@ -165,7 +165,7 @@ def _trtllm_encoder(settings: Settings, folder: Path | None) -> Encoder:
     config = engine_config(settings, folder)
     assert isinstance(config, TrtllmEncoderConfig)
     if settings.engine_process:
-        return HostedEncoder(config, settings.engine_address, settings.log_level)
+        return HostedEncoder(config, settings.engine_address)
     return TrtllmEncoder(config)
 
 
@@ -197,7 +197,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),
     )
-    return EmbeddedEncoder(config, settings.log_level)
+    return EmbeddedEncoder(config)
 
 
 async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder, folder: Path | None) -> None:

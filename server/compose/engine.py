@@ -84,7 +84,7 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death, log_level=settings.log_level)
+    process = EngineProcess(config, on_death=settings.engine_on_death)
     to.stack.push_async_callback(process.close)
     await process.start()
     return EngineClient(process.address, process.wait_failed), process.wait_failed

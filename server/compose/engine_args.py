@@ -35,6 +35,8 @@ _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
     "pipeline_parallel_size", "enable_attention_dp", "trust_remote_code", "load_format",
 )  # fmt: skip
+_OPEN = ("max_seq_len", "max_batch_size", "max_num_tokens")
+"""Settings whose 0 leaves the choice to the engine."""
 _OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
 _OF_KV_CACHE = {
     "free_gpu_memory_fraction": "free_gpu_memory_fraction",
@@ -103,6 +105,18 @@ def parallelism(settings: Settings) -> Parallelism:
     return Parallelism(gpus_per_replica(found.arguments, backend), found.arguments.get("gpus_per_node") or 0, said)
 
 
+def from_files(found: Effective) -> dict[str, tuple[Any, str]]:
+    """Return the settings that EXTRA_ENGINE_ARGS or OVERRIDE_ENGINE_ARGS override: the value and the layer."""
+    paths = {name: name for name in _SAME_NAME} | _OTHER_NAME
+    paths |= {ours: f"kv_cache_config.{theirs}" for ours, theirs in _OF_KV_CACHE.items()}
+    files = ("EXTRA_ENGINE_ARGS", "OVERRIDE_ENGINE_ARGS")
+    return {
+        name: (found.value(path), f"engine file ({layer})" if layer == files[0] else layer)
+        for name, path in paths.items()
+        if (layer := found.origins.get(path)) in files
+    }
+
+
 def _backend(found: Effective, settings: Settings) -> str:
     return str(found.arguments.get("backend", settings.backend))
 
@@ -112,8 +126,7 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     said = settings.model_fields_set
     values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
     values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
-    if not values.get("max_seq_len", 1):
-        del values["max_seq_len"]
+    values = {name: value for name, value in values.items() if value or name not in _OPEN}
     if not settings.enable_cuda_graphs:
         values["cuda_graph_config"] = None
     if "guided_decoding_backend" in said and settings.guided_decoding_backend != "auto":

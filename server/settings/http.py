@@ -10,15 +10,16 @@ from server.settings.types import EMBEDDED, Names, Secret, Secrets, Section
 
 
 class HttpSettings(Section):
-    """Where the server listens, who may call it, and what one request may ask for."""
+    """Where the server listens, and who may call it."""
 
-    # HTTP
+    group = "HTTP server"
+
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    api_processes: int = Field(1, ge=1, le=64)
-    """Number of API processes that share the port and the engine."""
+    api_processes: int = Field(0, ge=0, le=64)
+    """Number of API processes that share the port and the engine; 0 takes 1 on a CPU, and up to 4 beside a GPU."""
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
@@ -38,7 +39,21 @@ class HttpSettings(Section):
     shutdown_grace_seconds: float = Field(30.0, ge=0)
     """Seconds that running requests may continue after SIGTERM, SIGINT or SIGHUP."""
 
-    # Limits
+    @field_validator("api_processes", mode="after")
+    @classmethod
+    def _one_engine(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not info.data.get("engine_process", True):
+            raise ValueError(
+                "several API processes share an engine in a process of its own: engine_process must be true"
+            )
+        return value
+
+
+class LimitSettings(Section):
+    """What one request may ask for."""
+
+    group = "Limits of requests"
+
     max_body_mb: float = Field(64.0, gt=0)
     """Maximum size of a request body in MiB."""
     max_text_mb: float = Field(MAX_TEXT_BYTES / (1 << 20), gt=0)
@@ -99,12 +114,3 @@ class HttpSettings(Section):
     """Refuse unknown request fields with 400 instead of ignoring them."""
     model_optional: bool = False
     """Answer requests that name no model, instead of refusing them with 400."""
-
-    @field_validator("api_processes", mode="after")
-    @classmethod
-    def _one_engine(cls, value: int, info: ValidationInfo) -> int:
-        if value > 1 and not info.data.get("engine_process", True):
-            raise ValueError(
-                "several API processes share an engine in a process of its own: engine_process must be true"
-            )
-        return value

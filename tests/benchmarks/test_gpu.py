@@ -29,10 +29,10 @@ from benchmarks.gpu.worker import (
 )
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, Spec, fake, serving
-from benchmarks.summary import Summary
 from engine.config import EmbeddedConfig
 from engine.types import Logprob
 from multimodal.text.tokenizer import Tokenizer
+from server.bench.summary import Summary
 
 TINY = SHAPES["tiny"]
 

@@ -368,7 +368,7 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
     be started.
     """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
-    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
+    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock")
     environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}
     process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     try:
