@@ -184,7 +184,7 @@ class EngineCore:
         """
         outputs: Outputs = []
         self.poll()
-        started, ran, preemptions = time.monotonic(), self._launched is not None, self.scheduler.preemptions
+        ran, preemptions = self._launched is not None, self.scheduler.preemptions
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
