@@ -18,8 +18,8 @@ class HttpSettings(Section):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    api_processes: int = Field(0, ge=0, le=64)
-    """Number of API processes that share the port and the engine; 0 takes 1 on a CPU, and up to 4 beside a GPU."""
+    api_processes: int = Field(1, ge=1, le=64)
+    """Number of API processes that share the port and the engine."""
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
