@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
 from engine.kit.work import begin_request
+from routers.page import needs_no_key
 from routers.state import ReplicaState
 from server.http.errors import printable, render
 from server.http.routes import INTERNAL, route_path
@@ -39,11 +40,10 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/prometheus/metrics",
         "/server_info",
         "/version",
-        "/docs",
         "/openapi.json",
     }
 )
-"""Routes that need no service, or report its absence themselves."""
+"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
@@ -96,7 +96,7 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness is open to all, and without keys everything is.
+    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. Keys are compared as digests, in
     constant time, each with all.
@@ -120,7 +120,7 @@ class ApiKeyMiddleware:
         path = route_path(scope)
         if path in INTERNAL:
             return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or not self._keys or _has_one_of(self._keys, scope)
+        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -148,7 +148,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
+        if scope["type"] != "http" or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]
