@@ -133,7 +133,7 @@ export function Charts() {
   const { history, now } = app.live;
   const column = (name) => history.map((sample) => sample[name] ?? null);
   const times = column("at");
-  return html`<section id="charts" aria-label="Live figures" hidden=${!app.chartsShown}>
+  return html`<section id="charts" aria-label="Live figures" tabindex="0" hidden=${!app.chartsShown}>
     ${app.chartsShown &&
     html`<div class="grid">
         <${Chart} title="Tokens/s" data=${[times, column("speed")]} names=${["tokens/s"]} />
