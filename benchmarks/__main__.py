@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks import servers
-from benchmarks.client import Load, fit, run
 from benchmarks.metrics import histogram, percentile_between
-from benchmarks.prompts import PromptMaker
 from benchmarks.report import Cell, Report
 from benchmarks.servers import Server, Spec, pinned, serving
 from engine.checkpoints.store import resolve_model
+from server.bench.client import LoadRun, fit, run
+from server.bench.prompts import PromptMaker
 from server.settings import read_settings
 
 CELLS = [Cell(streams, prompt, output) for prompt, output in ((40, 128), (500, 64)) for streams in (1, 4, 16, 32)]
@@ -153,14 +153,14 @@ def warm_up(server: Server) -> PromptMaker:
     times = f"ready after {server.ready_seconds:.1f} s, first answer after {server.answer_seconds:.1f} s"
     print(f"{server.spec.name}: {times}")
     prompts = fit(server.target)
-    run(server.target, Load(4, 4, 60, 8), prompts, "warm-up")
+    run(server.target, LoadRun(4, 4, 60, 8), prompts, "warm-up")
     return prompts
 
 
 def measure(
     server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report
 ) -> None:
-    load = Load(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
+    load = LoadRun(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
     others = others_cpu_seconds(server)
     summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
     others = (others_cpu_seconds(server) - others) / summary.seconds
@@ -192,9 +192,9 @@ def http_alone(args: argparse.Namespace, report: Report) -> None:
         pinned(client_core),
     ):
         prompts = fit(server.target)
-        run(server.target, Load(32, 64, 40, 64), prompts, "warm-up")
+        run(server.target, LoadRun(32, 64, 40, 64), prompts, "warm-up")
         lag, cpu = histogram(server.get("/metrics"), LAG), server.cpu_seconds()
-        load = Load(args.fake_streams, args.fake_streams * args.fake_rounds, 40, 256, ramp=FAKE_RAMP_SECONDS)
+        load = LoadRun(args.fake_streams, args.fake_streams * args.fake_rounds, 40, 256, ramp=FAKE_RAMP_SECONDS)
         summary = run(server.target, load, prompts, args.seed)
         cpu = server.cpu_seconds() - cpu
         lag_p99 = percentile_between(lag, histogram(server.get("/metrics"), LAG), 99)

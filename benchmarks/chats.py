@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.prompts import words
-from benchmarks.summary import percentile
+from server.bench.prompts import words
+from server.bench.summary import percentile
 
 Rows = dict[str, float]
 """Measured values by name; names end with the unit."""

@@ -25,7 +25,6 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.__main__ import arguments, settings_of
 from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.model import SHAPES, write_folder
@@ -33,7 +32,8 @@ from benchmarks.gpu.report import describe_gpu
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, reserved_port, serving
-from benchmarks.summary import Sample, percentile
+from server.bench.client import LoadRun, Target, exchange
+from server.bench.summary import Sample, percentile
 
 SMOLLM2 = "smollm2-135m-instruct"
 CPU = {"device": "cpu", "threads": "1", "max-seq-len": "2048", "prefill-min-tokens": "16"}
@@ -208,7 +208,7 @@ class DisaggregatedRun:
             prompt = token_ids(tokens, self._vocabulary, random.Random(f"{self._args.seed}/{tokens}/{repeat}"))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 (sample,) = checked(
-                    runner.run(exchange(target, Load(1, 1, tokens, 8, timeout=120), [target.request(prompt, 8)]))
+                    runner.run(exchange(target, LoadRun(1, 1, tokens, 8, timeout=120), [target.request(prompt, 8)]))
                 )
             time.sleep(0.3)  # wait for the engine's statistics and for an idle cache
             if repeat:
@@ -260,7 +260,7 @@ async def mixed(targets: list[Target], mix: Mix, vocabulary: int, rng: random.Ra
         *(
             exchange(
                 target,
-                Load(len(share), len(share), mix.prompt, mix.output),
+                LoadRun(len(share), len(share), mix.prompt, mix.output),
                 [target.request(prompt, mix.output) for prompt in share],
             )
             for target, share in zip(targets, shares, strict=True)
@@ -272,7 +272,7 @@ async def mixed(targets: list[Target], mix: Mix, vocabulary: int, rng: random.Ra
         if not running.done() and len(arrivals) < MOST_LONG:
             target = targets[len(arrivals) % len(targets)]
             request = target.request(long_prompts[len(arrivals)], 4)
-            arrivals.append(asyncio.create_task(exchange(target, Load(1, 1, mix.long, 4), [request])))
+            arrivals.append(asyncio.create_task(exchange(target, LoadRun(1, 1, mix.long, 4), [request])))
     seconds = time.perf_counter() - began
     streams = checked([sample for samples in running.result() for sample in samples])
     long = checked([sample for samples in await asyncio.gather(*arrivals) for sample in samples])

@@ -96,7 +96,7 @@ def attacks(context: int, slow: str, images: bool = True, model: str = "") -> di
             [chat("x", guided_json={"properties": {str(n): {"type": "string"} for n in range(VALUES // 24)}})],
         ),
         "escapes": (CHATS, [chat("é" * (TEXT_BYTES // 6 - 100))]),
-        "large numbers": (CHATS, [chat("x", metadata=[10**4000] * (TEXT_BYTES // 4100), top_k=-9)]),
+        "large numbers": (CHATS, [chat("x", metadata=[10**399] * (TEXT_BYTES // 410), top_k=-9)]),
     }
     if images:
         large = [image(8000, seed) for seed in range(4)]

@@ -27,14 +27,12 @@ import uvloop
 from PIL import Image
 
 from benchmarks import transfer
-from benchmarks.client import Load, Target, exchange
 from benchmarks.gpu.__main__ import settings_of
 from benchmarks.gpu.report import describe_gpu
 from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
 from benchmarks.report import describe_machine, save, table
 from benchmarks.servers import Server, Spec, serving
-from benchmarks.summary import Sample
 from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
@@ -42,6 +40,8 @@ from engine.media import MediaInput
 from engine.transfer.base import Read
 from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
+from server.bench.client import LoadRun, Target, exchange
+from server.bench.summary import Sample
 
 EMBEDDING_BYTES = 576 * 4096 * 2
 AT_ONCE = (1, 8, 32)
@@ -169,7 +169,7 @@ def asked(server: Server, parts: list[dict[str, object]]) -> Sample:
     target: Target = server.target
     request = target.request(parts, 2)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        (sample,) = runner.run(exchange(target, Load(1, 1, 0, 2, timeout=60), [request]))
+        (sample,) = runner.run(exchange(target, LoadRun(1, 1, 0, 2, timeout=60), [request]))
     if sample.error:
         raise RuntimeError(sample.error)
     return sample

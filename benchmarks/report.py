@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 
-from benchmarks.summary import Summary
+from server.bench.summary import Summary
 
 PACKAGES = (
     "torch",

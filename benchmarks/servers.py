@@ -18,8 +18,8 @@ from urllib.error import URLError
 
 import psutil
 
-from benchmarks.client import Load, Target, run
-from benchmarks.prompts import PromptMaker
+from server.bench.client import LoadRun, Target, run
+from server.bench.prompts import PromptMaker
 from server.settings.environment import child_environment
 
 ROOT = Path(__file__).parent.parent
@@ -163,7 +163,7 @@ class Server:
         self.ready_seconds = time.perf_counter() - started
         if not self.spec.answers:
             return
-        first = run(self.target, Load(1, 1, 8, 1), PromptMaker(), "first")
+        first = run(self.target, LoadRun(1, 1, 8, 1), PromptMaker(), "first")
         if first.errors:
             raise RuntimeError(f"{self.spec.name} does not answer: {first.first_error}")
         self.answer_seconds = time.perf_counter() - started

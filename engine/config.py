@@ -13,6 +13,8 @@ MAX_IMAGE_PIXELS = 64_000_000
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     extra_stop_seconds: ClassVar[float] = 0.0
     """How much longer than other engines this one may take to stop."""
+    hang_seconds: float = 0.0
+    """Seconds for which the event loop of the engine's process may be blocked before it is killed; 0 is no limit."""
 
 
 class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
@@ -96,8 +98,14 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     arguments: dict[str, Any] = {}
+    sampling: Literal["native", "processors"] = "native"
+    """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
+    hang_seconds: float = 360.0
+    """As above, and seconds for which the engine may make no progress: a minute longer than TensorRT-LLM's own hang
+    detector takes, which says where it hangs.
+    """
 
     extra_stop_seconds: ClassVar[float] = 10.0
     """It has worker processes to end."""

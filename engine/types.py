@@ -14,7 +14,7 @@ from engine.media import MediaFiles, MediaSpan, MediaSpans, PromptMedia, attach_
 from engine.transfer.shared_bytes import Data
 
 FinishReason = Literal["stop", "length"]
-GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
 PRIORITY_SECONDS = 10.0
 """Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
@@ -24,8 +24,8 @@ ever."""
 class Guide(msgspec.Struct, frozen=True):
     """A grammar that the output must follow.
 
-    `spec` is the JSON schema, the regular expression, the EBNF grammar, or the JSON array of choices; empty for
-    `json_object`.
+    `spec` is the JSON schema, the regular expression, the EBNF grammar, the JSON array of choices, or xgrammar's
+    structural tag as JSON; empty for `json_object`.
     """
 
     kind: GuideKind
@@ -147,6 +147,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that each attend to sequences of their own, with a KV cache of their own; the capacity above is that of one
     rank."""
     load_seconds: float = 0.0
+    kv_bytes: int = 0
+    """Memory of the KV blocks; 0 where the backend cannot say."""
+    threads: int = 0
+    """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
     """Code that computes a step of the embedded engine: `native`, `cuda` or `transformers`."""
     instruction_set: str = ""
@@ -154,11 +158,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     (sm_90)."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
+    refused_parameters: tuple[tuple[str, str], ...] = ()
+    """Fields of `SamplingParams` that this engine refuses, always or under conditions, each with the reason."""
     max_logprobs: int = 20
     capacity: int = 0
     """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
     kv_layout: str = ""
     """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
+    max_encoded_images: int = 0
+    """Most images of a prompt that other replicas can encode, for a backend that encodes images itself; 0 is any
+    number."""
+    prompt_logprobs: bool = True
+    """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True
     """Whether this engine, going on from a handoff, has log-probabilities. If not, prefill replicas are of no use to a
     request for them."""

@@ -303,7 +303,7 @@ def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
         return str(value)
     if kind == "json_object":
         return ""
-    if kind == "json_schema" and isinstance(value, str):
+    if kind in ("json_schema", "structural_tag") and isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -69,8 +69,8 @@ class ResponseFormat(Wire):
     """What the output must match; `type` says by which of the other fields."""
 
     type: str
-    """`text` (anything), `json_object` or `json_schema` and, beyond OpenAI, `regex`, `grammar` (or `ebnf`) or `choice`.
-    Example: "json_object" """
+    """`text` (anything), `json_object` or `json_schema` and, beyond OpenAI, `regex`, `grammar` (or `ebnf`), `choice` or
+    `structural_tag`. Example: "json_object" """
     json_schema: JsonSchemaFormat | None = None
     """The schema, for `json_schema`. Example: {"name": "person", "schema": {"type": "object"}}"""
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -81,6 +81,14 @@ class ResponseFormat(Wire):
     """The EBNF grammar, whose first rule is `root`, for `grammar`. Example: "root ::= \\"yes\\" | \\"no\\"" """
     choices: Strings | None = None
     """The strings of which the output is one, for `choice`. Example: ["yes", "no"]"""
+    format: dict[str, Any] | None = None
+    """What the output must match, for `structural_tag`, as xgrammar defines it.
+    Example: {"type": "json_schema", "json_schema": {"type": "object"}}"""
+    structures: Annotated[list[dict[str, Any]], Field(max_length=1 << 10)] | None = None
+    """Tags and what they contain, for `structural_tag` in xgrammar's older form, with `triggers`.
+    Example: [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}]"""
+    triggers: Strings | None = None
+    """Texts with which tags of `structures` begin. Example: ["<f"]"""
 
 
 class StructuredOutputs(Wire):
@@ -96,10 +104,9 @@ class StructuredOutputs(Wire):
     """EBNF grammar, whose first rule is `root`. Example: "root ::= \\"yes\\" | \\"no\\"" """
     json_object: bool | None = None
     """Any JSON object. Example: true"""
-
-    # Refused by name when it is set (`routers/fields.py`).
-    structural_tag: Any = None
-    """Not supported."""
+    structural_tag: dict[str, Any] | str | None = None
+    """A structural tag of xgrammar, as an object or as text; with TensorRT-LLM.
+    Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 
 class GenerationFields(Wire):

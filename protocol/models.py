@@ -45,6 +45,8 @@ class Runtime(BaseModel):
     """Ranks with a KV cache of their own."""
     guides: list[str] = []
     """Kinds of guided decoding."""
+    refused_parameters: dict[str, str] = {}
+    """Sampling parameters that the engine refuses, always or under conditions, each with the reason."""
     parsers: list[str] = []
     """Parsers of tool calls and reasoning; there are none yet."""
     peers: dict[str, Peers]

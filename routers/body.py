@@ -5,7 +5,7 @@ import contextlib
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -35,9 +35,13 @@ _MAX_LOOKS = 1 << 10
 _KEY_BYTES = 64
 _WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
 """What the marks of entries, fields and objects count, by how long these take to parse: an entry is a token id, say."""
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A text, with its end if it has one: else every quote after an open one would be searched from to the end."""
+_IN_TEXT = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
+_WINDOW = 1 << 16
+"""Bytes for which a regular expression may hold up the event loop."""
 _IMAGE = re.compile(rb'"(?:image_url|url)"\s*:\s*\Z')
+_MAX_DIGITS = 400
+"""Digits of a number; the time to parse one grows with their square."""
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _MAX_ERRORS = 1000
 """Above this number errors are counted and not listed."""
 
@@ -161,6 +165,7 @@ async def parsed(
 
     def work() -> M:
         _refuse_many_values(short, max_values)
+        _refuse_long_numbers(short)
         found = _validated(model, short, urls)
         return found if urls.whole else _validated(model, raw, CutUrls())
 
@@ -201,18 +206,34 @@ async def _without_images(raw: bytes, urls: CutUrls) -> list[bytes]:
 
 def _refuse_many_values(raw: bytes, most: int) -> None:
     """Refuse a body by its punctuation, which is quick to count: texts are left out only where that decides."""
-    if _values(raw) <= most:
-        return
-    count = end = 0
-    for text in _TEXT.finditer(raw):
-        count += 1 + _values(raw[end : text.start()])
-        end = text.end()
+    count = 0
+    for part in _outside_texts(raw) if _values(raw) > most else ():
+        count += 1 + _values(part)
         if count > most:
-            break
-    else:
-        count += _values(raw[end:])
-    if count > most:
-        raise HTTPException(413, f"The body is too complex: it has more than {most} JSON values (MAX_BODY_VALUES).")
+            raise HTTPException(413, f"The body is too complex: it has more than {most} JSON values (MAX_BODY_VALUES).")
+
+
+def _refuse_long_numbers(raw: bytes) -> None:
+    """Refuse numbers that take long to parse. Texts are left out only where that decides."""
+    long = b"0" * (_MAX_DIGITS + 1)
+    if long in raw.translate(_DIGITS) and any(long in part.translate(_DIGITS) for part in _outside_texts(raw)):
+        message = f"a number has more than {_MAX_DIGITS} digits"
+        raise _one_error("json_invalid", message, {"error": message})
+
+
+def _outside_texts(raw: bytes) -> Iterator[bytes]:
+    """Yield what is before, between and after the texts of a body, of which the last may lack its end."""
+    end = 0
+    while (start := raw.find(b'"', end)) >= 0:
+        yield raw[end:start]
+        end = start + 1
+        while end < len(raw) and raw[end] != ord('"'):
+            inside = _IN_TEXT.match(raw, end, end + _WINDOW)
+            if inside is None:
+                return
+            end = inside.end()
+        end += 1
+    yield raw[end:]
 
 
 def _values(raw: bytes) -> int:

@@ -40,10 +40,11 @@ STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 """Fields of `structured_outputs`, and the kind of guide that each names."""
 GUIDES: dict[str, GuideKind] = {
-    **{f"guided_{name.strip('_')}": kind for name, kind in STRUCTURED_OUTPUTS.items()},
+    **{f"guided_{name.strip('_')}": kind for name, kind in STRUCTURED_OUTPUTS.items() if kind != "structural_tag"},
     **{kind: kind for kind in ("regex", "grammar", "choice")},
 }
 """The same for other fields."""
@@ -89,8 +90,6 @@ class FieldCheck:
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
-        if body.structured_outputs is not None and body.structured_outputs.structural_tag is not None:
-            raise _unsupported("structured_outputs.structural_tag")
         _check_tools(body)
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
@@ -177,6 +176,12 @@ def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
         if schema is None:
             raise RequestError("'response_format.json_schema.schema' is missing.", name)
         yield AskedGuide(name, "json_schema", schema)
+    elif kind == "structural_tag":
+        tag = {"format": form.format, "structures": form.structures, "triggers": form.triggers}
+        given = {field: value for field, value in tag.items() if value is not None}
+        if not given:
+            raise RequestError(f"'{name}' needs 'format', or 'structures' and 'triggers'.", f"{name}.format")
+        yield AskedGuide(name, "structural_tag", {"type": kind} | given)
     elif kind in values:
         field, value = values[kind]
         if value is None:
@@ -184,5 +189,6 @@ def _response_format(form: ResponseFormat) -> Iterator[AskedGuide]:
         yield AskedGuide(name, cast(GuideKind, kind), value)
     elif kind != "text":
         raise RequestError(
-            "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice.", f"{name}.type"
+            "'response_format.type' must be text, json_object, json_schema, regex, grammar, choice or structural_tag.",
+            f"{name}.type",
         )

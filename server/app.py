@@ -15,6 +15,7 @@ from server.http import errors, openapi
 from server.http.middleware import ApiKeyMiddleware, GateMiddleware, HeadMiddleware, RequestMiddleware, instrument
 from server.lifespan import make_lifespan
 from server.metrics.page import ServerMetrics
+from server.process.banner import on_terminal
 from server.roles import role_of
 from server.settings import Settings
 
@@ -49,6 +50,10 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     return app
 
 
+def _logs_access(settings: Settings) -> bool:
+    return on_terminal(settings) if settings.access_log is None else settings.access_log
+
+
 def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | None":
     if not settings.otel_endpoint:
         return None
@@ -74,4 +79,4 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
             allow_headers=["*"],
             expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(RequestMiddleware, access_log=settings.access_log)
+    app.add_middleware(RequestMiddleware, access_log=_logs_access(settings))

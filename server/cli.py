@@ -1,11 +1,11 @@
-"""The command line, `python -m server`: serve (the default), `config` to print the settings, `doctor` to check this
-machine.
-"""
+"""The command line, `trellis` or `python -m server`: one function for each command."""
 
+import argparse
+import errno
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -13,56 +13,181 @@ from pydantic_settings import SettingsError
 from server import __version__
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings, read_settings
-from server.settings.environment import provide, visible_devices
+from server.settings.environment import provide, read_env_file, visible_devices
+from server.settings.flags import dashed, did_you_mean, help_page, nearest
+from server.settings.reading import misspelt_variables, unknown_in_file
 
-COMMANDS = ("serve", "config", "doctor")
-"""Values of the first argument; `serve` is the default."""
 _WRONG_SETTINGS = 2
+_INTERRUPTED = 130
+_ALONE = {"--version": "version", "--help": "help", "-h": "help"}
+"""Commands that may be spelled as a flag."""
 _ENVIRONMENT = {
     # Compute threads that spin long at barriers take the cores from HTTP, and from each other when something else
     # runs; those that never spin are slow to wake (docs/log.md has the figures).
     "GOMP_SPINCOUNT": "20000",
-    # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
-    "UCX_CUDA_IPC_CACHE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 """Defaults of variables that libraries read when they are loaded, here and in the processes started from here."""
+_ENVIRONMENT_OF_OUR_TRANSFERS = {
+    # Otherwise UCX, by which NIXL moves blocks, keeps the GPU memory of a replica that has died (docs/decisions/0012).
+    # TensorRT-LLM's transceiver uses UCX too, and would open the memory for each transfer again.
+    "UCX_CUDA_IPC_CACHE": "n"
+}
+"""Those of other engines than TensorRT-LLM."""
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code. Serving lasts until a signal."""
-    started = time.monotonic()
-    if "--version" in arguments:
-        sys.stdout.write(f"trellis {__version__}\n")
-        return 0
-    command, arguments = (
-        (arguments[0], arguments[1:]) if arguments and arguments[0] in COMMANDS else ("serve", arguments)
-    )
+    """Run a command, `serve` if none is named, and return the exit code. Serving lasts until a signal."""
+    verb = "serve"
+    if arguments and not arguments[0].startswith("-"):
+        verb, arguments = arguments[0], arguments[1:]
+    elif arguments and dashed(arguments[0]) in _ALONE:
+        verb, arguments = _ALONE[arguments[0]], arguments[1:]
     try:
-        settings = read_settings(arguments)
-        if command == "doctor":
-            from server import doctor  # noqa: PLC0415 - serving does without
-
-            return doctor.run(settings)
-        listing = _listing(settings) if command == "config" or settings.engine == "trtllm" else []
-        if command == "serve":
-            _check_servable(settings)
+        if verb not in COMMANDS:
+            meant = did_you_mean(nearest(verb, COMMANDS, 0.6))
+            raise SettingsError(f"unknown command {verb}{meant or f'; to serve a model: trellis serve {verb}'}")
+        for name, value in read_env_file().foreign.items():
+            provide(name, value)
+        topics = [index for index, argument in enumerate(arguments) if dashed(argument) in ("-h", "--help")]
+        if topics and verb != "help":
+            return _help([verb, *arguments[topics[0] + 1 :]])
+        return COMMANDS[verb][0](arguments)
     except (SettingsError, ValidationError) as error:
         sys.stderr.writelines(f"error: {line}\n" for line in explain(error))
         return _WRONG_SETTINGS
-    if command == "config":
-        sys.stdout.writelines(f"{line}\n" for line in listing)
-        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # `trellis config | head`
+        sys.stderr.close()
+        return 1
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    """Serve a model."""
+    started = time.monotonic()
+    settings = read_settings(arguments)
+    if settings.engine == "trtllm":
+        list(_listing(settings, arguments))  # raises what is wrong with the engine's arguments
+    _check_servable(settings)
+    _check_possible(settings)
     return run(settings, arguments, started)
 
 
-def _listing(settings: Settings) -> list[str]:
-    """Return what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
+def _chat(arguments: Sequence[str]) -> int:
+    """Talk to a running server."""
+    from server.commands import chat  # noqa: PLC0415 - each command imports what it needs
+
+    return _as_client(chat.main, arguments)
+
+
+def _config(arguments: Sequence[str]) -> int:
+    """Show every setting, and what set it."""
+    lines = list(_listing(read_settings(arguments), arguments))
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    return 0
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Check this machine for the settings."""
+    from server import doctor  # noqa: PLC0415
+
+    return doctor.run(read_settings(arguments))
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """Load a running server and show what its clients see."""
+    from server.commands import bench  # noqa: PLC0415
+
+    return _as_client(bench.main, arguments)
+
+
+def _models(arguments: Sequence[str]) -> int:
+    """List built-in and cached models, with their sizes."""
+    from server.commands import models  # noqa: PLC0415
+
+    return models.main(arguments)
+
+
+def _version(_: Sequence[str]) -> int:
+    """Show the version."""
+    sys.stdout.write(f"trellis {__version__}\n")
+    return 0
+
+
+def _help(arguments: Sequence[str]) -> int:
+    """Show this list, or the help on a command."""
+    verb, topic = [*arguments, "", ""][:2]
+    sys.stdout.write(_overview() if verb not in COMMANDS or verb == "help" else _help_on(verb, topic))
+    return 0
+
+
+def _as_client(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    from server.commands.remote import RemoteError  # noqa: PLC0415
+
+    try:
+        return command(arguments)
+    except RemoteError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (_serve, "trellis serve [MODEL] [--FLAG VALUE ...]"),
+    "chat": (_chat, "trellis chat [MESSAGE] [--url URL]"),
+    "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...]"),
+    "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
+    "bench": (_bench, "trellis bench [--url URL]"),
+    "models": (_models, "trellis models"),
+    "version": (_version, "trellis version"),
+    "help": (_help, "trellis help [COMMAND] [TOPIC]"),
+}
+"""Each command and its usage."""
+
+
+_PRECEDENCE = [
+    "--max-batch-size 16 is MAX_BATCH_SIZE=16 in the environment or in .env. Flags win over the environment,",
+    "and the environment over .env.",
+    "",
+]
+
+
+def _overview() -> str:
+    lines = ["Trellis serves a language model with OpenAI's API.", "", "usage: trellis COMMAND [...]", ""]
+    lines += [f"  {verb:<9} {_purpose(verb)}" for verb in COMMANDS]
+    lines += [
+        "",
+        "Start with `trellis serve`, then `trellis chat` in another terminal. `trellis COMMAND --help` says more.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _purpose(verb: str) -> str:
+    return (COMMANDS[verb][0].__doc__ or "").rstrip(".")
+
+
+def _help_on(verb: str, topic: str) -> str:
+    """Return the help on a command, one screen unless a topic asks for more."""
+    from server.commands import bench, chat  # noqa: PLC0415
+
+    if verb in ("chat", "bench"):
+        parser = chat.parser() if verb == "chat" else bench.parser()
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        return parser.format_help()
+    lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]
+    if verb in ("serve", "doctor", "config", "models"):
+        lines += _PRECEDENCE
+        lines += [help_page(Settings, topic or ("cache_dir" if verb == "models" else ""))]
+    return "\n".join(lines) + "\n"
+
+
+def _listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield what `config` prints. Raises EngineArgsError if the engine's arguments are wrong."""
     from server.compose.listing import listing  # noqa: PLC0415 - takes a moment, and most commands do without
 
-    return list(listing(settings))
+    return listing(settings, arguments)
 
 
 def _check_servable(settings: Settings) -> None:
@@ -89,6 +214,16 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError("; ".join(lacking))
 
 
+def _check_possible(settings: Settings) -> None:
+    """Raise EngineArgsError for settings that cannot work on this machine or with this model."""
+    from server.compose.model import model_here  # noqa: PLC0415
+    from server.compose.sizing import this_machine  # noqa: PLC0415
+    from server.preflight import impossible  # noqa: PLC0415
+
+    if found := list(impossible(settings, this_machine(), model_here(settings))):
+        raise EngineArgsError([f"{finding.text}. Cure: {finding.cure}" for finding in found])
+
+
 def _check_instruction_set(settings: Settings) -> None:
     """Raise SettingsError if this processor lacks the instruction set."""
     from engine.embedded.models.native.levels import chosen  # noqa: PLC0415 - other engines do without
@@ -102,16 +237,25 @@ def _check_instruction_set(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
-    from server.process import launch, logs, serving  # noqa: PLC0415
+    from server.compose.sizing import api_processes, this_machine  # noqa: PLC0415
+    from server.process import banner, launch, logs, serving  # noqa: PLC0415
 
-    for name, value in _ENVIRONMENT.items():
+    ours = {} if settings.engine == "trtllm" else _ENVIRONMENT_OF_OUR_TRANSFERS
+    for name, value in {**_ENVIRONMENT, **ours}.items():
         provide(name, value)
     logs.configure(settings.log_level, settings.log_format)
-    share = settings.api_processes > 1
+    for sentence in misspelt_variables():
+        log.warning("%s", sentence)
+    if role_of(settings).has_text and (sentence := banner.warning(settings)):
+        log.warning("%s", sentence)
+    processes = api_processes(settings, this_machine()).value
+    settings, share = settings.model_copy(update={"api_processes": processes}), processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
+        cure = "stop what listens there (ss -ltnp names it), or choose another with --port"
+        cure = cure if error.errno == errno.EADDRINUSE else "set HOST to an address of this machine, or PORT above 1023"
+        log.error("cannot listen on %s:%d: %s; %s", settings.host, settings.port, error.strerror or error, cure)
         return serving.FAILURE
     with listener:
         if share:
@@ -130,6 +274,6 @@ def explain(error: SettingsError | ValidationError) -> Iterator[str]:
     for entry in error.errors(include_url=False, include_input=False):
         name = str(entry["loc"][0])
         if entry["type"] == "extra_forbidden":
-            yield f"unknown setting {name.upper()} in .env"
+            yield unknown_in_file(name)
         else:
             yield f"--{name.replace('_', '-')} ({name.upper()}): {entry['msg']}"

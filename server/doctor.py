@@ -13,17 +13,20 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
+from engine.checkpoints.store import BUILTIN, PACKAGED, VISION, ModelError, downloaded, is_hub_id, packaged_files
 from engine.trtllm.arguments import Effective
+from server import __version__
 from server.compose.engine_args import Parallelism, effective, parallelism
+from server.compose.model import model_here
+from server.compose.sizing import Machine, on_gpu, survey
+from server.preflight import Finding, impossible
 from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
 from server.process.serving import listen
 from server.roles import missing_setting, role_of
-from server.settings import DEFAULT_MODEL, EngineArgsError, Settings
+from server.settings import EngineArgsError, Settings
 from server.settings.environment import visible_devices
 
 SUPPORTED = "1.2.1"
@@ -36,19 +39,9 @@ _OLDEST_CAPABILITY = 8.0  # Ampere: bfloat16
 _MULTI_GPU_SHM = GIB  # NCCL and the workers' queues; docker gives 64 MiB
 _STACK = 64 * 1024**2  # as NVIDIA's images are started
 _FILES = 4096
+_HUB_SECONDS = 5.0
+_LEAST_FREE = GIB
 _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check. A problem keeps the server from starting or breaks it under load; a warning may do so."""
-
-    level: Literal["ok", "warning", "problem"]
-    text: str
-    cure: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.level:<8} {self.text}" + (f". Cure: {self.cure}" if self.cure else "")
 
 
 def run(settings: Settings) -> int:
@@ -60,14 +53,17 @@ def run(settings: Settings) -> int:
 
 def findings(settings: Settings) -> Iterator[Finding]:
     """Yield the results of all checks, in the order in which a start would fail."""
-    on_gpu = settings.engine == "trtllm" or settings.device.startswith("cuda")
-    ranks = 1
+    needs_gpu = settings.engine == "trtllm" or settings.device.startswith("cuda")
+    ranks, machine = 1, survey()
     yield check_python((sys.version_info.major, sys.version_info.minor))
+    yield from check_packages(settings, machine)
+    yield check_machine(machine)
     present, devices = parse_gpus(nvidia_smi()), visible_devices()
     gpus = visible(present, devices)
-    yield from (
-        check_gpus(gpus, needed=on_gpu) if gpus or not present else [check_hidden(len(present), devices, needed=on_gpu)]
-    )
+    if gpus or not present:
+        yield from check_gpus(gpus, needed=needs_gpu)
+    else:
+        yield check_hidden(len(present), devices, needed=needs_gpu)
     if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
         try:
@@ -84,8 +80,12 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield from check_role(settings)
     if settings.engine != "fake":
         yield from check_model(settings.model)
-        folder = Path(settings.model).expanduser()
-        if on_gpu and gpus and folder.is_dir():
+        folder = model_here(settings) or Path(settings.model).expanduser()
+        if gpus or not needs_gpu:  # else that is the problem
+            yield from impossible(settings, machine, folder if folder.is_dir() else None)
+        if settings.engine == "embedded" and not on_gpu(settings, machine):
+            yield check_compiler()
+        if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
             yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), ranks)
     yield check_port(settings.host, settings.port)
     if settings.engine == "trtllm":
@@ -184,18 +184,98 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
 
 
 def check_model(model: str) -> Iterator[Finding]:
-    """Check the names of the folder's files. A Hugging Face id is not looked up."""
+    """Check that the model is here, or can be fetched: the files of a folder, or an id that the hub knows."""
     folder = Path(model).expanduser()
-    if model == DEFAULT_MODEL:
-        yield Finding("ok", f"model {model}: built in")
+    if model in PACKAGED:
+        yield _check_packaged(model)
     elif folder.is_dir():
         yield from check_folder(folder)
-    elif folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
+    elif folder.exists():
+        cure = "name the folder that holds config.json, safetensors and tokenizer.json"
+        yield Finding("problem", f"model {model} is a file", cure)
+    elif not is_hub_id(model):
         cure = "name a folder, mounted if in a container, or a Hugging Face id owner/name"
         yield Finding("problem", f"model {model}: no such folder", cure)
     else:
-        text = "no folder, so from the Hugging Face hub; HF_TOKEN must be set if its access is restricted"
-        yield Finding("ok", f"model {model}: {text}")
+        yield check_hub(model)
+
+
+def _check_packaged(model: str) -> Finding:
+    for name in dict.fromkeys((model, BUILTIN) if model == VISION else (model,)):
+        try:
+            packaged_files(name)
+        except ModelError as error:
+            text, _, cure = str(error).rpartition(": ")
+            return Finding("problem", text, cure)
+    return Finding("ok", f"model {model}: built in, its weights are installed")
+
+
+def check_hub(model: str) -> Finding:
+    """Check that a model of the Hugging Face hub is in the cache, or that the hub lets us have it."""
+    from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
+    from huggingface_hub.utils import logging as hub_logging  # noqa: PLC0415
+
+    if downloaded(model) is not None:
+        return Finding("ok", f"model {model}: downloaded from the Hugging Face hub")
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        HfApi().model_info(model, timeout=_HUB_SECONDS)
+    except Exception as error:  # of many kinds: no network, offline mode, no such id, no access
+        text = f"model {model} is no folder, and the Hugging Face hub does not give it"
+        cure = "check the id, the network, HF_TOKEN if its access is restricted, or name a folder"
+        return Finding("problem", f"{text} ({type(error).__name__}: {_first_line(error)})", cure)
+    return Finding("ok", f"model {model}: the Hugging Face hub has it")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
+
+
+def check_machine(machine: Machine) -> Finding:
+    text = f"{machine.cores} cores, {machine.free / GIB:.1f} of {machine.memory / GIB:.1f} GiB of memory are free"
+    if machine.free < _LEAST_FREE:
+        return Finding("warning", text, "end other programs, or give the container more memory")
+    return Finding("ok", text)
+
+
+def check_compiler() -> Finding:
+    """Check that the compiled path of a CPU can be compiled."""
+    from engine.embedded.models.native.build import NoCompilerError, find_compiler  # noqa: PLC0415
+
+    try:
+        return Finding("ok", f"C++ compiler {find_compiler()}")
+    except NoCompilerError as error:
+        return Finding("warning", f"{error}: models are computed by transformers, which is slower", "install g++")
+
+
+def check_packages(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    """Check that installed packages have the versions that this release asks for."""
+    try:
+        from packaging.requirements import Requirement  # noqa: PLC0415 - comes with the extra `embedded`
+
+        wanted = [Requirement(text) for text in metadata.requires("trellis") or ()]
+    except (ImportError, metadata.PackageNotFoundError):
+        return
+    extras = [""]
+    if settings.engine == "embedded" and role_of(settings).has_model:
+        extras += ["embedded", "gpu"] if on_gpu(settings, machine) else ["embedded"]
+    extras += ["otel"] if settings.otel_endpoint else []
+    wrong = []
+    for requirement in wanted:
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        version = installed(requirement.name)
+        if version is None:
+            wrong.append(f"{requirement.name}{requirement.specifier} is not installed")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
+    if wrong:
+        names = ",".join(filter(None, extras))
+        cure = f"pip install 'trellis{f'[{names}]' if names else ''}', or make serve, which installs tested versions"
+        yield Finding("problem", "; ".join(wrong), cure)
+    else:
+        yield Finding("ok", f"trellis {__version__}, packages as required")
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:

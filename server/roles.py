@@ -84,7 +84,7 @@ def _given(role: RoleName, setting: str, why: str) -> Need:
 
 
 def _one_api_process(role: RoleName, why: str) -> Need:
-    return Need("api_processes", lambda settings: settings.api_processes == 1, f"the role {role} has one: {why}")
+    return Need("api_processes", lambda settings: settings.api_processes <= 1, f"the role {role} has one: {why}")
 
 
 _WHY_SECRET = "replicas authenticate each other with it"

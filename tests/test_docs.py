@@ -157,7 +157,7 @@ def listed_routes() -> set[tuple[str, str]]:
 
 
 def test_the_readme_lists_the_routes() -> None:
-    assert listed_routes() == routes_of(create_app(Settings(_env_file=None, engine="fake")))
+    assert listed_routes() == routes_of(create_app(Settings(engine="fake")))
 
 
 def refusals() -> str:

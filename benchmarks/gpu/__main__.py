@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.gpu
-from benchmarks.gpu.cells import WORKLOADS, Workload
+from benchmarks.gpu.cells import GREEDY, ROUNDS, ROWS, WORKLOADS, Workload
 from benchmarks.gpu.load import Clients
 from benchmarks.gpu.model import SHAPES, SMALL, TAME, Shape, write_folder, write_weights
 from benchmarks.gpu.report import GpuReport
 from benchmarks.gpu.worker import Job, Measure, Measured, Started, work
 from benchmarks.servers import Server, Spec, serving, tail
-from benchmarks.summary import Summary
 from engine.config import EmbeddedConfig
+from server.bench.summary import Summary
 from server.compose.config import engine_config
 from server.settings import read_settings
 
@@ -69,7 +69,10 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--cells", default=",".join(WORKLOADS), help="workloads by name, separated by commas")
+    parser.add_argument("--cells", default=",".join(GREEDY), help="workloads by name, separated by commas")
+    parser.add_argument(
+        "--rows", default="", help=f"further kinds of requests for each of them: {', '.join(ROWS)}, or all"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measurements per workload, after a warm-up")
     parser.add_argument(
         "--starts", type=int, default=2, help="starts of the server, all timed; the last one is measured"
@@ -96,9 +99,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results")
     parser.add_argument("--logs", type=Path, help="folder for the logs of server and engines; default: a temporary one")
     args, flags = parser.parse_known_args()
+    rows = list(ROWS) if args.rows == "all" else [row for row in args.rows.split(",") if row]
+    # Greedy requests of a cell and those they are compared with follow each other.
+    args.cells = ",".join(
+        name
+        for cell in args.cells.split(",")
+        for name in (cell, *(f"{cell}-{row}" for row in rows if not cell.startswith("prefill")))
+    )
     wrong = [name for name in args.cells.split(",") if name not in WORKLOADS]
     if wrong:
-        parser.error(f"no such cells: {', '.join(wrong)}; choose from {', '.join(WORKLOADS)}")
+        parser.error(f"no such cells: {', '.join(wrong)}; choose from {', '.join(GREEDY)} and rows {', '.join(ROWS)}")
     args.shape = SHAPES[args.shape_name]
     args.flags = (
         DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
@@ -162,7 +172,8 @@ class GpuRun:
         """Measure the same workloads on the engine, in a process of its own."""
         args = self._args
         config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
-        cells = [(workload, repeat) for workload in self._workloads for repeat in range(args.repeats + 1)]
+        greedy = [workload for workload in self._workloads if not workload.row]
+        cells = [(workload, repeat) for workload in greedy for repeat in range(args.repeats + 1)]
         asked = [
             (workload.cell if repeat else workload.warm_up(), self._seed(workload, repeat))
             for workload, repeat in cells
@@ -199,7 +210,8 @@ class GpuRun:
             for repeat in range(self._args.repeats + 1):
                 cell = workload.cell if repeat else workload.warm_up()
                 cpu = server.cpu_seconds()
-                summary = clients.run(target, cell, self._seed(workload, repeat))
+                rounds = ROUNDS if repeat and not workload.prefill else 1
+                summary = clients.run(target, workload, cell, self._seed(workload, repeat), rounds)
                 if summary.errors:
                     time.sleep(1)  # wait for the end of the server's log
                     self._say(f"{summary.errors} errors; the server's log ends with\n{tail(server.log)}")

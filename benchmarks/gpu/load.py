@@ -5,16 +5,17 @@ import multiprocessing
 import random
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 import uvloop
 
-from benchmarks.client import Load, Target, exchange
+from benchmarks.gpu.cells import WORKLOADS, Workload
 from benchmarks.gpu.model import FIRST_WORD
 from benchmarks.report import Cell
-from benchmarks.summary import Sample, Summary, summarise
+from server.bench.client import LoadRun, Target, exchange
+from server.bench.summary import Sample, Summary, summarise
 
 LEAD_SECONDS = 0.3
 """Time for all processes to prepare their requests before they start together: enough for 256 x 4,096 tokens."""
@@ -27,10 +28,12 @@ def token_ids(count: int, vocabulary: int, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests of one process, one per stream, all sent at `start` on the monotonic clock."""
+    """Requests of one process, the first of each stream sent at `start` on the monotonic clock."""
 
     target: Target
+    workload: str
     streams: int
+    requests: int
     prompt_tokens: int
     max_tokens: int
     vocabulary: int
@@ -55,12 +58,23 @@ class Clients:
     ) -> None:
         self._pool.shutdown()
 
-    def run(self, target: Target, cell: Cell, seed: str) -> Summary:
-        """Send `cell.concurrency` requests at once. Equal seeds and numbers of processes give equal prompts."""
-        start = time.monotonic() + LEAD_SECONDS
+    def run(self, target: Target, workload: Workload, cell: Cell, seed: str, rounds: int = 1) -> Summary:
+        """Send `rounds` requests of a workload in each of `cell.concurrency` streams. Equal seeds and numbers of
+        processes give equal requests."""
+        start = time.monotonic() + LEAD_SECONDS * rounds
         shares = [len(range(i, cell.concurrency, self._processes)) for i in range(self._processes)]
         parts = [
-            Part(target, streams, cell.prompt_tokens, cell.max_tokens, self._vocabulary, f"{seed}/{index}", start)
+            Part(
+                target,
+                workload.name,
+                streams,
+                streams * rounds,
+                cell.prompt_tokens,
+                cell.max_tokens,
+                self._vocabulary,
+                f"{seed}/{index}",
+                start,
+            )
             for index, streams in enumerate(shares)
             if streams
         ]
@@ -73,9 +87,14 @@ class Clients:
 def send(part: Part) -> tuple[list[Sample], float, float]:
     """Send a part from a client process; return the samples, and the times of the first request and the last end."""
     rng = random.Random(part.seed)
-    prompts = [token_ids(part.prompt_tokens, part.vocabulary, rng) for _ in range(part.streams)]
-    requests = [part.target.request(prompt, part.max_tokens) for prompt in prompts]
-    load = Load(part.streams, part.streams, part.prompt_tokens, part.max_tokens, timeout=300.0)
+    target, workload = part.target, WORKLOADS[part.workload]
+    requests = [
+        replace(target, extra=target.extra | workload.fields(rng, part.max_tokens)).request(
+            token_ids(part.prompt_tokens, part.vocabulary, rng), part.max_tokens
+        )
+        for _ in range(part.requests)
+    ]
+    load = LoadRun(part.streams, part.requests, part.prompt_tokens, part.max_tokens, timeout=300.0)
     time.sleep(max(0.0, part.start - time.monotonic()))
     began = time.monotonic()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

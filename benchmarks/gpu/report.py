@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
+from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
 from benchmarks.report import describe_machine, save, table
-from benchmarks.summary import Summary
+from server.bench.summary import Summary
 
 if TYPE_CHECKING:
     from benchmarks.gpu.check import Agreement
@@ -47,11 +47,12 @@ class GpuReport:
         names = [name for name in WORKLOADS if name in self.http or name in self.in_process]
         if not names:
             return ""
-        head = ["requests x (prompt, output)", "HTTP tok/s", "TTFT p50 / p99", "gap p50 / p99"]
+        head = ["streams x (prompt, output)", "HTTP tok/s", "of greedy", "TTFT p50 / p99", "gap p50 / p99"]
         head += ["in process tok/s", "TTFT p50 / p99", "gap p50 / p99", "HTTP / in process"]
         head += ["limit", "of limit", "vLLM tok/s", "TTFT p50 / p99", "ours / vLLM", "target"] if self.anchored else []
         rows = [self._row(WORKLOADS[name]) for name in names]
         note = (
+            f"Closed loop of {ROUNDS} requests for each stream, one for prefill; in process one. "
             "Medians over the repetitions, times in ms; a gap is the time between two chunks of a stream. "
             f"Rates of prefill count prompt tokens. The target for HTTP is {HTTP_SHARE} of the rate in process."
         )
@@ -62,14 +63,29 @@ class GpuReport:
         cell, anchors = workload.cell, workload.anchors
         http, inside = self.http.get(workload.name, []), self.in_process.get(workload.name, [])
         over_http, in_process = (median(map(workload.rate, runs)) if runs else 0.0 for runs in (http, inside))
-        row = [f"{cell.concurrency} x ({cell.prompt_tokens}, {cell.max_tokens})"]
-        row += [*_figures(workload, http), *_figures(workload, inside), _quotient(over_http, in_process, digits=3)]
+        row = [
+            f"{cell.concurrency} x ({cell.prompt_tokens}, {cell.max_tokens})"
+            + (f" {workload.row}" * bool(workload.row))
+        ]
+        speed, *times = _figures(workload, http)
+        row += [
+            speed,
+            self._of_greedy(workload, over_http),
+            *times,
+            *_figures(workload, inside),
+            _quotient(over_http, in_process, digits=3),
+        ]
         if self.anchored:
             best = over_http or in_process
             row += [f"{anchors.limit:,.0f}", _quotient(best, anchors.limit), f"{anchors.vllm:,.0f}"]
             row += [_pair(anchors.ttft_p50, anchors.ttft_p99), _quotient(best, anchors.vllm)]
             row += [f"{anchors.target:,.0f} {'reached' if best >= anchors.target else 'missed'}"]
         return row
+
+    def _of_greedy(self, workload: Workload, rate: float) -> str:
+        """Return a row's rate as a share of that of greedy requests in the same run."""
+        greedy = self.http.get(workload.name.removesuffix(f"-{workload.row}"), [])
+        return _quotient(rate, median(map(workload.rate, greedy)), digits=3) if workload.row and greedy else "-"
 
     def _starts(self) -> str:
         if not self.starts:

@@ -22,12 +22,12 @@ import msgspec
 from benchmarks.gpu.load import token_ids
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, tail
-from benchmarks.summary import Sample, Summary, summarise
 from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
 from engine.errors import EngineError
 from engine.types import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprobs
+from server.bench.summary import Sample, Summary, summarise
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):

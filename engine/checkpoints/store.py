@@ -5,6 +5,7 @@ This module imports neither torch nor transformers, and nothing slow if the fold
 
 import fcntl
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -45,6 +46,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
+log = logging.getLogger(__name__)
+
+
 class ModelError(Exception):
     """The model setting cannot be resolved; the message says why and what to do."""
 
@@ -64,7 +68,7 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
         return _checked(folder, weights)
     if folder.exists():
         raise ModelError(f"{model} is a file; name the folder that holds config.json, safetensors and tokenizer.json")
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ModelError(
             f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of "
             f"{', '.join(PACKAGED)}"
@@ -75,7 +79,31 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
 def present_model(model: str, cache_dir: Path) -> Path | None:
     """Return what `resolve_model` would find without converting or downloading, or None. Raises ModelError."""
     folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
-    return folder if folder.is_dir() else None
+    return folder if folder.is_dir() else downloaded(model)
+
+
+def downloaded(model: str) -> Path | None:
+    """Return the folder of a model of the hub if it is in the cache."""
+    if not is_hub_id(model):
+        return None
+    folder = hub_folder() / f"models--{model.replace('/', '--')}"
+    try:
+        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return found if (found / "config.json").is_file() else None
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether the name can be an id of the Hugging Face hub."""
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def hub_folder() -> Path:
+    """Return the folder in which the Hugging Face hub's library keeps models."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    return Path(HF_HUB_CACHE)
 
 
 def _checked(folder: Path, weights: bool) -> Path:
@@ -97,9 +125,21 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
     from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    class DownloadBar(tqdm):  # type: ignore[misc]
+        """A bar on a terminal, and nothing in a file."""
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            options.pop("name", None)  # the hub's own
+            super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        try:
+            return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=True))
+        except LocalEntryNotFoundError:
+            log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=DownloadBar))
     except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
@@ -111,7 +151,7 @@ def _converted_folder(model: str, cache_dir: Path) -> tuple[Path, Path | None]:
     """Where a packaged model is, or will be, and the one it is made on top of."""
     base = _converted_folder(BUILTIN, cache_dir)[0] if model == VISION else None
     digest = blake3(base.name.encode() if base else b"", max_threads=blake3.AUTO)
-    for part in _packaged(model):
+    for part in packaged_files(model):
         digest.update_mmap(part)
     return cache_dir / f"{model}-{digest.update(bytes([_FORMAT])).hexdigest(6)}", base
 
@@ -120,7 +160,7 @@ def _converted(model: str, cache_dir: Path) -> Path:
     folder, base = _converted_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    parts = _packaged(model)
+    parts = packaged_files(model)
     if base is not None:
         _converted(BUILTIN, cache_dir)
     try:
@@ -139,8 +179,10 @@ def _converted(model: str, cache_dir: Path) -> Path:
     return folder
 
 
-def _packaged(model: str) -> list[Path]:
-    """Return the parts of the weights. Packages are located but not imported: their dependencies may be missing."""
+def packaged_files(model: str) -> list[Path]:
+    """Return the parts of a packaged model's weights. Packages are located but not imported: their dependencies may be
+    missing. Raises ModelError if they are not installed.
+    """
     packages, pattern, install = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packages]
     files = [
@@ -158,18 +200,19 @@ def _convert(model: str, parts: list[Path], base: Path | None, folder: Path) -> 
     """Convert into `folder` under the lock, and check the result; leftovers of a killed process are removed. `parts`
     extend a `base`.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+    from tqdm import tqdm  # noqa: PLC0415
 
     from engine.checkpoints.facts import read_model_facts  # noqa: PLC0415
     from engine.checkpoints.gguf_convert import convert  # noqa: PLC0415 - imports libraries only for converting
     from engine.checkpoints.headers import check_headers, read_headers  # noqa: PLC0415
     from engine.checkpoints.merge import merge  # noqa: PLC0415
 
+    log.info("converting %s into %s, once; that takes some seconds", model, folder)
     made = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     try:
-        with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True) as bar:
+        with tqdm(desc=f"Converting {model}", unit="B", unit_scale=True, disable=None) as bar:  # none in a file
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -208,5 +251,9 @@ def _joined(parts: list[Path], folder: Path) -> Iterator[Path]:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive file lock, which the system releases even if the process is killed."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that converts the same model")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

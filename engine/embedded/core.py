@@ -37,16 +37,20 @@ Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LaunchedStep:
     """A step that the device has been given."""
 
     chunks: list[Chunk]
     sampling: list[Chunk]
     """The chunks for which tokens are sampled."""
-    drawn: Drawn
-    """The tokens of `sampling`, in order. Without any, it still tells when the device is done."""
+    slots: list[int]
+    """Those of `sampling`."""
+    logits: torch.Tensor
+    """Of `sampling`, in order."""
     started: float
+    drawn: Drawn | None = None
+    """The tokens of `sampling`; None until they are drawn. Without any, it still tells when the device is done."""
 
 
 class EngineCore:
@@ -82,7 +86,7 @@ class EngineCore:
             sources=[self.remote] if self.remote is not None else [],
         )
         self._fetches = Fetches(self.scheduler, config.transfer_timeout_seconds)
-        self._sampler = Sampler(self.runner.vocab_size, self.runner.device, self.runner.argmax)
+        self._sampler = self.runner.sampler or Sampler(self.runner.vocab_size, self.runner.device)
         self._sequences: dict[str, Sequence] = {}
         self._max_num_seqs = config.max_batch_size
         self._iteration = 0
@@ -172,18 +176,21 @@ class EngineCore:
         """Run one step, and return what is known by then.
 
         With overlap that is the step before: the next one is prepared and launched while the device computes, and its
-        decodes take tokens which the host has yet to see. Without, launch and result follow each other; both give the
-        same tokens.
+        decodes take tokens which the host has yet to see. What needs these tokens to be sampled, as a grammar does, is
+        drawn when they have come. Without overlap, launch and result follow each other; both give the same tokens.
         """
         outputs: Outputs = []
         self.poll()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
-        if self._launched is not None and any(sequence.sampler.needs_history for sequence in self.scheduler.running):
-            outputs += self._settle()
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
+        waits = previous is not None and launched is not None and self._waits(launched)
+        if launched is not None and not waits and not self._draw(launched, outputs):
+            launched = None
         if previous is not None:
             outputs += self._finish(previous)
+        if launched is not None and waits and not self._draw(launched, outputs):
+            launched = None
         self._launched = launched
         if not self._overlap:
             outputs += self._settle()
@@ -245,25 +252,41 @@ class EngineCore:
             return None
         self._iteration += 1
         self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
-        note_pending(step.sampling, 1)
         return step
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
-        """Forward, prompt log-probabilities, sampling."""
+        """Forward and prompt log-probabilities."""
         reported = prompt_rows(chunks)
-        logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
+        sampling = [chunk for chunk in chunks if chunk.sampled]
+        slots = [chunk.sequence.slot for chunk in sampling]
         with torch.inference_mode():
+            self._sampler.enter(
+                slots, [chunk.admission for chunk in sampling], [chunk.sequence.sampler for chunk in sampling]
+            )
+            logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
             first = _report_prompts(reported, logits) if reported else 0
-            sampling = [chunk for chunk in chunks if chunk.sampled]
-            if not sampling:
-                return _LaunchedStep(
-                    chunks, [], Drawn(torch.empty(0, dtype=torch.int64, device=logits.device)), started
-                )
-            states = [chunk.sequence.sampler for chunk in sampling]
-            drawn = self._sampler.draw(logits[first:] if first else logits, states)
-            if self._overlap:
-                self.runner.remember([chunk.sequence.slot for chunk in sampling], drawn.tokens)
-            return _LaunchedStep(chunks, sampling, drawn, started)
+            return _LaunchedStep(chunks, sampling, slots, logits[first:] if first else logits, started)
+
+    def _waits(self, step: _LaunchedStep) -> bool:
+        """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
+        return self._sampler.waits([chunk.sequence.sampler for chunk in step.sampling])
+
+    def _draw(self, step: _LaunchedStep, failures: Outputs) -> bool:
+        """Sample the tokens of a step; return whether that succeeded. A failure ends the sequences that take part."""
+        states = [chunk.sequence.sampler for chunk in step.sampling]
+        try:
+            with torch.inference_mode():
+                if states:
+                    step.drawn = self._sampler.draw(step.logits, states, step.slots)
+                    if self._overlap:
+                        self.runner.remember(step.slots, step.drawn.tokens)
+                else:
+                    step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
+        except (RuntimeError, ValueError) as error:
+            failures += self._fail(step.chunks, error)
+            return False
+        note_pending(step.sampling, 1)
+        return True
 
     def _begin_fetches(self) -> None:
         """Start to read what the step's admissions need, now that the device is done with the step before."""
@@ -279,6 +302,7 @@ class EngineCore:
 
     def _finish(self, step: _LaunchedStep) -> Outputs:
         """Wait for a step and take its tokens into the sequences that are still alive."""
+        assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
         try:

@@ -239,6 +239,7 @@ class EmbeddedEngine:
 
     def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
         started = time.monotonic()
+        log.info("loading the model in %s", self._config.model)
         torch.set_num_threads(compute_threads(self._config.threads))
         core = EngineCore(self._config, lambda event: self._new_events.append(event))
         runner, config = core.runner, self._config
@@ -260,7 +261,9 @@ class EmbeddedEngine:
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
-            guides=GUIDE_KINDS,
+            kv_bytes=sum(blocks.nbytes for blocks in runner.memory.blocks),
+            threads=compute_threads(config.threads) if runner.device.type == "cpu" else 0,
+            guides=tuple(kind for kind in GUIDE_KINDS if kind != "structural_tag"),
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
         )

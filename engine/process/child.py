@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -14,26 +15,33 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import EngineFailure
+from engine.kit import logs
+from engine.process import tree
+from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.sockets import remove_socket_file
 from engine.process.supervisor import End, Supervisor
-from engine.process.wire import HostOptions
+from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions
 
-_STOP_SECONDS = 5.0
+STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
+KILL_SECONDS = 10.0
+"""Time that killed processes may take to go; those that hold GPU memory take longest."""
 _LAST_LINES = 20
 _LAST_CHARACTERS = 16384
 
 log = logging.getLogger(__name__)
+output = logging.getLogger("engine.process.output")
 
 
 class ServiceProcess:
     """The host process of a service at `address`; an empty address creates an ipc:// address in a private folder.
 
     A host that dies is restarted (`supervisor.py`), unless `on_death` is "exit" or no host was ever ready: then this
-    gives up, and `wait_failed` returns the reason. The host ends with this process, however that ends.
+    gives up, and `wait_failed` returns the reason. A host that is not responsive for the service's `hang_seconds` is
+    killed. The host ends with this process, however that ends, and what the host has started ends with the host.
     """
 
     def __init__(
@@ -42,17 +50,18 @@ class ServiceProcess:
         config: msgspec.Struct,
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
-        log_level: str = "info",
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
             self._folder = PrivateFolder()
             address = f"ipc://{self._folder.path}/service.sock"
         self.address = address
-        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, log_level)
+        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, logs.current())
         self._interface = interface
         self._options = msgspec.json.encode(options) + b"\n"
-        self._stop_seconds = _STOP_SECONDS + interface.more_stop_seconds(config)
+        self._mark = secrets.token_hex(8)
+        self._hang_seconds = interface.hang_seconds(config)
+        self._stop_seconds = STOP_SECONDS + interface.more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
         self._was_ready = False
@@ -69,7 +78,7 @@ class ServiceProcess:
         Raises EngineFailure if the system cannot spawn a process.
         """
         try:
-            self._host = await _Host.spawn(self._interface, self._options)
+            self._host = await self._spawn()
         except OSError as error:
             raise EngineFailure(self._not_spawned(error)) from error
         self._supervision = asyncio.create_task(Supervisor(self._live).run(), name=f"{self._interface.noun}-process")
@@ -99,7 +108,7 @@ class ServiceProcess:
         """Wait for the end of one host: the one that `start` has spawned, or else a new one."""
         if self._host is None:
             try:
-                self._host = await _Host.spawn(self._interface, self._options, again=self._was_ready)
+                self._host = await self._spawn()
             except OSError as error:
                 return End(self._not_spawned(error))
         host = self._host
@@ -108,6 +117,12 @@ class ServiceProcess:
         self._was_ready = self._was_ready or host.ready_at is not None
         served = 0.0 if host.ready_at is None else time.monotonic() - host.ready_at
         return End(reason, served, final=not self._was_ready or self._on_death == "exit")
+
+    async def _spawn(self) -> "_Host":
+        """Raises OSError."""
+        host = await _Host.spawn(self._interface, self._mark, self._hang_seconds, again=self._was_ready)
+        host.tell(self._options)
+        return host
 
     def _not_spawned(self, error: OSError) -> str:
         return f"the {self._interface.noun} process cannot be spawned: {error}"
@@ -120,44 +135,61 @@ EngineProcess = partial(ServiceProcess, ENGINE)
 class _Host:
     """One child process. Its output goes to standard error, and the last lines are kept."""
 
-    def __init__(self, noun: str, process: Process, log_pipe: int, again: bool) -> None:
+    def __init__(self, noun: str, process: Process, log_pipe: int, mark: str, hang_seconds: float, again: bool) -> None:
         self.process = process
         self._again = again
         self._noun = noun
+        self._mark = mark
+        self._hang_seconds = hang_seconds
+        self._silent_seconds = 0.0
+        self._watch: asyncio.Task[None] | None = None
         self.ready_at: float | None = None
         self._tail = ""
+        self._unfinished = ""
+        self._failure = ""
+        """Why the process ends, as it says itself."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
         asyncio.get_running_loop().add_reader(log_pipe, self._read_log)
 
     @classmethod
-    async def spawn(cls, interface: Interface[Any, Any], options: bytes, *, again: bool = False) -> "_Host":
+    async def spawn(
+        cls, interface: Interface[Any, Any], mark: str, hang_seconds: float, *, again: bool = False
+    ) -> "_Host":
         """Raises OSError. `again` is whether another one was ready before."""
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
-            command = (sys.executable, "-m", "engine.process.host", interface.name)
+            command = module_command("engine.process.host", interface.name)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True
+                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True, env=tree.environment(mark)
             )
         except BaseException:
             os.close(log_pipe)
             raise
         finally:
             os.close(log_end)
-        assert process.stdin is not None
-        process.stdin.write(options)
-        return cls(interface.noun, process, log_pipe, again)
+        return cls(interface.noun, process, log_pipe, mark, hang_seconds, again)
+
+    def tell(self, options: bytes) -> None:
+        """Send the one line that the process waits for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(options)
 
     async def wait(self) -> str:
-        """Wait for the end of the process and return how it ended, with its last log lines."""
+        """Wait for the end of the process and of those it has started.
+
+        Returns how it ended, with its last log lines.
+        """
         code = await self.process.wait()
-        await self._read_to_end()
+        await self._end()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         when = "died" if self.ready_at is not None else "failed to start"
+        if self._failure:
+            return f"the {self._noun} process {when}: {self._failure}"
         return "\n".join([f"the {self._noun} process {when} ({how})", *self._tail.splitlines()[-_LAST_LINES:]])
 
     async def stop(self, seconds: float) -> None:
@@ -170,6 +202,14 @@ class _Host:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Kill what the ended process has left behind, and read the remaining output."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if left := await asyncio.to_thread(tree.kill, self._mark, KILL_SECONDS):
+            log.error("processes that the %s has started cannot be killed: %s", self._noun, left)
         await self._read_to_end()
 
     async def _read_to_end(self) -> None:
@@ -185,10 +225,27 @@ class _Host:
     async def _read_control(self) -> None:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
+            self._silent_seconds = 0.0
             if line == b"ready\n":
                 self.ready_at = time.monotonic()
+                if self._hang_seconds:
+                    self._watch = asyncio.create_task(self._kill_if_silent(), name=f"{self._noun}-watch")
                 if self._again:
                     log.info("the %s process is ready again", self._noun)
+            elif line.startswith(b"failed "):
+                self._failure = line.decode(errors="replace").partition(" ")[2].strip()
+
+    async def _kill_if_silent(self) -> None:
+        """Kill the process once it has not beaten for too long.
+
+        Counts passes of this loop instead of time, of which a suspended machine or container loses any amount.
+        """
+        while self._silent_seconds < self._hang_seconds:
+            await asyncio.sleep(PARENT_BEAT_SECONDS)
+            self._silent_seconds += PARENT_BEAT_SECONDS
+        log.error("the %s process has not responded for %g s: killing it", self._noun, self._hang_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
 
     def _read_log(self) -> None:
         try:
@@ -196,11 +253,23 @@ class _Host:
         except BlockingIOError:
             return
         text = chunk.decode(errors="replace")
-        with contextlib.suppress(OSError):  # a terminal that has closed
-            sys.stderr.write(text)
+        self._pass_on(text)
         self._tail = (self._tail + text)[-_LAST_CHARACTERS:]
         if not chunk:
             self._close_log()
+
+    def _pass_on(self, text: str) -> None:
+        """Write the output to standard error. In a JSON log, lines that libraries print become entries of ours."""
+        if logs.current().form == "json":
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            if not text:
+                lines.append(self._unfinished)
+            for line in filter(None, lines):
+                if not line.startswith("{"):
+                    output.warning("%s", line)
+            text = "".join(f"{line}\n" for line in lines if line.startswith("{"))
+        with contextlib.suppress(OSError):  # a terminal that has closed
+            sys.stderr.write(text)
 
     def _close_log(self) -> None:
         if not self._log_ended.is_set():

@@ -33,4 +33,5 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
     },
     more_stop_seconds=lambda config: config.extra_stop_seconds,
+    hang_seconds=lambda config: config.hang_seconds,
 )

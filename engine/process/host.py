@@ -1,10 +1,11 @@
 """The host of a service: a process that serves it to any number of clients over a local ZMQ socket.
 
-It is started by `python -m engine.process.host MODULE:INTERFACE`.
+It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served. SIGTERM, SIGINT and SIGHUP are ignored: a service manager sends
-them to the parent too, which still drains.
+`ready` on standard output says that clients are served, `failed REASON` that the host ends; for a service with
+`hang_seconds`, lines `beat` follow `ready` as long as the event loop runs. SIGTERM, SIGINT and SIGHUP have no effect: a
+service manager sends them to the parent too, which still drains. What this process has started is killed when it ends.
 """
 
 import asyncio
@@ -19,13 +20,14 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import msgspec
 import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
-from engine.process import wire
+from engine.kit import logs
+from engine.process import tree, wire
 from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
 from engine.transfer.base import TransferError
@@ -288,6 +290,7 @@ class _HostProcess:
         self._config = msgspec.json.decode(options.config, type=interface.config)
         self._channel = channel
         self._stop = asyncio.Event()
+        self._beats: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start the service and serve it until the parent ends.
@@ -314,10 +317,20 @@ class _HostProcess:
     async def _serve(self, host: ServiceHost) -> None:
         gc.freeze()  # loaded objects stay; walking them would take 0.2 s
         print("ready", file=self._channel.output, flush=True)
+        self._beats = asyncio.create_task(self._beat())  # until the process ends: closing takes time
         try:
             await self._completed(host.serve())
         finally:
             host.close()
+
+    async def _beat(self) -> None:
+        """Show the parent that the event loop runs."""
+        output = self._channel.output.fileno()
+        os.set_blocking(output, False)
+        while self._interface.hang_seconds(self._config):
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the parent is suspended, or has gone
+                os.write(output, b"beat\n")
+            await asyncio.sleep(wire.PARENT_BEAT_SECONDS)
 
     async def _completed(self, work: Any) -> bool:
         """Wait for `work` and raise its exception.
@@ -348,12 +361,21 @@ class _HostProcess:
         """In a thread: end the process unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
         remove_socket_file(self._address)
-        os._exit(1)
+        leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process and those that it has started, without handlers that run at exit: a broken library may block
+    there.
+    """
+    tree.kill(tree.own_mark())
+    os._exit(code)
 
 
 def main(interface: Interface[Any, Any]) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # child processes inherit that
+        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which child processes would inherit
+        signal.siginterrupt(signum, False)
     sys.setswitchinterval(_SWITCH_SECONDS)
     channel = _take_pipes()
     line = b""
@@ -362,14 +384,25 @@ def main(interface: Interface[Any, Any]) -> int:
             return 1
         line += chunk
     options = msgspec.json.decode(line, type=wire.HostOptions)
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(options.logs)
     try:
         asyncio.run(_HostProcess(interface, options, channel).run())
     except EngineFailure as error:
-        log.error("%s", error, exc_info=error.__cause__ if log.isEnabledFor(logging.DEBUG) else None)
+        _report(channel, error, str(error))
+        return 1
+    except Exception as error:
+        _report(channel, error, f"{type(error).__name__}: {error} (LOG_LEVEL=debug shows where)")
         return 1
     return 0
 
 
+def _report(channel: _Channel, error: Exception, reason: str) -> None:
+    """Tell the parent why this process ends; it logs the reason."""
+    log.debug("the process ends", exc_info=error)
+    print(f"failed {' '.join(reason.split())}", file=channel.output, flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(pkgutil.resolve_name(sys.argv[1])))
+    status = main(pkgutil.resolve_name(sys.argv[1]))
+    sys.stdout.flush()
+    leave(status)

@@ -125,3 +125,5 @@ class Interface(Generic[ConfigT, ServiceT]):
     topics: Mapping[str, Topic[Any]]
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0
     """How much longer than others the service may take to close."""
+    hang_seconds: Callable[[ConfigT], float] = lambda _: 0.0
+    """How long the host's event loop may be blocked before the process is killed; 0 is without a limit."""

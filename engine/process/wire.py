@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 
 import engine.errors
+from engine.kit.logs import LogOptions
 from engine.process.sockets import Buffer
 from engine.transfer.base import TransferError
 from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, readable
@@ -21,6 +22,8 @@ from engine.transfer.shared_bytes import Data, Reference, SharedBytes, opened, r
 MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
 """Interval of a host's heartbeats."""
+PARENT_BEAT_SECONDS = 1.0
+"""Interval of those to its parent."""
 SILENCE_SECONDS = 5.0
 """Silence after which a client considers its host stuck: short enough for another replica to answer within ten
 seconds."""
@@ -35,7 +38,7 @@ class HostOptions(msgspec.Struct, frozen=True):
     """Configuration of the service, as JSON."""
     address: str
     """ipc:// or tcp://127.0.0.1"""
-    log_level: str = "info"
+    logs: LogOptions = LogOptions()
 
 
 # Client to host.

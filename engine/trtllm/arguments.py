@@ -5,14 +5,17 @@ Neither a GPU nor the package is needed, so that a wrong key is named at the sta
 """
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from engine.trtllm.llm_args import MODELS
+from engine.trtllm.support import one_model
 
 Backend = Literal["pytorch", "_autodeploy"]
 
@@ -34,6 +37,9 @@ ENCODER_TAKES = ("max_batch_size", "max_num_tokens", "trust_remote_code", "tenso
 DONE_HERE = ("num_postprocess_workers", "postprocess_tokenizer_dir")
 """Arguments for workers that detokenize, which the server does itself, and through which token ids would not come back.
 """
+GUIDED_BACKENDS = ("xgrammar", "llguidance")
+UNGUIDED_SPECULATION = ("Medusa", "Lookahead")
+"""Kinds of speculation for which `support_guided_decoder` and `support_capturable_guided_decoder` are false."""
 ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
 
 
@@ -68,22 +74,47 @@ ENCODER_DEFAULTS = {"max_batch_size": 1}
 
 
 def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
-    """Return what we set for an engine unless overridden: no running request is evicted, and batch sizes are tuned at
-    run time.
+    """Return what we set for an engine unless overridden. No running request is evicted.
+
+    Batch sizes are not tuned at run time: `scheduler_config.dynamic_batch_config` has no effect on the PyTorch backend.
     """
     return {
         "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
-        "scheduler_config": {
-            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
-            "dynamic_batch_config": {
-                "enable_batch_size_tuning": True,
-                "enable_max_num_tokens_tuning": False,
-                "dynamic_batch_moving_average_window": 128,
-            },
-        },
-        "guided_decoding_backend": "xgrammar",
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         "enable_iter_perf_stats": True,
     }
+
+
+def derived(arguments: Mapping[str, Any], backends: Sequence[str] = GUIDED_BACKENDS) -> dict[str, Any]:
+    """Return what we set, unless it is set, because of other arguments and of the guided backends that the model's
+    tokenizer can have.
+
+    One-model speculation is greedy without `allow_advanced_sampling`. Guides need a tokenizer, and a kind of
+    speculation that can follow them: the engine does not start otherwise.
+    """
+    found: dict[str, Any] = {}
+    speculative = arguments.get("speculative_config")
+    if isinstance(speculative, Mapping) and one_model(arguments) and "allow_advanced_sampling" not in speculative:
+        found["speculative_config"] = {"allow_advanced_sampling": True}
+    if "guided_decoding_backend" not in arguments and backends and not _guides_fail(arguments):
+        found["guided_decoding_backend"] = backends[0]
+    return found
+
+
+def guided_backends(folder: Path) -> tuple[str, ...]:
+    """Return the guided backends that a model's tokenizer can have, the best first.
+
+    Both take fast tokenizers of transformers, and xgrammar those of tiktoken (`_xgrammar_tokenizer_info`,
+    `_llguidance_tokenizer_info`). Of a class in the model's own code only `auto_map` says whether it is fast.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return GUIDED_BACKENDS
+    classes = (config.get("auto_map") or {}).get("AutoTokenizer") if isinstance(config, dict) else None
+    if classes is None or (isinstance(classes, list) and classes[1:] and classes[1]):
+        return GUIDED_BACKENDS
+    return GUIDED_BACKENDS[:1] if any(folder.glob("*tiktoken*")) else ()
 
 
 def forced(
@@ -92,8 +123,15 @@ def forced(
     role_arguments: Mapping[str, Any] | None = None,
     moves_kv_blocks: bool = False,
     publish_kv_events: bool = False,
+    processors: bool = False,
 ) -> Iterator[ArgumentLayer]:
-    """Yield what the role and the publisher need, whatever is set. `arguments` are those of all layers before."""
+    """Yield what the role, the publisher and logits processors need, whatever is set. `arguments` are those of all
+    layers before.
+
+    Under the overlap scheduler processors see a sequence that lacks its last token.
+    """
+    if processors:
+        yield ArgumentLayer("processors", {"disable_overlap_scheduler": True})
     if publish_kv_events:
         needed: dict[str, Any] = {"backend": "pytorch", "enable_iter_perf_stats": True}
         if not _get(arguments, "kv_cache_config", "event_buffer_max_size"):
@@ -119,8 +157,14 @@ def merge(layers: Sequence[ArgumentLayer]) -> Effective:
     return effective
 
 
-def problems(arguments: Mapping[str, Any], backend: str = "pytorch") -> list[str]:
-    """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none."""
+def problems(arguments: Mapping[str, Any], backend: str = "pytorch", version: str | None = None) -> list[str]:
+    """Return one line for each argument that 1.2.1 would refuse, with its dotted name; empty if there is none.
+
+    `version` is that of the installed package, if there is one. Another one than 1.2 has arguments of its own, and
+    checks them when the engine starts, before it loads anything.
+    """
+    if version is not None and not version.startswith("1.2."):
+        return []
     model = MODELS["AutoDeployLlmArgs" if backend == "_autodeploy" else "TorchLlmArgs"]
     try:
         model.model_validate({"model": "model", **copy.deepcopy(dict(arguments))})
@@ -170,6 +214,27 @@ def attention_dp_size(arguments: Mapping[str, Any]) -> int:
     return int(arguments.get("tensor_parallel_size") or 1) if arguments.get("enable_attention_dp") else 1
 
 
+def processor_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """Return what keeps logits processors from being called for each token, in arguments without other `problems`."""
+    found = []
+    if arguments.get("speculative_config"):
+        found.append("speculative_config: TensorRT-LLM calls no logits processors with speculation")
+    if _get(arguments, "scheduler_config", "capacity_scheduler_policy") == "MAX_UTILIZATION":
+        found.append(
+            "scheduler_config.capacity_scheduler_policy: after an eviction, which MAX_UTILIZATION allows, a token is"
+            " sampled without logits processors"
+        )
+    return found
+
+
+def _guides_fail(arguments: Mapping[str, Any]) -> str:
+    """Return why the engine cannot follow guides, or ""."""
+    kind = (arguments.get("speculative_config") or {}).get("decoding_type")
+    if kind in UNGUIDED_SPECULATION:
+        return f"guided decoding is not supported with {kind}"
+    return "guided decoding needs the tokenizer" if arguments.get("skip_tokenizer_init") else ""
+
+
 def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the types allow and the engine refuses later."""
     graphs = arguments.get("cuda_graph_config") or {}
@@ -181,6 +246,10 @@ def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield "speculative_config.max_draft_len: Eagle needs it"
     if speculative.get("decoding_type") == "NGram" and not speculative.get("max_matching_ngram_size"):
         yield "speculative_config.max_matching_ngram_size: NGram needs it, since 1.2.1 has 0 as its default"
+    if arguments.get("sampler_type") == "TRTLLMSampler" and speculative:
+        yield "sampler_type: TRTLLMSampler does not check drafts; leave it out with speculative_config"
+    if arguments.get("guided_decoding_backend") and (reason := _guides_fail(arguments)):
+        yield f"guided_decoding_backend: {reason}"
     per_node = arguments.get("gpus_per_node")
     if per_node is not None and per_node < 1:
         yield "gpus_per_node: must be at least 1"

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.errors import EngineFailure, InvalidRequest
+from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
 from engine.handoff import VERSION
 from engine.media import Encoding, PromptMedia, Unexpanded
+from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm.versions import PackageVersion
 from engine.types import Delta, GenerateRequest, Handoff, Held
 
@@ -46,6 +47,8 @@ class ContextState(msgspec.Struct, frozen=True, omit_defaults=True):
     multimodal_item_runs: list[list[tuple[int, int, list[int]]]] | None = None
     mrope_position_ids_handle: dict[str, Any] | None = None
     mrope_position_deltas_handle: dict[str, Any] | None = None
+    memory: str = ""
+    """Shared memory in which the handles lie."""
     others: dict[str, Any] = {}
     """Fields by names that are not known here."""
 
@@ -57,10 +60,13 @@ class EncoderState(msgspec.Struct, frozen=True, omit_defaults=True):
     multimodal_hashes: list[list[int]] | None = None
     mrope_position_ids_handle: dict[str, Any] | None = None
     mrope_position_deltas_handle: dict[str, Any] | None = None
+    memory: str = ""
+    """Shared memory in which the handles lie."""
 
 
 _USED_UP = frozenset(("request_type", "multimodal_embedding_handles", "first_gen_logits"))
-_KNOWN = frozenset(ContextState.__struct_fields__) - {"package", "others"}
+_OURS = frozenset(("package", "memory", "others"))
+_KNOWN = frozenset(ContextState.__struct_fields__) - _OURS
 
 
 def context_keywords(media: PromptMedia | None, version: PackageVersion) -> dict[str, Any]:
@@ -85,8 +91,13 @@ def generation_keywords(
         )
     if wrong := sorted(state.others.keys() & (_USED_UP | _KNOWN)):
         raise InvalidRequest(f"the handoff cannot be read: {', '.join(wrong)} is not one of its fields", "handoff")
+    if state.mrope_position_ids_handle is not None and state.memory != shared_memory_domain():
+        raise InvalidRequest(
+            "the handoff's positions (mRoPE) lie in memory of the prefill replica's host, which this replica does not "
+            "share: models with mRoPE need prefill and decode on one host, and containers --ipc=host",
+            "handoff",
+        )
     keywords = {"request_type": "generation_only"} | _fields(state) | state.others
-    del keywords["package"], keywords["others"]
     if state.first_gen_log_probs is not None:
         keywords["first_gen_log_probs"] = [
             entry if isinstance(entry, float) else {token: logprob(value, rank) for token, value, rank in entry}
@@ -98,7 +109,7 @@ def generation_keywords(
 def recomputed(request: GenerateRequest) -> GenerateRequest:
     """Return a plain request that goes on after a handoff's tokens without its state. Raises InvalidRequest.
 
-    The tokens become part of the prompt, so the presence and frequency penalties no longer count them.
+    The tokens become part of the prompt, so the engine's presence and frequency penalties no longer count them.
     """
     assert request.handoff is not None
     if request.sampling.guide is not None or request.handoff.prompt_token_ids:
@@ -148,7 +159,9 @@ def held_of(result: Any, delta: Delta, request: GenerateRequest, version: Packag
             for entry in scores
         ]
     try:
-        state = msgspec.msgpack.encode(ContextState(version.name, **known, others=others))
+        state = msgspec.msgpack.encode(
+            ContextState(version.name, **known, memory=shared_memory_domain(), others=others)
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineFailure(f"TensorRT-LLM {version.name} hands over what cannot be sent: {error}") from error
     held = Held(state, tuple(result.prompt_token_ids) if isinstance(request.media, Unexpanded) else ())
@@ -173,16 +186,25 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
     hashes = values.get("multimodal_hashes")
     if hashes is not None and len(hashes) != len(handles):
         values["multimodal_hashes"] = None  # images share a handle: 1.2.1 takes a hash for each handle, or none
-    state = EncoderState(**{**values, "multimodal_embedding_handles": handles})
+    state = EncoderState(**{**values, "multimodal_embedding_handles": handles, "memory": shared_memory_domain()})
     return Encoding(version=VERSION, backend=BACKEND, prompt=prompt, state=msgspec.msgpack.encode(state))
 
 
 def _encoded(media: PromptMedia | None) -> dict[str, Any]:
-    return _fields(_decoded(media, EncoderState)) if isinstance(media, Encoding) else {}
+    """Raises EngineUnavailable if the embeddings cannot be read here: another replica may share the memory."""
+    if not isinstance(media, Encoding):
+        return {}
+    state = _decoded(media, EncoderState)
+    if state.memory != shared_memory_domain():
+        raise EngineUnavailable(
+            "the embeddings of the images lie in memory of the encode replica's host, which this replica does not "
+            "share: they need one host, and containers --ipc=host"
+        )
+    return _fields(state)
 
 
 def _values(params: Any, state: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in state.__struct_fields__}
+    return {name: getattr(params, name) for name in state.__struct_fields__ if name not in _OURS}
 
 
 def _decoded(source: Handoff | Encoding, state: type[T]) -> T:
@@ -196,4 +218,5 @@ def _decoded(source: Handoff | Encoding, state: type[T]) -> T:
 
 
 def _fields(state: msgspec.Struct) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(state).items() if value is not None}
+    values = msgspec.structs.asdict(state).items()
+    return {name: value for name, value in values if value is not None and name not in _OURS}

@@ -4,10 +4,7 @@ Its KV-cache events and statistics are polled, and its health is checked.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
@@ -23,18 +20,23 @@ from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
-from engine.media import MediaFiles
+from engine.media import MediaFiles, Unexpanded
 from engine.stats import IterationStats
 from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
-from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest
+from engine.trtllm.sampling import guides_of
+from engine.trtllm.support import Support
+from engine.trtllm.versions import PackageVersion
+from engine.trtllm.watching import Watch
+from engine.types import Delta, EngineInfo, GenerateRequest
 
-HEALTH_SECONDS = 1.0
-BLOCKED_SECONDS = 10.0
-"""Time the event loop may take to notice that the executor has died, before the process is ended."""
+ABORT_SECONDS = 10.0
+"""Time the engine may take to confirm an abort. 1.2.1 never does if the request waited in its queue."""
+MANY_FAILURES = 10
+"""Requests that may fail in a row for unknown reasons, while single tokens can be generated."""
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +50,18 @@ class ActiveRequest:
 
     stream: DeltaStream
 
-    def __init__(self, result: Any, *, context_only: bool, transferring: bool) -> None:
+    def __init__(self, result: Any, version: PackageVersion, *, context_only: bool, transferring: bool) -> None:
         self.result = result
+        self._version = version
         self._context_only = context_only
         self._transferring = transferring
+        self._task: asyncio.Task[None]
         self.aborted = False
+
+    @property
+    def owed(self) -> bool:
+        """Whether the engine is to compute something: not while KV blocks are awaited, or held for others."""
+        return not self._transferring and not self.result.finished
 
     async def deliver(self, delta: Delta, request: GenerateRequest) -> None:
         """Pass on a delta.
@@ -61,17 +70,28 @@ class ActiveRequest:
         request by then, and frees the blocks when they have been read or after the transceiver's time limit.
         """
         if self._context_only:
-            delta = held_of(self.result, delta, request, library.installed())
+            delta = held_of(self.result, delta, request, self._version)
         self.stream.put(delta)
         if delta.held is not None:
             over = asyncio.Event()
             self.stream.when_done(over.set)
             await over.wait()
 
+    def follow(self, task: "asyncio.Task[None]") -> None:
+        """Take the task that reads the result."""
+        self._task = task
+
     def abort(self) -> None:
         self.aborted = True
         if not self._transferring:
             self.result.abort()
+            asyncio.get_running_loop().call_later(ABORT_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """End the task, again and again: Python 3.11's wait_for, which the library uses, can lose a cancellation."""
+        if not self._task.done():
+            self._task.cancel()
+            asyncio.get_running_loop().call_later(0.2, self._give_up)
 
     def abandon(self) -> None:
         """Abort a result that nobody follows any more."""
@@ -82,7 +102,7 @@ class ActiveRequest:
         """Note that the engine has answered, so the blocks have arrived."""
         waited, self._transferring = self._transferring, False
         if waited and self.aborted:
-            self.result.abort()
+            self.abort()
 
 
 class TrtllmEngine:
@@ -95,6 +115,9 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._dead = False
         self._facts: ModelFacts
+        self._version: PackageVersion
+        self._start_text: str
+        self._support: Support
         self.streams: set[DeltaStream] = set()
         """Streams of requests that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,11 +125,12 @@ class TrtllmEngine:
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
         self._probe: asyncio.Task[None] | None = None
-        self.running = 0
-        """Requests that TensorRT-LLM computes."""
+        self._runs: set[ActiveRequest] = set()
         self.aborted = 0
+        self._failures = 0
+        """Requests in a row that have failed for unknown reasons."""
         self._newest: IterationStats
-        self._stop_watching = threading.Event()
+        self._watch: Watch | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -122,6 +146,11 @@ class TrtllmEngine:
         return self._info
 
     @property
+    def running(self) -> int:
+        """Number of requests that TensorRT-LLM has not ended."""
+        return len(self._runs)
+
+    @property
     def healthy(self) -> bool:
         return self._info is not None and not self._dead
 
@@ -131,10 +160,15 @@ class TrtllmEngine:
         self._facts = read_model_facts(Path(self._config.model))
         self._facts.check()
         started = time.monotonic()
-        self.llm = library.load(self._config)
-        seconds = time.monotonic() - started
-        log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
+        self._watch = Watch(self._config.hang_seconds)
+        self._version = library.installed()
+        processes = self._config.sampling == "processors"
+        self._support = Support(self._config.arguments, processors=processes, newer=self._version.samples_more)
         try:
+            self.llm = library.load(self._config)
+            seconds = time.monotonic() - started
+            log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
+            self._start_text = library.start_text(self.llm)
             first = await self._first_stats()
             self._info = self._describe(kv_capacity(first), seconds)
             stats = iteration_stats(first)
@@ -144,8 +178,8 @@ class TrtllmEngine:
         if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
             self._pollers.append(kv_event_poller(self.llm, self._events.put))
         self._publish(stats)
-        self._pollers.append(stats_poller(self.llm, self._publish))
-        threading.Thread(target=self._watch, args=(self.llm,), name="trtllm-health", daemon=True).start()
+        self._pollers.append(stats_poller(self.llm, self._step))
+        self._watch.follow(self.llm, self._owes, lambda reason: self._die(EngineDied(reason)))
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         try:
@@ -166,7 +200,8 @@ class TrtllmEngine:
 
     async def close(self) -> None:
         self._dead = True
-        self._stop_watching.set()
+        if self._watch is not None:
+            self._watch.stop()
         self._fail_all(EngineNotReady("the engine is closing"))
         while self._tasks:  # repeatedly: Python 3.11's wait_for, which the library uses, can lose a cancellation
             for task in self._tasks:
@@ -175,7 +210,7 @@ class TrtllmEngine:
         pollers, self._pollers = self._pollers, []
         await asyncio.gather(*(poller.stop() for poller in pollers))
         llm, self.llm = self.llm, None
-        if llm is not None:
+        if llm is not None and not (self._watch is not None and self._watch.broken):
             await asyncio.to_thread(library.shutdown, llm)
         self._stats.close()
         self._events.close()
@@ -198,16 +233,31 @@ class TrtllmEngine:
             request.prefill_only and request.sampling.max_tokens > 1
         )  # otherwise there is nothing to hand off
         asked = recomputed(request) if self._is_lost(request) else request
+        sampling = asked.sampling
+        if context_only:
+            sampling = replace(sampling, min_tokens=min(1, sampling.min_tokens))
+        native, edits = self._support.split(sampling, self._facts.eos_token_ids, library.num_prompt(asked))
+        if edits is not None and asked is not request:  # its prompt ends with tokens of the output
+            edits = edits._replace(sampling=request.sampling, num_prompt=len(request.prompt_token_ids))
+        submitted = replace(asked, sampling=native)
         try:
-            result = library.submit(self.llm, asked, self._facts, images, context_only=context_only)
+            result = library.submit(
+                self.llm,
+                submitted,
+                self._facts,
+                images,
+                edits=edits,
+                context_only=context_only,
+                start=self._start_text,
+            )
         except EngineDied as error:
             self._die(error)
             raise
-        run = ActiveRequest(result, context_only=context_only, transferring=asked.handoff is not None)
+        run = ActiveRequest(result, self._version, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
         self._keep(run.stream)
         outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
-        self._spawn(self._follow(request, run, outputs))
+        run.follow(self._spawn(self._follow(request, run, outputs)))
         return run.stream
 
     def _is_lost(self, request: GenerateRequest) -> bool:
@@ -232,19 +282,51 @@ class TrtllmEngine:
         check_prompt(request, info.vocab_size, info.context_length)
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
+        if request.sampling.prompt_logprobs is not None:
+            self._check_prompt_logprobs(request)
+        self._check_role(request)
         if request.sampling.guide is not None and request.sampling.guide.kind not in info.guides:
             raise InvalidRequest("the engine was started without a guided_decoding_backend", "guide")
+
+    def _check_prompt_logprobs(self, request: GenerateRequest) -> None:
+        if not self._version.prompt_logprobs:
+            raise InvalidRequest(
+                f"this replica's engine, TensorRT-LLM {self._version.name}, has no log-probabilities of prompts: it "
+                "reports the most likely tokens of each position, which the prompt's own need not be among",
+                "prompt_logprobs",
+            )
+        if isinstance(request.media, Unexpanded):
+            raise InvalidRequest("TensorRT-LLM has no log-probabilities of prompts with images", "prompt_logprobs")
+
+    def _check_role(self, request: GenerateRequest) -> None:
+        """Refuse what this engine was not started for: asked for it, a worker of TensorRT-LLM ends."""
+        arguments = self.llm.args
+        transceiver = arguments.cache_transceiver_config
+        if (request.prefill_only or request.handoff is not None) and (transceiver is None or not transceiver.backend):
+            raise InvalidRequest(
+                "this replica's engine neither hands over nor takes handoffs: it was started without "
+                "cache_transceiver_config.backend",
+                "handoff" if request.handoff is not None else None,
+            )
+        if request.prefill_only and not arguments.disable_overlap_scheduler and not self._version.overlapped_context:
+            raise InvalidRequest("prefill needs an engine that was started with disable_overlap_scheduler: true")
 
     async def _follow(self, request: GenerateRequest, run: ActiveRequest, outputs: Outputs) -> None:
         """Follow a request until the engine has finished it, even if it was aborted."""
         stream = run.stream
-        self.running += 1
+        self._runs.add(run)
         try:
             async for response in run.result:
+                self._progress()
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
                     await run.deliver(delta, request)
+            self._failures = 0
             stream.fail(EngineFailure("the engine ended the request without a reason"))
+        except asyncio.CancelledError:
+            if run.aborted:
+                self._suspect()  # the abort has not been confirmed
+            raise
         except EngineError as error:
             stream.fail(error)
             run.abandon()
@@ -257,19 +339,40 @@ class TrtllmEngine:
                 run.abandon()
                 if isinstance(failure, EngineFailure):
                     log.error("%s", failure, exc_info=error)
-                    self._suspect()
+                    self._count(failure)
         finally:
-            self.running -= 1
+            self._runs.discard(run)
             self._publish(self._newest)
+
+    def _count(self, failure: EngineFailure) -> None:
+        """End the engine if requests have failed too often without a success in between."""
+        self._failures += 1
+        if self._failures >= MANY_FAILURES:
+            self._die(EngineDied(f"the engine died: {self._failures} requests in a row have failed: {failure}"))
+        self._suspect()
+
+    def _owes(self) -> bool:
+        """Return, in any thread, whether the engine has work."""
+        probing = self._probe is not None and not self._probe.done()
+        return probing or any(run.owed for run in tuple(self._runs))
+
+    def _progress(self) -> None:
+        if self._watch is not None:
+            self._watch.progress()
+
+    def _step(self, stats: IterationStats) -> None:
+        self._progress()
+        self._publish(stats)
 
     def _suspect(self) -> None:
         """Find out whether a failure of unknown cause is of one request or of the engine, which says it is healthy."""
-        if self._probe is None or self._probe.done():
+        if not self._dead and (self._probe is None or self._probe.done()):
             self._probe = self._spawn(self._probe_engine())
 
     async def _probe_engine(self) -> None:
         try:
             await library.probe(self.llm, self._first_prompt, self._facts)
+            self._progress()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             self._die(EngineDied(f"the engine died: after a failure it cannot generate a token: {said}"), error)
@@ -286,7 +389,7 @@ class TrtllmEngine:
     def _publish(self, stats: IterationStats) -> None:
         """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
         self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
-        if not self.running:
+        if not self._runs:
             cache = stats.kv_cache_stats
             freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
             self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
@@ -311,7 +414,7 @@ class TrtllmEngine:
 
     def _describe(self, capacity: tuple[int, int] | None, seconds: float) -> EngineInfo:
         """Describe the engine; `capacity` is the number of KV blocks and tokens per block."""
-        arguments, facts, version = self.llm.args, self._facts, library.installed()
+        arguments, facts, version = self.llm.args, self._facts, self._version
         if capacity is None:
             log.warning(
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
@@ -332,31 +435,13 @@ class TrtllmEngine:
             max_num_seqs=arguments.max_batch_size or 2048,
             max_num_tokens=arguments.max_num_tokens or 8192,
             load_seconds=seconds,
-            guides=GUIDE_KINDS if arguments.guided_decoding_backend else (),
+            guides=guides_of(arguments.guided_decoding_backend),
+            refused_parameters=tuple(self._support.refused.items()),
             kv_layout=f"TensorRT-LLM {version.name}",
+            max_encoded_images=version.max_encoded_images,
+            prompt_logprobs=version.prompt_logprobs,
             handoff_logprobs=version.handoff_logprobs,
         )
-
-    def _watch(self, llm: Any) -> None:
-        """Check the engine's health, in a thread, so that this works even if the event loop is blocked.
-
-        It may be for good: after a background error 1.2.1 shuts the executor down in the calling thread, and waits
-        there for every worker without a limit. Then only the end of the process leads to another one.
-        """
-        noticed = threading.Event()
-
-        def die() -> None:
-            noticed.set()
-            self._die(EngineDied("the engine has shut itself down"))
-
-        while not self._stop_watching.wait(HEALTH_SECONDS):
-            if not library.is_alive(llm):
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(die)
-                    if not noticed.wait(BLOCKED_SECONDS) and not self._stop_watching.is_set():
-                        log.critical("the engine has shut itself down, and blocks the event loop: ending the process")
-                        os._exit(1)
-                return
 
     def _die(self, failure: EngineDied, cause: BaseException | None = None) -> None:
         if not self._dead and self._info is not None:

@@ -42,6 +42,7 @@ ENCODER: Interface[TrtllmEncoderConfig, TrtllmEncoder] = Interface(
     },
     topics={},
     more_stop_seconds=lambda config: config.extra_stop_seconds,
+    hang_seconds=lambda config: config.hang_seconds,
 )
 
 
@@ -52,8 +53,8 @@ class HostedEncoder(ServiceClient[EncoderInfo]):
     its own.
     """
 
-    def __init__(self, config: TrtllmEncoderConfig, address: str = "", log_level: str = "info") -> None:
-        self.process = None if address else ServiceProcess(ENCODER, config, log_level=log_level)
+    def __init__(self, config: TrtllmEncoderConfig, address: str = "") -> None:
+        self.process = None if address else ServiceProcess(ENCODER, config)
         if self.process is None:
             super().__init__(ENCODER, address)
         else:

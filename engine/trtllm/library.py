@@ -17,7 +17,8 @@ from engine.kit.logits import factory
 from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.failures import classified, is_a_refusal, is_of_the_engine
-from engine.trtllm.sampling import bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.sampling import bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.support import Edits
 from engine.trtllm.versions import PackageVersion, version_of
 from engine.types import GenerateRequest, SamplingParams
 
@@ -76,21 +77,45 @@ def is_alive(llm: Any) -> bool:
         return False
 
 
+def start_text(llm: Any) -> str:
+    """Return the text of the token that the tokenizer puts before every prompt; empty if it is none, or not alone."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return ""
+    added = tokenizer.encode("", add_special_tokens=True)
+    return str(tokenizer.decode(added, skip_special_tokens=False)) if len(added) == 1 else ""
+
+
 def submit(
-    llm: Any, request: GenerateRequest, facts: ModelFacts, images: Sequence[Any] = (), *, context_only: bool = False
+    llm: Any,
+    request: GenerateRequest,
+    facts: ModelFacts,
+    images: Sequence[Any] = (),
+    *,
+    edits: Edits | None = None,
+    context_only: bool = False,
+    start: str = "",
 ) -> Any:
     """Start a request, with PIL `images` for its media. The result is an async iterator of itself.
 
-    A context-only request computes the prompt and one token, and yields once. Raises InvalidRequest, EngineFailure and
-    EngineDied.
+    Its sampling parameters are those that the engine honours; `edits` are the others (`Support.split`).
+
+    A context-only request computes the prompt and one token, and yields once. `start` is the tokenizer's `start_text`.
+    Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
-        sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
+        sampling = replace(sampling, max_tokens=1)
     try:
         return llm.generate_async(
-            inputs=_inputs(request, images),
-            sampling_params=sampling_params(sampling, facts, templated=isinstance(request.media, Unexpanded)),
+            inputs=_inputs(request, images, start),
+            sampling_params=sampling_params(
+                sampling,
+                facts,
+                edits=edits,
+                num_prompt=num_prompt(request),
+                templated=isinstance(request.media, Unexpanded) and not _begins(request.media, start),
+            ),
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             trace_headers=request.trace or None,
@@ -128,11 +153,19 @@ async def probe(llm: Any, prompt: tuple[int, ...], facts: ModelFacts) -> None:
     await submit(llm, GenerateRequest(request_id="probe", prompt_token_ids=prompt, sampling=sampling), facts)
 
 
-def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: bool = False) -> Any:
+def sampling_params(
+    sampling: SamplingParams,
+    facts: ModelFacts,
+    *,
+    edits: Edits | None = None,
+    num_prompt: int | None = None,
+    templated: bool = False,
+) -> Any:
     """Return a new object for each request, since the engine changes it. Raises InvalidRequest.
 
-    A `templated` prompt is text that contains its special tokens. The engine's tokenizer must not add any: a second
-    beginning-of-sequence token would shift every position.
+    `num_prompt` are the prompt's tokens, which samplers would count in the presence and frequency penalties.
+
+    A `templated` prompt is text that contains its special tokens: the engine's tokenizer must not add any.
     """
     from tensorrt_llm import SamplingParams as Parameters  # noqa: PLC0415
     from tensorrt_llm.llmapi import GuidedDecodingParams  # noqa: PLC0415
@@ -144,8 +177,10 @@ def sampling_params(sampling: SamplingParams, facts: ModelFacts, *, templated: b
         keywords["embedding_bias"] = _bias_tensor(bias, facts.vocab_size)
     if sampling.guide is not None:
         keywords["guided_decoding"] = GuidedDecodingParams(**guide_keywords(sampling.guide))
-    if (processor := _processor(sampling)) is not None:
-        keywords["logits_processor"] = processor
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        keywords["prompt_ignore_length"] = num_prompt
+    if edits is not None:
+        keywords["logits_processor"] = _processor(edits)
     return Parameters(**keywords)
 
 
@@ -183,16 +218,33 @@ def translate(llm: Any, error: Exception) -> EngineError:
     return EngineFailure(f"the engine failed on this request: {said}")
 
 
-def _inputs(request: GenerateRequest, images: Sequence[Any]) -> Any:
-    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images."""
+def num_prompt(request: GenerateRequest) -> int | None:
+    """Return the length of the prompt that the engine gets; None if it makes the tokens, of text and images."""
+    if request.handoff is not None:
+        return len(request.handoff.prompt_token_ids or request.prompt_token_ids)
+    return None if isinstance(request.media, Unexpanded) else len(request.prompt_token_ids)
+
+
+def _inputs(request: GenerateRequest, images: Sequence[Any], start: str) -> Any:
+    """Return token ids, or text whose placeholders the engine expands: with ids it would drop embeddings of images.
+
+    The input processors of models with images do not pass on `add_special_tokens`, so the text is given without the
+    beginning of sequence that the tokenizer adds: a second one would shift every position.
+    """
     if request.handoff is not None:
         return list(request.handoff.prompt_token_ids or request.prompt_token_ids)
-    match request.media:
-        case Encoding():
-            return {"prompt": request.media.prompt}
-        case MediaFiles():
-            return _with_images(request.media.text, images)
-    return list(request.prompt_token_ids)
+    if not isinstance(request.media, Unexpanded):
+        return list(request.prompt_token_ids)
+    text = _text(request.media).removeprefix(start)
+    return _with_images(text, images) if isinstance(request.media, MediaFiles) else {"prompt": text}
+
+
+def _text(media: Unexpanded) -> str:
+    return media.text if isinstance(media, MediaFiles) else media.prompt
+
+
+def _begins(media: Unexpanded, start: str) -> bool:
+    return bool(start) and _text(media).startswith(start)
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
@@ -200,9 +252,17 @@ def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:
-    """Return the salt of KV blocks, unique for prompts with images: 1.2.1 does not support block reuse for them."""
-    images = isinstance(request.media, Unexpanded) or (request.handoff is not None and request.handoff.prompt_token_ids)
-    return f"{request.cache_salt}/{secrets.token_hex(16)}" if images else request.cache_salt or None
+    """Return the salt of KV blocks.
+
+    It is unique for prompts with images, for which 1.2.1 does not support block reuse, and for prompts whose
+    log-probabilities are wanted, as there are none of reused blocks.
+    """
+    alone = (
+        isinstance(request.media, Unexpanded)
+        or (request.handoff is not None and request.handoff.prompt_token_ids)
+        or request.sampling.prompt_logprobs is not None
+    )
+    return f"{request.cache_salt}/{secrets.token_hex(16)}" if alone else request.cache_salt or None
 
 
 def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> Any:
@@ -230,13 +290,7 @@ def _bias_tensor(bias: Any, vocab_size: int) -> Any:
     return tensor
 
 
-def _processor(sampling: SamplingParams) -> Any:
-    sequences = bad_sequences(sampling)
-    if not sampling.processors and not sequences:
-        return None
-    from functools import partial  # noqa: PLC0415
+def _processor(edits: Edits) -> Any:
+    from engine.trtllm.processors import ProcessorAdapter  # noqa: PLC0415 - needs torch
 
-    from engine.trtllm.processors import BadSequences, ProcessorAdapter  # noqa: PLC0415 - needs torch
-
-    factories = [factory(name) for name in sampling.processors]
-    return ProcessorAdapter([*factories, partial(BadSequences, sequences)] if sequences else factories)
+    return ProcessorAdapter([factory(name) for name in edits.sampling.processors], edits)

@@ -93,9 +93,16 @@ class Outputs:
 
 
 def _of_prompt(entries: Sequence[Any], prompt: Sequence[int], asked: int) -> tuple[TokenLogprobs | None, ...]:
-    """Return an entry for each prompt token; the first is None. Entry i of the engine is for token i + 1."""
-    padded = [*entries[: len(prompt) - 1], *[{}] * (len(prompt) - 1 - len(entries))]
-    return (None, *(_position(entry, token, asked) for entry, token in zip(padded, prompt[1:], strict=True)))
+    """Return an entry for each prompt token; the first is None. Entry i of the engine is for token i + 1.
+
+    Raises ValueError if one is missing: it could be any other position's.
+    """
+    if len(entries) < len(prompt) - 1:
+        raise ValueError(f"{len(entries)} log-probabilities for {len(prompt)} prompt tokens")
+    found = list(zip(entries, prompt[1:], strict=False))
+    if missing := [token for entry, token in found if isinstance(entry, Mapping) and token not in entry]:
+        raise ValueError(f"no log-probability of prompt token {missing[0]}")
+    return (None, *(_position(entry, token, asked) for entry, token in found))
 
 
 def _position(entry: Any, token: int, asked: int) -> TokenLogprobs:

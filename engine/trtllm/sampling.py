@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.trtllm.versions import PackageVersion
-from engine.types import Guide, SamplingParams
+from engine.types import GUIDE_KINDS, Guide, GuideKind, SamplingParams
 
 MASKED = -1e9
 """Bias that masks a token. Minus infinity could become NaN when combined with another."""
@@ -18,9 +18,10 @@ def sampling_keywords(
 ) -> dict[str, Any]:
     """Return keywords for one request.
 
-    The caller adds `embedding_bias`, `logits_processor` and `guided_decoding` with the functions below. With an
-    explicit `end_id` the engine does not ask its tokenizer, so further end-of-sequence ids are passed as stop ids. Stop
-    tokens stay in the output: a delta ends with the token that ended the sequence.
+    They are of the parameters that the engine honours (`engine/trtllm/support.py`); the caller adds `embedding_bias`,
+    `logits_processor`, `guided_decoding` and `prompt_ignore_length`. With an explicit `end_id` the engine does not ask
+    its tokenizer, so further end-of-sequence ids are passed as stop ids. Stop tokens stay in the output: a delta ends
+    with the token that ended the sequence.
     """
     ends = [] if sampling.ignore_eos else list(eos_token_ids)
     keywords: dict[str, Any] = {
@@ -37,7 +38,6 @@ def sampling_keywords(
         "repetition_penalty": _unless(sampling.repetition_penalty, 1.0),
         "presence_penalty": _unless(sampling.presence_penalty, 0.0),
         "frequency_penalty": _unless(sampling.frequency_penalty, 0.0),
-        "bad_token_ids": [words[0] for words in sampling.bad_words if len(words) == 1] or None,
     }
     keywords |= {"top_k": 1} if sampling.temperature == 0 else _drawing(sampling)
     return {name: value for name, value in keywords.items() if value is not None}
@@ -50,9 +50,9 @@ def bias_of(sampling: SamplingParams) -> Mapping[int, float] | None:
     return sampling.logit_bias or None
 
 
-def bad_sequences(sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Return bad words of several tokens, for which TensorRT-LLM has no parameter that takes ids."""
-    return tuple(words for words in sampling.bad_words if len(words) > 1)
+def guides_of(backend: str | None) -> tuple[GuideKind, ...]:
+    """Return the guides that a `guided_decoding_backend` follows. Structural tags are xgrammar's."""
+    return tuple(kind for kind in GUIDE_KINDS if backend and (kind != "structural_tag" or backend == "xgrammar"))
 
 
 def guide_keywords(guide: Guide) -> dict[str, Any]:
@@ -66,6 +66,8 @@ def guide_keywords(guide: Guide) -> dict[str, Any]:
             return {"regex": guide.spec}
         case "grammar":
             return {"grammar": guide.spec}
+        case "structural_tag":
+            return {"structural_tag": guide.spec}
         case "choice":
             choices = [choice for choice in json.loads(guide.spec) if choice is not None]
             if not choices:

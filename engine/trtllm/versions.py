@@ -5,6 +5,7 @@ A `PackageVersion` is chosen at start by the package's own version. Nothing else
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,19 @@ class PackageVersion:
     """Of the package, as it states it."""
     handoff_logprobs: bool = False
     """A generation worker takes the first token's log-probabilities from the handoff (#11727)."""
+    max_encoded_images: int = 1
+    """Images of a prompt that can be encoded elsewhere; 0 is any number. 1.2.1 makes one handle for all of them, and
+    takes one for each."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of a prompt have its own tokens, not the most likely ones alone (#11235)."""
     request_ids: bool = False
     """A context request needs a `disagg_request_id`, by which its blocks are found."""
+    overlapped_context: bool = False
+    """Context requests run under the overlap scheduler, too."""
     zero_logprobs: bool = False
     """0 asks for the sampled token's log-probability alone; before, it asks for none."""
+    samples_more: bool = False
+    """The TorchSampler honours penalties (#16485), seeds (#17172) and min_p (#16590): `engine/trtllm/support.py`."""
 
     @property
     def least_logprobs(self) -> int:
@@ -26,8 +36,25 @@ class PackageVersion:
         return 0 if self.zero_logprobs else 1
 
 
+def found() -> str | None:
+    """Return the version of the installed package without importing it; None if it is not installed."""
+    try:
+        return metadata.version("tensorrt_llm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def version_of(name: str) -> PackageVersion:
     """Return the facts of the package version `name`; a version that cannot be read counts as 1.2.1."""
     numbers = re.match(r"(\d+)\.(\d+)", name)
     newest = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (1, 3)
-    return PackageVersion(name, handoff_logprobs=newest, request_ids=newest, zero_logprobs=newest)
+    return PackageVersion(
+        name,
+        handoff_logprobs=newest,
+        max_encoded_images=0 if newest else 1,
+        prompt_logprobs=newest,
+        request_ids=newest,
+        overlapped_context=newest,
+        zero_logprobs=newest,
+        samples_more=newest,
+    )

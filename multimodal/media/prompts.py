@@ -147,7 +147,8 @@ class EncodedPrompts:
 class BackendPrompts:
     """Loads media for backends that expand and encode by themselves (TensorRT-LLM).
 
-    Where encode replicas encode them, `encoder` asks these. The backend reports the expanded prompt's length.
+    Where encode replicas encode them, `encoder` asks these; `max_encoded` is the most images of a prompt for which the
+    backend can use the result, 0 is any number. The backend reports the expanded prompt's length.
     """
 
     loader: MediaLoader
@@ -155,13 +156,15 @@ class BackendPrompts:
     encoder: Encoder | None
     control: ControlTokens
     max_pixels: int = MAX_REQUEST_PIXELS
+    max_encoded: int = 0
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         ids = await self.tokens(text, refs, tokenise)
         text = self.control.defused(text)  # the backend tokenises it again
         budget = _Pixels(self.max_pixels)
         media = await all_of(self._load(ref, budget) for ref in refs)
-        if self.encoder is None or choices > 1:  # an encoding can be read once
+        too_many = self.max_encoded and len(media) > self.max_encoded
+        if self.encoder is None or choices > 1 or too_many:  # an encoding can be read once
             return Prompt(ids, MediaFiles(text, tuple(media)))
         try:
             with trace.span("encode"):

@@ -98,6 +98,11 @@ class Detokenizer:
         table, skipped = self._bytes, self._skipped
         return self._decoder.decode(b"".join(table[i] for i in ids if i not in skipped and i < len(table)))
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a character waits for its last byte."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """Return the end of the text: an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)

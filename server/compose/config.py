@@ -11,6 +11,8 @@ from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.model import served_name
+from server.compose.sizing import sizes, this_machine
+from server.preflight import too_long
 from server.roles import role_of
 from server.settings import Settings
 
@@ -23,17 +25,16 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """Return the configuration of the chosen backend."""
     if settings.engine == "fake":
         default = FakeConfig()
-        batch_is_set = "max_batch_size" in settings.model_fields_set
         return FakeConfig(
             model=str(folder or served_name(settings)),
             token_delay=settings.fake_token_delay_ms / 1e3,
             context_length=settings.max_seq_len or default.context_length,
-            max_num_seqs=settings.max_batch_size if batch_is_set else default.max_num_seqs,
+            max_num_seqs=settings.max_batch_size or default.max_num_seqs,
         )
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without
 
-        found = engine_args.effective(settings)
+        found = engine_args.effective(settings, folder)
         for name, reason in found.ignored.items():
             log.warning("the argument %s is ignored: %s", name, reason)
         arguments = dict(found.arguments)
@@ -43,8 +44,12 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             backend=arguments.pop("backend", settings.backend),
             max_image_pixels=settings.max_image_pixels,
             arguments=arguments,
+            sampling=settings.trtllm_sampling,
+            hang_seconds=settings.engine_hang_seconds,
             processors=_processors(settings, folder),
         )
+    if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):
+        raise EngineFailure(sentence)
     return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
 
 
@@ -52,6 +57,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
     """Return the configuration of the embedded engine, without processors. Its fields have the settings' names."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
+    values |= {name: choice.value for name, choice in sizes(settings, folder, this_machine()).items()}
     if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""
     return EmbeddedConfig(model=str(folder), **values)

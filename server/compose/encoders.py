@@ -15,6 +15,7 @@ from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
+from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
@@ -70,10 +71,15 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
 
 
 def image_prompts(
-    to: Composition, folder: Path | None, encoders: Encoders, tokenizer: Tokenizer, control: ControlTokens
+    to: Composition,
+    folder: Path | None,
+    encoders: Encoders,
+    tokenizer: Tokenizer,
+    control: ControlTokens,
+    info: EngineInfo,
 ) -> MediaPrompts | None:
-    """Return what puts images into the prompts of this replica, whose encoders have started. None if the model takes no
-    images.
+    """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
+    model takes no images.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
@@ -94,7 +100,14 @@ def image_prompts(
             encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
         )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
-        return BackendPrompts(MediaLoader(limits), settings.max_images, encoder, control, settings.max_request_pixels)
+        return BackendPrompts(
+            MediaLoader(limits),
+            settings.max_images,
+            encoder,
+            control,
+            settings.max_request_pixels,
+            info.max_encoded_images,
+        )
     return None
 
 
@@ -152,7 +165,7 @@ def _trtllm_encoder(settings: Settings, folder: Path | None) -> Encoder:
     config = engine_config(settings, folder)
     assert isinstance(config, TrtllmEncoderConfig)
     if settings.engine_process:
-        return HostedEncoder(config, settings.engine_address, settings.log_level)
+        return HostedEncoder(config, settings.engine_address)
     return TrtllmEncoder(config)
 
 
@@ -184,7 +197,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),
     )
-    return EmbeddedEncoder(config, settings.log_level)
+    return EmbeddedEncoder(config)
 
 
 async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder, folder: Path | None) -> None:

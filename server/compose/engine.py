@@ -84,7 +84,7 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death, log_level=settings.log_level)
+    process = EngineProcess(config, on_death=settings.engine_on_death)
     to.stack.push_async_callback(process.close)
     await process.start()
     return EngineClient(process.address, process.wait_failed), process.wait_failed
@@ -131,7 +131,9 @@ def _chat_service(
 ) -> ChatService:
     settings, name = to.settings, to.replica.model_name
     control = template.control if template is not None else None
-    images = image_prompts(to, folder, encoders, tokenizer, control) if control is not None else None
+    images = None
+    if control is not None:
+        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}

@@ -5,22 +5,27 @@ EXTRA_ENGINE_ARGS, OVERRIDE_ENGINE_ARGS, forced.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from engine.trtllm import versions
 from engine.trtllm.arguments import (
     ENCODER_DEFAULTS,
     ArgumentLayer,
     Effective,
     attention_dp_size,
     defaults,
+    derived,
     encoder_problems,
     forced,
     gpus_per_replica,
+    guided_backends,
     merge,
     parallel_sizes,
     problems,
+    processor_problems,
     taken,
 )
 from server.roles import role_of
@@ -28,8 +33,10 @@ from server.settings import EngineArgsError, Settings
 
 _SAME_NAME = (
     "dtype", "max_seq_len", "max_batch_size", "max_num_tokens", "enable_chunked_prefill", "tensor_parallel_size",
-    "pipeline_parallel_size", "enable_attention_dp", "guided_decoding_backend", "trust_remote_code", "load_format",
+    "pipeline_parallel_size", "enable_attention_dp", "trust_remote_code", "load_format",
 )  # fmt: skip
+_OPEN = ("max_seq_len", "max_batch_size", "max_num_tokens")
+"""Settings whose 0 leaves the choice to the engine."""
 _OTHER_NAME = {"expert_parallel_size": "moe_expert_parallel_size", "gpus_per_node": "gpus_per_node"}
 _OF_KV_CACHE = {
     "free_gpu_memory_fraction": "free_gpu_memory_fraction",
@@ -48,8 +55,11 @@ class Parallelism:
     said: str
 
 
-def effective(settings: Settings) -> Effective:
-    """Merge and check all layers, and drop the arguments that the role does not take. Raises EngineArgsError."""
+def effective(settings: Settings, folder: Path | None = None) -> Effective:
+    """Merge and check all layers, and drop the arguments that the role does not take. Raises EngineArgsError.
+
+    The model's `folder` says which libraries for structured output its tokenizer can have.
+    """
     role = role_of(settings)
     encoder = role.core == "encoder"
     layers = [
@@ -58,15 +68,25 @@ def effective(settings: Settings) -> Effective:
         ArgumentLayer("EXTRA_ENGINE_ARGS", _from_file(settings)),
         ArgumentLayer("OVERRIDE_ENGINE_ARGS", _from_json(settings)),
     ]
+    if not encoder:
+        possible = derived(merge(layers).arguments, **({} if folder is None else {"backends": guided_backends(folder)}))
+        layers.insert(1, ArgumentLayer("default", possible))
+    processors = settings.trtllm_sampling == "processors"
     layers += forced(
         merge(layers).arguments,
+        processors=not encoder and (processors or settings.enable_test_logits_processor),
         role_arguments=role.trtllm_arguments,
         moves_kv_blocks=role.moves_kv_blocks,
         publish_kv_events=settings.publish_kv_events and not encoder,
     )
     found = merge(layers)
     backend = _backend(found, settings)
-    faults = problems(found.arguments, backend) or (encoder_problems(found.arguments) if encoder else [])
+    faults = problems(found.arguments, backend, versions.found())
+    if encoder and not faults:
+        faults = encoder_problems(found.arguments)
+    if processors or settings.enable_test_logits_processor:
+        setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
+        faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)
@@ -85,6 +105,18 @@ def parallelism(settings: Settings) -> Parallelism:
     return Parallelism(gpus_per_replica(found.arguments, backend), found.arguments.get("gpus_per_node") or 0, said)
 
 
+def from_files(found: Effective) -> dict[str, tuple[Any, str]]:
+    """Return the settings that EXTRA_ENGINE_ARGS or OVERRIDE_ENGINE_ARGS override: the value and the layer."""
+    paths = {name: name for name in _SAME_NAME} | _OTHER_NAME
+    paths |= {ours: f"kv_cache_config.{theirs}" for ours, theirs in _OF_KV_CACHE.items()}
+    files = ("EXTRA_ENGINE_ARGS", "OVERRIDE_ENGINE_ARGS")
+    return {
+        name: (found.value(path), f"engine file ({layer})" if layer == files[0] else layer)
+        for name, path in paths.items()
+        if (layer := found.origins.get(path)) in files
+    }
+
+
 def _backend(found: Effective, settings: Settings) -> str:
     return str(found.arguments.get("backend", settings.backend))
 
@@ -94,10 +126,12 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     said = settings.model_fields_set
     values: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME if name in said}
     values |= {theirs: getattr(settings, ours) for ours, theirs in _OTHER_NAME.items() if getattr(settings, ours)}
-    if not values.get("max_seq_len", 1):
-        del values["max_seq_len"]
+    values = {name: value for name, value in values.items() if value or name not in _OPEN}
     if not settings.enable_cuda_graphs:
         values["cuda_graph_config"] = None
+    if "guided_decoding_backend" in said and settings.guided_decoding_backend != "auto":
+        chosen = settings.guided_decoding_backend
+        values["guided_decoding_backend"] = None if chosen == "none" else chosen
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
     return values | ({"kv_cache_config": cache} if cache else {})
 

@@ -1,35 +1,56 @@
-"""The listing of `python -m server config`: settings, and what the engine makes of them."""
+"""The listing of `trellis config`: settings, and what the engine makes of them."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from engine.errors import EngineFailure
 from server.compose.config import embedded_config
-from server.compose.engine_args import effective
+from server.compose.engine_args import effective, from_files
+from server.compose.model import model_here
+from server.compose.sizing import Size, api_processes, sizes, this_machine
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
+from server.settings.flags import groups, shown
+from server.settings.reading import origins
+
+_ORIGIN_COLUMN = 48
 
 
-def listing(settings: Settings) -> Iterator[str]:
-    """Yield lines for people: every setting, and every argument of the engine with the layer that set it. Secrets are
-    not shown.
+def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield lines for people: every setting, and every argument of the engine, with the layer that set it. Secrets are
+    not shown. `arguments` are those of the command line.
     """
-    yield "# settings"
-    for name in type(settings).model_fields:
-        origin = "set" if name in settings.model_fields_set else "default"
-        yield f"{name.upper()}={_shown(getattr(settings, name))}  # {origin}"
+    said = origins(arguments)
+    found = effective(settings) if settings.engine == "trtllm" else None
+    overridden = from_files(found) if found else {}
+    chosen = _chosen(settings)
+    for title, names in groups(type(settings)).items():
+        yield f"# {title}"
+        for name in names:
+            value, origin = overridden.get(name, (getattr(settings, name), said.get(name, "default")))
+            if name in chosen:
+                value, origin = chosen[name].value, f"chosen by device: {chosen[name].why}"
+            yield f"{name.upper()}={shown(value)}".ljust(_ORIGIN_COLUMN) + f"  # {origin}"
+        yield ""
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
         yield "# the embedded engine computes with"
         yield from _computing(settings)
-    if settings.engine == "trtllm":
-        found = effective(settings)
+    if found:
         name = "llmapi.MultimodalEncoder" if role_of(settings).core == "encoder" else "LLM"
         yield f"# arguments of tensorrt_llm.{name}"
         for path, layer in sorted(found.origins.items()):
             yield f"{path}: {json.dumps(found.value(path))}  # {layer}"
         for name, reason in found.ignored.items():
             yield f"# {name} is ignored: {reason}"
+
+
+def _chosen(settings: Settings) -> dict[str, Size]:
+    """Return the sizes that fit this machine. Without the model's folder some are not known yet."""
+    machine = this_machine()
+    chosen = {} if settings.api_processes else {"api_processes": api_processes(settings, machine)}
+    if settings.engine != "embedded" or not role_of(settings).has_engine or settings.engine_address:
+        return chosen
+    return chosen | sizes(settings, model_here(settings), machine)
 
 
 def _computing(settings: Settings) -> Iterator[str]:
@@ -45,11 +66,3 @@ def _computing(settings: Settings) -> Iterator[str]:
         yield from (f"{name}: {value}" for name, value in forecast(embedded_config(settings, folder)))
     except (EngineFailure, ModelError) as error:
         raise EngineArgsError([str(error)]) from error
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)

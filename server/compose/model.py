@@ -33,6 +33,16 @@ def model_folder(settings: Settings) -> Path | None:
     return resolve_model(settings.model, settings.cache_dir, weights=weights)
 
 
+def model_here(settings: Settings) -> Path | None:
+    """Return the folder of the model if it needs neither download nor conversion."""
+    from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
+
+    try:
+        return present_model(settings.model, settings.cache_dir)
+    except ModelError:
+        return None
+
+
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:
     """Load the tokenizer of a model folder, and its chat template if it has one. Without a folder the tokenizer maps
     bytes to tokens.

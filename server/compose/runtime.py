@@ -67,6 +67,7 @@ def _facts(info: EngineInfo) -> dict[str, object]:
         "tensor_parallel_size": info.tensor_parallel_size,
         "data_parallel_size": info.data_parallel_size,
         "guides": list(info.guides),
+        "refused_parameters": dict(info.refused_parameters),
     }
 
 

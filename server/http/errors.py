@@ -1,7 +1,6 @@
 """The one table from exceptions to answers: status, type, code and headers. All errors are rendered here."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from engine.errors import (
     QueueFull,
     QueueTimeout,
 )
+from engine.kit.logs import printable
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
 from routers.errors import NotReady, ReplicasDiffer, WrongReplica
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _MAX_ERRORS = 10
 _MAX_CHARACTERS = 200
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_MOST = (_MAX_CHARACTERS + 2) * _MAX_ERRORS
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def render(error: Exception) -> ErrorAnswer:
     code = (error.code if isinstance(error, InvalidRequest) else None) or rule.code
     if (span := trace.current.get()) is not None:
         span.fail(code or rule.type, ours=rule.status >= 500)
-    body = ErrorBody(message=printable(rule.message or message), type=rule.type, param=param, code=code)
+    body = ErrorBody(message=printable(rule.message or message, _MOST), type=rule.type, param=param, code=code)
     envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
     return ErrorAnswer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 
@@ -115,12 +115,6 @@ def render(error: Exception) -> ErrorAnswer:
 def render_event(error: Exception) -> bytes:
     """Return the envelope of an error that came after the headers."""
     return render(error).body
-
-
-def printable(text: str, limit: int = (_MAX_CHARACTERS + 2) * _MAX_ERRORS) -> str:
-    """Return `text` on one line, without control characters and no longer than `limit`."""
-    text = _UNPRINTABLE.sub(" ", text[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def install(app: FastAPI) -> None:
@@ -134,7 +128,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
-    missing = [MissingPart(name=name, reason=printable(reason)) for name, reason in error.missing]
+    missing = [MissingPart(name=name, reason=printable(reason, _MOST)) for name, reason in error.missing]
     return NotReadyEnvelope(error=NotReadyBody(**body.model_dump(), missing=missing))
 
 

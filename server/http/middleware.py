@@ -23,12 +23,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineNotReady
+from engine.kit import logs
+from engine.kit.logs import printable
 from engine.kit.work import begin_request
 from routers.page import needs_no_key
 from routers.state import ReplicaState
-from server.http.errors import printable, render
+from server.http.errors import render
 from server.http.routes import INTERNAL, route_path
-from server.process import logs
 
 LIVENESS = "/health/live"
 OPEN_WHILE_NOT_READY = frozenset(

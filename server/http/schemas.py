@@ -75,6 +75,8 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["regex"]}, regex=_TEXT),
             _needs(type={"enum": ["grammar", "ebnf"]}, grammar=_TEXT),
             _needs(type={"enum": ["choice"]}, choices=_ARRAY),
+            _needs(type={"enum": ["structural_tag"]}, format=_OBJECT),
+            _needs(type={"enum": ["structural_tag"]}, structures=_ARRAY) | {"not": _needs(format=_OBJECT)},
         ]
     },
     "StructuredOutputs": {"maxProperties": 1},
@@ -97,7 +99,6 @@ _DEPENDENT: Schema = {
 _REFUSED: dict[type[Wire], Collection[str]] = {
     chat.ChatMessage: ("audio", "function_call"),
     chat.ContentPart: REFUSED_PARTS,
-    common.StructuredOutputs: ("structural_tag",),
 }
 """Fields, besides those of requests, that are not supported."""
 

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -20,15 +19,16 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
+from engine.kit.logs import printable
 from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
+from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
-from server.http.errors import printable
 from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings
@@ -87,9 +87,7 @@ class Launcher:
             async with AsyncExitStack() as stack:
                 folder = await in_thread(partial(model_folder, self._settings))
                 config = engine_config(self._settings, folder)
-                process = ServiceProcess(
-                    _interface(config), config, self._address, self._settings.engine_on_death, self._settings.log_level
-                )
+                process = ServiceProcess(_interface(config), config, self._address, self._settings.engine_on_death)
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())
@@ -111,7 +109,7 @@ class Launcher:
         with listen(self._host, self._port, share=True) as listener:
             descriptor = listener.fileno()
             metrics = str(self._metrics)
-            command = [sys.executable, "-m", "server.process.child", str(descriptor), metrics, *self._flags]
+            command = module_command("server.process.child", str(descriptor), metrics, *self._flags)
             environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, pass_fds=(descriptor, self._lock), env=environment, start_new_session=True

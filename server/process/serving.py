@@ -17,11 +17,11 @@ from types import FrameType
 
 import uvicorn
 
-from engine.types import EngineInfo
-from routers.state import ReplicaState, RouterService
+from engine.kit.logs import printable
+from routers.state import ReplicaState
 from server.app import create_app
 from server.http.connection import HttpConnection
-from server.http.errors import printable
+from server.process.banner import banner, on_terminal, summary
 from server.settings import Settings
 
 FAILURE = 1
@@ -59,7 +59,8 @@ def serve(
     limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings.shutdown_grace_seconds, started)
+    speaks = metrics_folder is None or _first_in(metrics_folder)
+    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings, started, speaks)
     if parent is not None:
         threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
     server.run(sockets=[listener])
@@ -104,7 +105,9 @@ def listen(host: str, port: int, share: bool = False) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
+    """Return the URL of a socket, as this machine reaches it."""
     host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -117,10 +120,13 @@ class DrainingServer(uvicorn.Server):
     it. It stays ignored if it is (nohup).
     """
 
-    def __init__(self, config: uvicorn.Config, grace_seconds: float, started: float) -> None:
+    def __init__(self, config: uvicorn.Config, settings: Settings, started: float, speaks: bool = True) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._grace_seconds = grace_seconds
+        self._settings = settings
+        self._speaks = speaks
+        """Whether this process tells people what happens to the whole server."""
+        self._told_to_stop = False
         self._started = started
         self._signals = 0
         self._deadline = 0.0  # not draining
@@ -159,7 +165,7 @@ class DrainingServer(uvicorn.Server):
         self._drain()
 
     def _drain(self) -> None:
-        self._deadline = self._deadline or time.monotonic() + self._grace_seconds
+        self._deadline = self._deadline or time.monotonic() + self._settings.shutdown_grace_seconds
 
     def _cut_off(self, sig: int) -> None:
         self._deadline = time.monotonic()
@@ -173,6 +179,7 @@ class DrainingServer(uvicorn.Server):
             return True
         if self._deadline:
             replica.draining = True
+            self._tell_to_stop(replica)
             if replica.running == 0 or time.monotonic() >= self._deadline:
                 return True
         elif replica.ready and not self._announced:
@@ -180,6 +187,13 @@ class DrainingServer(uvicorn.Server):
             _calm_collector()
             self._announce(replica)
         return await super().on_tick(counter)
+
+    def _tell_to_stop(self, replica: ReplicaState) -> None:
+        if self._speaks and not self._told_to_stop:
+            running = replica.running
+            grace = f": {running} running requests get {self._settings.shutdown_grace_seconds:g} s" if running else ""
+            log.info("stopping%s", f"{grace}; another signal ends them" if grace else "")
+        self._told_to_stop = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End running requests by closing the engine, its encoders and fetches, and then everything else."""
@@ -192,23 +206,27 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _announce(self, replica: ReplicaState) -> None:
-        if isinstance(replica.service, RouterService):
-            how = f"by {len(replica.service.fleet.replicas)} replicas"
-        elif replica.engine is None:
-            how = "images alone"
-        else:
-            info = replica.engine.info
-            how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
-            how += f"{info.max_num_seqs} sequences at once{_computing(info)}"
-        url = f"{url_of(self.servers[0].sockets[0])}{replica.entrance}"
-        seconds = time.monotonic() - self._started
-        log.info("ready: %s serves %s, %s; after %.1f s", url, replica.model_name, how, seconds)
+        url, seconds = url_of(self.servers[0].sockets[0]), time.monotonic() - self._started
+        if on_terminal(self._settings):
+            if self._speaks:
+                sys.stderr.write(banner(self._settings, replica, url, seconds))
+            return
+        log.info(
+            "ready: %s serves %s, %s; after %.1f s",
+            f"{url}{replica.entrance}",
+            replica.model_name,
+            summary(replica),
+            seconds,
+        )
 
 
-def _computing(info: EngineInfo) -> str:
-    """Return the type, device and code that an engine computes with; nothing for the fake one."""
-    how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
-    return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
+def _first_in(folder: Path) -> bool:
+    """Return whether this is the first API process of a replica, which shares the folder."""
+    try:
+        (folder / "first").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def limit_arenas() -> None:

@@ -19,10 +19,11 @@ def _role(value: object) -> object:
     return _ROLE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
-class EngineSettings(Section):
-    """The model, the role, and what every backend or the embedded engine is told."""
+class ModelSettings(Section):
+    """Which model is served, and where its files are."""
 
-    # Model
+    group = "Model"
+
     model: str = Field(DEFAULT_MODEL, min_length=1, validation_alias=AliasChoices("model", "model_path"))
     """Hugging Face folder or id, or the packaged smollm2-135m-instruct, smolvision or gemma-3-270m."""
     served_model_name: str = ""
@@ -32,7 +33,12 @@ class EngineSettings(Section):
     cache_dir: ExpandedPath = Path("~/.cache/trellis")
     """Folder for converted models."""
 
-    # Engine
+
+class EngineSettings(Section):
+    """The backend, the role, and the process that runs the engine."""
+
+    group = "Engine"
+
     engine: Literal["embedded", "trtllm", "fake"] = "embedded"
     """Backend: embedded (PyTorch), trtllm (TensorRT-LLM) or fake (deterministic, no model)."""
     disaggregation_mode: Annotated[RoleName, BeforeValidator(_role)] = "aggregated"
@@ -45,6 +51,13 @@ class EngineSettings(Section):
     """When the engine process dies: restart it with back-off, or exit with a non-zero code."""
     engine_address: str = ""
     """Address of an engine host that is already running (ipc:// or tcp://); empty starts one."""
+
+
+class ComputeSettings(Section):
+    """What the embedded engine computes with. TensorRT-LLM takes some of these, too."""
+
+    group = "Device and computing"
+
     device: str = EMBEDDED.device
     """PyTorch device; auto takes CUDA when it is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = EMBEDDED.dtype
@@ -53,24 +66,6 @@ class EngineSettings(Section):
     """Quantize weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8."""
     kv_cache_dtype: Literal["auto", "fp8"] = EMBEDDED.kv_cache_dtype
     """Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens."""
-    max_seq_len: int = Field(EMBEDDED.max_seq_len, ge=0)
-    """Context length in tokens; 0 takes the model's."""
-    max_batch_size: int = Field(EMBEDDED.max_batch_size, ge=1, le=4096)
-    """Maximum number of sequences in one step."""
-    max_num_tokens: int = Field(EMBEDDED.max_num_tokens, ge=1)
-    """Maximum number of tokens in one step, shared by chunked prefill and decode. On a CPU the embedded engine takes at
-    most 128 tokens of chunked prompts in a step.
-    """
-    kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
-    """Number of tokens in a KV block."""
-    kv_cache_memory_mb: int = Field(EMBEDDED.kv_cache_memory_mb, ge=1)
-    """Memory for KV blocks on a CPU, in MiB."""
-    free_gpu_memory_fraction: float = Field(EMBEDDED.free_gpu_memory_fraction, gt=0, le=1)
-    """Fraction of the free GPU memory used for KV blocks."""
-    enable_block_reuse: bool = EMBEDDED.enable_block_reuse
-    """Reuse the KV blocks of equal prefixes."""
-    enable_chunked_prefill: bool = EMBEDDED.enable_chunked_prefill
-    """Split long prompts over several steps."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
     """Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs) or sdpa (PyTorch, any device); auto
     chooses.
@@ -89,8 +84,6 @@ class EngineSettings(Section):
     """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
     has.
     """
-    fake_token_delay_ms: float = Field(0.0, ge=0)
-    """Pause between two tokens of the fake engine, in milliseconds."""
 
     @field_validator("threads", mode="after")
     @classmethod
@@ -110,10 +103,36 @@ class EngineSettings(Section):
         return value
 
 
-class TrtllmSettings(Section):
-    """Settings of TensorRT-LLM, and the logits processor for tests."""
+class BatchSettings(Section):
+    """Sizes of steps, of the context and of the KV cache."""
 
-    # TensorRT-LLM
+    group = "Batch and KV cache"
+
+    max_seq_len: int = Field(EMBEDDED.max_seq_len, ge=0)
+    """Context length in tokens; 0 takes the model's, or what the KV cache of a CPU holds."""
+    max_batch_size: int = Field(0, ge=0, le=4096)
+    """Maximum number of sequences in one step; 0 fits the GPU or the cores."""
+    max_num_tokens: int = Field(0, ge=0)
+    """Maximum number of tokens in one step, shared by chunked prefill and decode; 0 fits the GPU. On a CPU the embedded
+    engine takes at most 64 tokens of chunked prompts in a step.
+    """
+    kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
+    """Number of tokens in a KV block."""
+    kv_cache_memory_mb: int = Field(0, ge=0)
+    """Memory for KV blocks on a CPU, in MiB; 0 takes what the batch can use, up to a quarter of the free memory."""
+    free_gpu_memory_fraction: float = Field(EMBEDDED.free_gpu_memory_fraction, gt=0, le=1)
+    """Fraction of the free GPU memory used for KV blocks."""
+    enable_block_reuse: bool = EMBEDDED.enable_block_reuse
+    """Reuse the KV blocks of equal prefixes."""
+    enable_chunked_prefill: bool = EMBEDDED.enable_chunked_prefill
+    """Split long prompts over several steps."""
+
+
+class TrtllmSettings(Section):
+    """Settings of TensorRT-LLM."""
+
+    group = "TensorRT-LLM"
+
     backend: Literal["pytorch", "_autodeploy"] = TrtllmConfig(model="").backend
     """Backend inside TensorRT-LLM."""
     tensor_parallel_size: int = Field(1, ge=1)
@@ -126,10 +145,20 @@ class TrtllmSettings(Section):
     """Run attention data-parallel over the GPUs of the tensor-parallel group."""
     gpus_per_node: int = Field(0, ge=0)
     """Number of GPUs in a node; 0 takes the visible ones."""
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
-    """Library for structured output."""
+    guided_decoding_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
+    """Library for structured output; auto takes xgrammar where tokenizer and speculation can have it, none refuses
+    structured output.
+    """
+    trtllm_sampling: Literal["native", "processors"] = TrtllmConfig(model="").sampling
+    """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
+    processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
+    """
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    engine_hang_seconds: float = Field(TrtllmConfig(model="").hang_seconds, ge=0)
+    """Seconds for which the engine may owe tokens without making progress, or its process may not respond, before it is
+    killed and restarted; 0 is without limit.
+    """
     publish_kv_events: bool = Field(
         False, validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics")
     )
@@ -139,7 +168,14 @@ class TrtllmSettings(Section):
     override_engine_args: str = ""
     """JSON object with arguments of TensorRT-LLM's LLM; they override EXTRA_ENGINE_ARGS."""
 
-    # Tests
+
+class SettingsForTests(Section):
+    """Settings for tests."""
+
+    group = "Tests"
+
+    fake_token_delay_ms: float = Field(0.0, ge=0)
+    """Pause between two tokens of the fake engine, in milliseconds."""
     enable_test_logits_processor: bool = Field(
         False, validation_alias=AliasChoices("enable_test_logits_processor", "dyn_enable_test_logits_processor")
     )

@@ -11,15 +11,16 @@ from server.settings.types import EMBEDDED, Names, OptionalBool, Secret, Secrets
 
 
 class HttpSettings(Section):
-    """Where the server listens, who may call it, and what one request may ask for."""
+    """Where the server listens, and who may call it."""
 
-    # HTTP
+    group = "HTTP server"
+
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    api_processes: int = Field(1, ge=1, le=64)
-    """Number of API processes that share the port and the engine."""
+    api_processes: int = Field(0, ge=0, le=64)
+    """Number of API processes that share the port and the engine; 0 takes 1 on a CPU, and up to 4 beside a GPU."""
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
@@ -43,7 +44,34 @@ class HttpSettings(Section):
     shutdown_grace_seconds: float = Field(30.0, ge=0)
     """Seconds that running requests may continue after SIGTERM, SIGINT or SIGHUP."""
 
-    # Limits
+    @field_validator("api_processes", mode="after")
+    @classmethod
+    def _one_engine(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not info.data.get("engine_process", True):
+            raise ValueError(
+                "several API processes share an engine in a process of its own: engine_process must be true"
+            )
+        return value
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address. Names besides localhost are taken for public ones."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def shows_page(self) -> bool:
+        """Whether the page at / is served, by a role that answers chats."""
+        return self.is_local if self.page is None else self.page
+
+
+class LimitSettings(Section):
+    """What one request may ask for."""
+
+    group = "Limits of requests"
+
     max_body_mb: float = Field(64.0, gt=0)
     """Maximum size of a request body in MiB."""
     max_text_mb: float = Field(MAX_TEXT_BYTES / (1 << 20), gt=0)
@@ -104,25 +132,3 @@ class HttpSettings(Section):
     """Refuse unknown request fields with 400 instead of ignoring them."""
     model_optional: bool = False
     """Answer requests that name no model, instead of refusing them with 400."""
-
-    @field_validator("api_processes", mode="after")
-    @classmethod
-    def _one_engine(cls, value: int, info: ValidationInfo) -> int:
-        if value > 1 and not info.data.get("engine_process", True):
-            raise ValueError(
-                "several API processes share an engine in a process of its own: engine_process must be true"
-            )
-        return value
-
-    @property
-    def shows_page(self) -> bool:
-        """Whether the page at / is served, by a role that answers chats."""
-        return _is_loopback(self.host) if self.page is None else self.page
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address. Names besides localhost are taken for public ones."""
-    try:
-        return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -10,9 +10,10 @@ from server.settings.types import Names, PathOrNone, Section, Urls
 
 
 class MediaSettings(Section):
-    """Limits of images and of fetching them, the cache of embeddings, and encode replicas."""
+    """Limits of images and of fetching them, and the cache of embeddings."""
 
-    # Images
+    group = "Images"
+
     max_images: int = Field(32, ge=0)
     """Maximum number of images in a chat; 0 refuses images."""
     max_image_mb: float = Field(MediaLimits.max_image_bytes / (1 << 20), gt=0)
@@ -36,16 +37,6 @@ class MediaSettings(Section):
     image_processor_options: str = ""
     """JSON object with options for the model's image processor."""
 
-    # Encode replicas
-    encode_urls: Urls = ()
-    """Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port."""
-    encode_fallback: Literal["local", "refuse"] = "local"
-    """When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503."""
-    encode_attempts: int = Field(3, ge=1)
-    """Maximum number of encode replicas tried for an image, one after another."""
-    encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)
-    """Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by transfer."""
-
     @field_validator("image_processor_options", mode="after")
     @classmethod
     def _json_object(cls, value: str) -> str:
@@ -56,3 +47,18 @@ class MediaSettings(Section):
         if not valid:
             raise ValueError("must be a JSON object")
         return value
+
+
+class EncodeSettings(Section):
+    """Encode replicas, which encode images for this one."""
+
+    group = "Encode replicas"
+
+    encode_urls: Urls = ()
+    """Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port."""
+    encode_fallback: Literal["local", "refuse"] = "local"
+    """When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503."""
+    encode_attempts: int = Field(3, ge=1)
+    """Maximum number of encode replicas tried for an image, one after another."""
+    encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)
+    """Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by transfer."""

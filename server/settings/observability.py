@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from engine.replicas.publisher.publisher import PublisherConfig
-from server.settings.types import ListenAddress, Section
+from server.settings.types import ListenAddress, Section, none_if_empty
 
 _PUBLISHER = PublisherConfig(endpoint="")
 
@@ -25,19 +25,21 @@ def _nats(value: str) -> str:
 class LogSettings(Section):
     """Log lines."""
 
-    # Logs
+    group = "Logs"
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text for people, or JSON."""
-    access_log: bool = False
-    """Log every request."""
+    access_log: Annotated[bool | None, BeforeValidator(none_if_empty)] = None
+    """Log every request; empty does so on a terminal."""
 
 
-class ObservabilitySettings(Section):
-    """Where KV-cache events and traces go, and how the replica checks itself."""
+class EventSettings(Section):
+    """Where KV-cache events go, if publish_kv_events is set."""
 
-    # KV-cache events, if publish_kv_events is set
+    group = "KV-cache events"
+
     kv_events_endpoint: ListenAddress = Field("tcp://*:5557", min_length=1)
     """ZMQ address on which KV-cache events are published, with PUBLISH_KV_EVENTS."""
     kv_events_replay_endpoint: ListenAddress = _PUBLISHER.replay_endpoint
@@ -51,7 +53,12 @@ class ObservabilitySettings(Section):
     nats_subject: str = Field("trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$")
     """NATS subject of the KV-cache events."""
 
-    # Traces
+
+class TraceSettings(Section):
+    """Where traces go."""
+
+    group = "Traces"
+
     otel_endpoint: Annotated[str, AfterValidator(_web)] = Field(
         "", validation_alias=AliasChoices("otel_endpoint", "otel_exporter_otlp_traces_endpoint")
     )
@@ -61,7 +68,12 @@ class ObservabilitySettings(Section):
     otel_sample_ratio: float = Field(1.0, ge=0, le=1)
     """Fraction of requests that are traced, unless the client's traceparent decides."""
 
-    # Health
+
+class HealthSettings(Section):
+    """How the replica checks itself."""
+
+    group = "Health"
+
     canary_seconds: float = Field(0.0, ge=0)
     """Idle seconds after which the replica sends itself a canary request of one token; 0 disables it."""
     canary_timeout_seconds: float = Field(10.0, gt=0)

@@ -4,14 +4,31 @@ Flags (`--max-batch-size 16`), environment variables (`MAX_BATCH_SIZE=16`) and a
 this order of precedence. `settings.env.example` lists them in the order of this class; a test compares the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from pydantic_settings import CliApp, SettingsConfigDict, SettingsError
+from pydantic import AliasChoices
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
-from server.settings.engine import EngineSettings, TrtllmSettings
-from server.settings.http import HttpSettings
-from server.settings.media import MediaSettings
-from server.settings.observability import LogSettings, ObservabilitySettings
+from server.settings.engine import (
+    BatchSettings,
+    ComputeSettings,
+    EngineSettings,
+    ModelSettings,
+    SettingsForTests,
+    TrtllmSettings,
+)
+from server.settings.environment import read_env_file, variables
+from server.settings.flags import did_you_mean, nearest, parse_flags, shown
+from server.settings.http import HttpSettings, LimitSettings
+from server.settings.media import EncodeSettings, MediaSettings
+from server.settings.observability import EventSettings, HealthSettings, LogSettings, TraceSettings
 from server.settings.replicas import DisaggregationSettings, RoutingSettings
 
 
@@ -24,37 +41,80 @@ class EngineArgsError(SettingsError):
 
 
 class Settings(
+    SettingsForTests,
+    HealthSettings,
+    TraceSettings,
+    EventSettings,
     RoutingSettings,
-    ObservabilitySettings,
+    EncodeSettings,
+    DisaggregationSettings,
+    TrtllmSettings,
     MediaSettings,
+    LimitSettings,
     LogSettings,
     HttpSettings,
-    TrtllmSettings,
-    DisaggregationSettings,
-    EngineSettings,  # pydantic lists the fields of the last base first
+    BatchSettings,
+    ComputeSettings,
+    EngineSettings,
+    ModelSettings,  # pydantic lists the fields of the last base first
 ):
-    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env. --version prints the
-    version.
-    """
+    """Settings of one replica: flags, environment variables (MAX_BATCH_SIZE=16) or lines of .env."""
 
-    model_config = SettingsConfigDict(
-        env_file=".env",
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        populate_by_name=True,
-        cli_prog_name="python -m server",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
-    )
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, {**read_env_file().settings})
 
 
 def read_settings(arguments: Sequence[str]) -> Settings:
-    """Read the settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError;
-    `--help` exits.
-    """
-    return CliApp.run(Settings, cli_args=list(arguments))
+    """Read the settings of a command line, the environment and `.env`. Raises ValidationError and SettingsError."""
+    values: dict[str, Any] = parse_flags(Settings, arguments)
+    return Settings(**values)
+
+
+def origins(arguments: Sequence[str]) -> dict[str, str]:
+    """Return which layer set each setting that is set: the flag, the environment variable or `.env`."""
+    found: dict[str, str] = {}
+    flags, environment, file = parse_flags(Settings, arguments), set(map(str.lower, variables())), read_env_file()
+    for name, spellings in _spellings().items():
+        if name in flags:
+            found[name] = "flag"
+        elif spelled := next((spelling for spelling in spellings if spelling in environment), None):
+            found[name] = f"environment variable {spelled.upper()}"
+        elif any(spelling in file.settings for spelling in spellings):
+            found[name] = ".env"
+    return found
+
+
+def misspelt_variables() -> Iterator[str]:
+    """Yield a sentence for each environment variable whose name is almost that of a setting."""
+    known = [spelling.upper() for spellings in _spellings().values() for spelling in spellings]
+    for variable in variables():
+        plain = variable.upper().removeprefix("TRELLIS_")
+        if variable.upper() not in known and (meant := nearest(plain, known, cutoff=0.92)):
+            yield f"the environment variable {variable} is no setting{did_you_mean(meant)}"
+
+
+def unknown_in_file(name: str) -> str:
+    """Return the sentence that refuses an unknown name in `.env`."""
+    known = [spelling.upper() for spellings in _spellings().values() for spelling in spellings]
+    return f"unknown setting {name.upper()} in .env{did_you_mean(nearest(name, known))}"
+
+
+def _spellings() -> dict[str, tuple[str, ...]]:
+    """Return the names of each setting, in lower case: its own and its aliases."""
+    return {
+        name: tuple(map(str, alias.choices)) if isinstance(alias := info.validation_alias, AliasChoices) else (name,)
+        for name, info in Settings.model_fields.items()
+    }
 
 
 def example() -> str:
@@ -65,9 +125,6 @@ def example() -> str:
         "",
     ]
     for name, info in Settings.model_fields.items():
-        default = info.get_default(call_default_factory=True)
-        value = "" if default is None else ",".join(default) if isinstance(default, tuple) else str(default)
-        if isinstance(default, bool):
-            value = value.lower()
+        value = shown(info.get_default(call_default_factory=True))
         lines += [f"# {info.description}", f"# {name.upper()}={value}", ""]
     return "\n".join(lines)

@@ -10,7 +10,8 @@ from server.settings.types import EMBEDDED, ConnectAddresses, Section, Urls
 class DisaggregationSettings(Section):
     """Prefill replicas, and how KV blocks move between replicas."""
 
-    # Disaggregation
+    group = "Disaggregation"
+
     prefill_urls: Urls = ()
     """Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port for all
     addresses.
@@ -34,7 +35,8 @@ class DisaggregationSettings(Section):
 class RoutingSettings(Section):
     """Replicas behind a router, their events, the choice among them, and sessions."""
 
-    # Router
+    group = "Router"
+
     route_urls: Urls = ()
     """Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses."""
     route_events: ConnectAddresses = ()

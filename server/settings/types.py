@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, SecretStr
@@ -20,6 +20,9 @@ class Section(BaseSettings):
     """Settings of one subject. A field's docstring is its description, in the help and in settings.env.example."""
 
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    group: ClassVar[str] = ""
+    """Title of these settings in the help."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -59,16 +62,16 @@ def _connect_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-def _none_if_empty(value: object) -> object:
+def none_if_empty(value: object) -> object:
     return None if value == "" else value
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
-Secret = Annotated[SecretStr | None, BeforeValidator(_none_if_empty)]
-OptionalBool = Annotated[bool | None, BeforeValidator(_none_if_empty)]
+Secret = Annotated[SecretStr | None, BeforeValidator(none_if_empty)]
+OptionalBool = Annotated[bool | None, BeforeValidator(none_if_empty)]
 Urls = Annotated[Names, AfterValidator(_replica_urls)]
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 ConnectAddresses = Annotated[Names, AfterValidator(_connect_addresses)]
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
-PathOrNone = Annotated[ExpandedPath | None, BeforeValidator(_none_if_empty)]
+PathOrNone = Annotated[ExpandedPath | None, BeforeValidator(none_if_empty)]

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.client import Load, Target, fit, fit_prompts, measure, run
 from benchmarks.metrics import histogram, percentile_between
-from benchmarks.prompts import WORDS, PromptMaker
 from benchmarks.report import Report, ratio
 from benchmarks.servers import Server, Spec, fake, serving
-from benchmarks.summary import Summary, percentile
+from server.bench.client import LoadRun, Target, fit, fit_prompts, measure, run
+from server.bench.prompts import WORDS, PromptMaker
+from server.bench.summary import Summary, percentile
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
@@ -73,7 +73,7 @@ async def scripted(answer: bytes, *, close: bool = False) -> AsyncIterator[Targe
 
 async def measured(answer: bytes, *, requests: int = 2, timeout: float = 20, close: bool = False) -> Summary:
     async with scripted(answer, close=close) as target:
-        return await measure(target, Load(2, requests, 5, 3, timeout), PromptMaker(), "seed")
+        return await measure(target, LoadRun(2, requests, 5, 3, timeout), PromptMaker(), "seed")
 
 
 @settings(max_examples=40, deadline=None)
@@ -134,7 +134,7 @@ async def test_a_stream_that_never_ends_is_given_up() -> None:
 async def test_nobody_there() -> None:
     async with scripted(b"") as target:
         pass
-    summary = await measure(target, Load(1, 2, 5, 3), PromptMaker(), "seed")
+    summary = await measure(target, LoadRun(1, 2, 5, 3), PromptMaker(), "seed")
     assert summary.errors == 2
     assert "cannot connect" in summary.first_error
     with pytest.raises(RuntimeError, match="cannot connect"):
@@ -206,7 +206,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_against_the_real_server(server: Server, endpoint: str) -> None:
     target = Target(f"{server.url}/v1", server.target.model, endpoint=endpoint)  # type: ignore[arg-type]
-    load = Load(8, 24, 400, 16)
+    load = LoadRun(8, 24, 400, 16)
     summary = run(target, load, fit(target), "seed")
     assert (summary.errors, summary.first_error) == (0, "")
     assert (summary.requests, summary.completion_tokens) == (24, 24 * 16)
@@ -221,7 +221,7 @@ def test_against_the_real_server(server: Server, endpoint: str) -> None:
 
 def test_the_real_server_refuses(server: Server) -> None:
     target = Target(f"{server.url}/v1", server.target.model, extra={"temperature": 99})
-    summary = run(target, Load(2, 4, 40, 4), PromptMaker(), "seed")
+    summary = run(target, LoadRun(2, 4, 40, 4), PromptMaker(), "seed")
     assert summary.errors == 4
     assert summary.first_error.startswith("HTTP 400")
 

@@ -29,10 +29,10 @@ from benchmarks.gpu.worker import (
 )
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, Spec, fake, serving
-from benchmarks.summary import Summary
 from engine.config import EmbeddedConfig
 from engine.types import Logprob
 from multimodal.text.tokenizer import Tokenizer
+from server.bench.summary import Summary
 
 TINY = SHAPES["tiny"]
 
@@ -85,10 +85,12 @@ def test_clients_share_the_streams_and_merge_what_they_saw(tmp_path: Path) -> No
     spec = Spec(spec.name, (*spec.argv, "--model", str(tmp_path / "m")), spec.health)
     with Clients(2, 500) as clients, serving(spec, log=tmp_path / "server.log") as server:
         target = replace(server.target, endpoint="completions")
-        summary = clients.run(target, Cell(5, 300, 16), "seed")
-        refused = clients.run(replace(target, model="no such model"), Cell(1, 10, 4), "seed")
+        summary = clients.run(target, WORKLOADS["64"], Cell(5, 300, 16), "seed")
+        looped = clients.run(target, WORKLOADS["64-mixed"], Cell(3, 300, 16), "seed", rounds=3)
+        refused = clients.run(replace(target, model="no such model"), WORKLOADS["1"], Cell(1, 10, 4), "seed")
     assert (summary.errors, summary.first_error) == (0, "")
     assert (summary.requests, summary.completion_tokens, summary.prompt_tokens) == (5, 80, 300)
+    assert (looped.errors, looped.first_error, looped.requests, looped.completion_tokens) == (0, "", 9, 144)
     assert 0.03 < summary.seconds < 20
     assert 0 < summary.ttft_p50 < summary.seconds * 1e3
     assert refused.errors == 1
@@ -104,6 +106,17 @@ def test_prefill_counts_the_prompts_and_the_rest_counts_output() -> None:
     assert WORKLOADS["prefill"].warm_up() == WORKLOADS["prefill"].cell
 
 
+def test_rows_differ_from_greedy_requests_by_their_fields() -> None:
+    rng = random.Random(0)
+    assert WORKLOADS["64"].fields(rng, 256) == {}
+    assert WORKLOADS["64-truncated"].fields(rng, 256) == {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+    seeds = {str(WORKLOADS["1-seed"].fields(rng, 256)) for _ in range(10)}
+    mixed = {str(WORKLOADS["1-mixed"].fields(rng, 256)) for _ in range(10)}
+    assert len(seeds) == len(mixed) == 10
+    assert WORKLOADS["256-guided"].cell == WORKLOADS["256"].cell
+    assert "prefill-seed" not in WORKLOADS
+
+
 def test_the_table_sets_our_figures_beside_the_anchors(tmp_path: Path) -> None:
     report = GpuReport("test", {"seed": "1"}, anchored=True)
     report.http["64"] = [summary_of(8_000.0), summary_of(7_554.0), summary_of(1.0)]
@@ -111,10 +124,13 @@ def test_the_table_sets_our_figures_beside_the_anchors(tmp_path: Path) -> None:
     page = report.write(tmp_path)
     row = next(line for line in page.read_text().splitlines() if "64 x (512, 256)" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:3] == ["7,554", "100 / 200"]
-    assert cells[7:] == ["0.987", "9,000", "0.84", "6,867", "389 / -", "1.10", "7,554 reached"]
+    assert cells[1:4] == ["7,554", "-", "100 / 200"]
+    assert cells[8:] == ["0.987", "9,000", "0.84", "6,867", "389 / -", "1.10", "7,554 reached"]
     assert json.loads(page.with_suffix(".json").read_text())["http"]["64"][0] == asdict(summary_of(8_000.0))
+    report.http["64-seed"] = [summary_of(7_176.3)]
     report.anchored = False
+    seeded = next(line for line in report.markdown().splitlines() if "64 x (512, 256) seed" in line)
+    assert [cell.strip() for cell in seeded.strip("|").split("|")][1:3] == ["7,176", "0.950"]
     assert "vLLM tok/s" not in report.markdown()
 
 
@@ -225,7 +241,7 @@ def test_one_run_starts_the_server_loads_it_and_writes_the_table(tmp_path: Path)
     found = json.loads(path.read_text())
     assert found["machine"]["commit"] == "abc"
     assert "--max-num-tokens 256" in found["settings"]["server"]
-    assert [run["completion_tokens"] for run in found["http"]["1"]] == [256]
+    assert [run["completion_tokens"] for run in found["http"]["1"]] == [768]
     assert found["starts"][0][1] >= found["starts"][0][0] > 0
     assert (tmp_path / "logs" / "server-1.log").stat().st_size > 0
 

@@ -1,17 +1,38 @@
 """Container image, compose file, proxy and settings agree with one another."""
 
+import json
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from engine.config import TrtllmConfig
+from engine.process import child
 from server.doctor import check_limits
 from server.roles import missing_setting
 from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
+
+
+def of_settings(service: dict[str, Any]) -> set[str]:
+    """Names of the settings that a service gets, beside variables of the Hugging Face hub's library."""
+    return {name.lower() for name in service["environment"] if not name.startswith("HF_")}
+
+
+def test_our_services_share_the_env_file_and_stay_reachable() -> None:
+    """What `.env` says of the server's address and folders must not reach a container, and its secrets must."""
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    ours = [service for service in services.values() if "build" in service]
+    assert len(ours) == 9
+    for service in ours:
+        assert service["env_file"] == [{"path": ".env", "required": False}]
+        fixed = {"HOST": "0.0.0.0", "PORT": "8000", "CACHE_DIR": "/cache"}
+        assert fixed.items() <= service["environment"].items()
+        assert service["environment"]["HF_HOME"].startswith("/cache/"), "models outlive the container"
 
 
 def test_compose_image_proxy_and_settings_agree() -> None:
@@ -26,7 +47,7 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     assert len(variables) == 2
     for of_target in variables:
         named = {name.lower() for name in of_target} - {"pythonunbuffered", "path"}
-        assert named | {name.lower() for name in server["environment"]} <= Settings.model_fields.keys()
+        assert named | of_settings(server) <= Settings.model_fields.keys()
         assert f"server:{of_target['PORT']} " in CONFIGURATION
         assert f":{of_target['PORT']}/health/live" in server["healthcheck"]["test"][-1]
         assert server["volumes"] == [f"model-cache:{of_target['CACHE_DIR']}"]
@@ -35,7 +56,7 @@ def test_compose_image_proxy_and_settings_agree() -> None:
     assert nginx["depends_on"]["server"]["condition"] == "service_healthy"
     assert nginx["volumes"][0].startswith("./deploy/nginx/trellis.conf:")
     assert nginx["ports"] == ["{0}:{0}".format(*re.findall(r"listen (\d+);", CONFIGURATION))]
-    default = Settings(_env_file=None)
+    default = Settings()
     for service in compose["services"].values():
         if "observability" not in service.get("profiles", ()):  # those two have no requests to finish
             assert int(service["stop_grace_period"].removesuffix("s")) > default.shutdown_grace_seconds
@@ -50,7 +71,7 @@ def test_tensorrt_llm_starts_as_the_doctor_wants_it() -> None:
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     environment = service["environment"]
     assert environment["ENGINE"] == "trtllm" and service["ipc"] == "host"
-    assert {name.lower() for name in environment if not name.startswith("HF_")} <= Settings.model_fields.keys()
+    assert of_settings(service) <= Settings.model_fields.keys()
     limits = {name: resource.RLIM_INFINITY if value == -1 else value for name, value in service["ulimits"].items()}
     assert {finding.level for finding in check_limits(limits["memlock"], limits["stack"])} == {"ok"}
     (mounted,) = [volume.split(":") for volume in service["volumes"] if volume.startswith("./")]
@@ -64,13 +85,13 @@ def test_the_disaggregated_replicas_find_each_other_and_nginx_finds_decode() -> 
     assert {service["profiles"][0] for service in (prefill, decode, gateway)} == {"disaggregated"}
     for service, role in ((prefill, "prefill"), (decode, "decode")):
         environment = service["environment"]
-        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        assert of_settings(service) <= Settings.model_fields.keys()
         given = {
             "internal_secret": "s",
             "disaggregation_mode": role,
             "prefill_urls": environment.get("PREFILL_URLS", ""),
         }
-        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(**given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and service["deploy"]["replicas"] == 2
     assert decode["environment"]["PREFILL_URLS"] == "dns+http://prefill:8000"
     assert decode["networks"]["disaggregated"]["aliases"] == re.findall(r"server (\w+):8000", CONFIGURATION)
@@ -83,10 +104,10 @@ def test_the_replicas_for_images_find_each_other_and_nginx_finds_decode() -> Non
     decode, gateway = roles["decode"]["environment"], services["epd-gateway"]
     for role, service in roles.items():
         environment = service["environment"]
-        assert {name.lower() for name in environment} <= Settings.model_fields.keys()
+        assert of_settings(service) <= Settings.model_fields.keys()
         urls = {name: environment.get(name.upper(), "") for name in ("prefill_urls", "encode_urls")}
         given = {"internal_secret": "s", "disaggregation_mode": role, **urls}
-        assert missing_setting(Settings(_env_file=None, **given)) is None and environment["DISAGGREGATION_MODE"] == role
+        assert missing_setting(Settings(**given)) is None and environment["DISAGGREGATION_MODE"] == role
         assert "INTERNAL_SECRET" in environment and environment["MODEL"] == decode["MODEL"]
         assert service["profiles"] == gateway["profiles"] == ["epd"]
     assert (decode["ENCODE_URLS"], decode["PREFILL_URLS"]) == (
@@ -111,6 +132,22 @@ def test_the_image_is_pinned_and_not_roots() -> None:
     assert all(re.match(r"FROM \S+:(?!latest)\S*\d\S* AS (cpu|trtllm)\n", stage) for stage in stages)
     assert all(re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["10001"] for stage in stages)
     assert all("/health/live" in stage.partition("HEALTHCHECK")[2] for stage in stages)
+
+
+def test_tensorrt_llm_keeps_the_entry_point_of_its_image() -> None:
+    """It chooses the CUDA driver library. And Ubuntu's python3-venv, which the image may lack, is not needed."""
+    (stage,) = re.findall(
+        r"^FROM \S+ AS trtllm\n(.*?)^FROM", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (entry_point,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)
+    assert json.loads(entry_point) == ["/opt/nvidia/nvidia_entrypoint.sh", "trellis"]
+    assert "venv --without-pip " in stage and "python -m pip install" in stage
+
+
+def test_tensorrt_llm_has_the_time_that_it_may_take_to_stop() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["tensorrt-llm"]
+    needed = Settings().shutdown_grace_seconds + child.STOP_SECONDS + TrtllmConfig.extra_stop_seconds
+    assert int(service["stop_grace_period"].removesuffix("s")) > needed + child.KILL_SECONDS
 
 
 def test_the_image_has_every_package() -> None:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy/engine_configs"
 BALANCER = "deepseek_r1/eplb.yaml"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 GUIDE = (FOLDER.parent.parent / "docs/tensorrt-llm.md").read_text(encoding="utf-8")
-NOT_OURS = {"CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN", "TLLM_LOG_LEVEL"}
+NOT_OURS = {"CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN", "TLLM_LOG_LEVEL", "UCX_CUDA_IPC_CACHE"}
 MOUNT = "/config/"  # where the README mounts the folder
 DEEPSEEK_R1_EXPERTS = 256
 

@@ -518,7 +518,7 @@ async def test_smollm2(opened: Any, smollm2: Path) -> None:
         cached = re.search(r"cached\s+(\d+)", figures)
         assert cached is not None and int(cached[1]) > 0, "the chat so far is not computed again"
         await tab.page.get_by_label("Structured output").select_option("regex")
-        await tab.page.get_by_label("Regular expression").fill("(yes|no), [0-9]{3}")
+        await tab.page.get_by_role("textbox", name="Regular expression").fill("(yes|no), [0-9]{3}")
         await tab.button("New chat").click()
         await tab.say("Is water wet?")
         assert tab.sent[-1]["response_format"] == {"type": "regex", "regex": "(yes|no), [0-9]{3}"}

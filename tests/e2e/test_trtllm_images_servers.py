@@ -117,4 +117,4 @@ def test_prefill_and_encode_replicas_say_the_same(alone: ServerProcess, flags: t
         assert tokens["count"] < answer(alone, 1)[1], "how long a prompt gets the engine says, when it has it"
         front.wait_metric("trtllm_prefill_requests_total", 5)
         if encode:
-            front.wait_metric("trtllm_encode_requests_total", 3)
+            front.wait_metric("trtllm_encode_requests_total", 1)  # the engine encodes several images of a prompt

@@ -36,6 +36,8 @@ def server(smollm2: Path) -> Iterator[ServerProcess]:
         "smol",
         "--publish-kv-events",
         "true",
+        "--trtllm-sampling",
+        "processors",
     )
     with serving(*flags, environment=ENVIRONMENT) as server:
         yield server

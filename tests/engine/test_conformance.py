@@ -88,11 +88,10 @@ async def test_choices_of_one_request_wait_for_each_other_without_a_limit(engine
 
 
 async def test_max_tokens_of_zero_gives_the_prompt_alone(engine: Engine) -> None:
-    deltas = await generate(engine, request_for(prompt_of(20), max_tokens=0, prompt_logprobs=0))
+    asked = {"prompt_logprobs": 0} if engine.info.prompt_logprobs else {}
+    deltas = await generate(engine, request_for(prompt_of(20), max_tokens=0, **asked))
     assert len(deltas) == 1 and deltas[0].token_ids == () and deltas[0].finish_reason == "length"
-    assert (
-        deltas[0].prompt is not None and deltas[0].prompt.logprobs is not None and len(deltas[0].prompt.logprobs) == 20
-    )
+    assert deltas[0].prompt is not None and len(deltas[0].prompt.logprobs or ()) == (20 if asked else 0)
 
 
 async def test_greedy_output_repeats(engine: Engine) -> None:
@@ -204,12 +203,18 @@ async def test_logprobs(engine: Engine, count: int) -> None:
 
 async def test_prompt_logprobs(engine: Engine) -> None:
     prompt = prompt_of(40)
-    deltas = await generate(engine, request_for(prompt, prompt_logprobs=2))
-    assert deltas[0].prompt is not None and deltas[0].prompt.logprobs is not None
-    first, *rest = deltas[0].prompt.logprobs
-    assert first is None
-    assert [entry[0].token_id for entry in rest if entry is not None] == list(prompt[1:])
-    assert all(entry is not None and [alternative.rank for alternative in entry[1:]] == [1, 2] for entry in rest)
+    if not engine.info.prompt_logprobs:
+        with pytest.raises(InvalidRequest) as caught:
+            await generate(engine, request_for(prompt, prompt_logprobs=2))
+        assert caught.value.param == "prompt_logprobs"
+        return
+    reports = [(await generate(engine, request_for(prompt, prompt_logprobs=2)))[0].prompt for _ in range(2)]
+    for report in reports:  # the second time, the prompt's blocks could be reused
+        assert report is not None and report.logprobs is not None
+        first, *rest = report.logprobs
+        assert first is None
+        assert [entry[0].token_id for entry in rest if entry is not None] == list(prompt[1:])
+        assert all(entry is not None and [alternative.rank for alternative in entry[1:]] == [1, 2] for entry in rest)
 
 
 async def test_many_requests_at_once_do_not_mix(engine: Engine) -> None:

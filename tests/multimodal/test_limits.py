@@ -135,6 +135,8 @@ async def test_a_body_of_millions_of_values_is_refused() -> None:
             ('{"prompt": "' + "," * 1_400_000 + '"}', "characters"),  # text, whatever it consists of
             ('{"prompt": "' + '\\"[],' * 200_000 + '"}', "characters"),
             ('{"prompt": "' + '\\"[],' * 200_000, "JSON"),
+            ('{"prompt": "x", "metadata": [' + "12" * 200 + "1]}", "a number has more than 400 digits"),
+            ('{"prompt": "' + "12" * 200_000 + '"}', "400000 prompt tokens"),
             ('{"prompt": "x", "metadata": {' + '"a": {},' * 20_000 + '"b": 1}}', values),
             (
                 '{"prompt": "' + "x" * (4 << 20) + '"}',
@@ -191,13 +193,33 @@ def test_a_schema_beside_json_object_is_a_schema() -> None:
     assert guide(response_format={"type": "json_object"}) == Guide("json_object")
 
 
+def test_structural_tags_are_passed_on_as_they_are() -> None:
+    old = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
+    new = {"type": "structural_tag", "format": {"type": "any_text"}}
+    for tag in (old, new):
+        expected = Guide("structural_tag", json.dumps(tag))
+        assert guide(structured_outputs={"structural_tag": tag}) == expected
+        assert guide(structured_outputs={"structural_tag": json.dumps(tag)}) == expected
+        assert json.loads(guide_spec(response_format=tag)) == tag
+    kinds = tuple(kind for kind in GUIDE_KINDS if kind != "structural_tag")
+    with pytest.raises(RequestError, match="cannot constrain output by structural_tag") as caught:
+        guide_of(ask_of({**CHAT, "response_format": new}), kinds, 1 << 16, 32)
+    assert caught.value.param == "response_format"
+
+
+def guide_spec(**fields: Any) -> str:
+    found = guide(**fields)
+    assert found is not None and found.kind == "structural_tag"
+    return found.spec
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"regex": "a+", "allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"structural_tag": {"structures": []}}, "structural_tag"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
         ({"guided_json": r'{"const": "\ud800"}'}, "guided_json"),
         ({"guided_choice": ["a"], "regex": "b"}, "regex"),
     ],

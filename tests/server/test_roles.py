@@ -39,10 +39,10 @@ def test_a_role_serves_its_entrance(role: Role) -> None:
 @pytest.mark.parametrize("name", ROLES)
 def test_a_role_starts_with_what_it_needs_and_not_without(name: str) -> None:
     given = COMPLETE[name]
-    assert missing_setting(Settings(_env_file=None, disaggregation_mode=name, **given)) is None
+    assert missing_setting(Settings(disaggregation_mode=name, **given)) is None
     for missing in given:
         rest = {key: value for key, value in given.items() if key != missing}
-        found = missing_setting(Settings(_env_file=None, disaggregation_mode=name, **rest))
+        found = missing_setting(Settings(disaggregation_mode=name, **rest))
         assert found is not None and missing.upper() in found[0] and f"the role {name} needs it" in found[1]
 
 

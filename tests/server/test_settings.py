@@ -1,6 +1,8 @@
 """Settings: one class, one example file, one help page, three places to set them from."""
 
 import ast
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import FakeConfig
 from engine.embedded.models.native import levels
+from server import cli
 from server.cli import explain, main
 from server.compose.config import engine_config
+from server.process import logs
+from server.process import serving as serving_module
 from server.settings import Settings, example, read_settings
+from server.settings.environment import read_env_file
+from server.settings.reading import misspelt_variables
 from tests.support.environment import bare
 from tests.support.servers import serving
 
@@ -71,21 +78,119 @@ def test_no_default_is_written_twice() -> None:
     assert [(owner, name) for owner, name, default in fields if name in settings and settings[name] == default] == []
 
 
-def test_help_shows_every_setting_with_default_and_description() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "server", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env=bare(COLUMNS="500"),
-    )
-    text = " ".join(run.stdout.split())
+def test_the_whole_help_shows_every_setting_with_default_and_description(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert main(["serve", "--help", "all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')} " in text
-        default = {None: "null"}.get(field.default, field.default)
-        assert f"{field.description} (default: {default})" in text
-    assert "--version" in text
+        assert str(field.description) in text
+    assert "--max-batch-size INT" in text and "--media-timeout-seconds SECONDS" in text
+    assert "(default: 8000)" in text and "(default: )" not in text and "SecretStr" not in text
+
+
+@pytest.mark.parametrize("verb", ["serve", "config", "doctor", "models", "chat", "bench", "help"])
+def test_the_help_of_a_command_fits_a_screen(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([verb, "--help"] if verb != "help" else ["help"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") <= 45 and f"trellis {verb if verb != 'help' else 'COMMAND'}" in out
+
+
+def test_help_on_a_group_a_flag_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help", "router"]) == 0
+    out = capsys.readouterr().out
+    assert "--route-urls URLS" in out and "--port" not in out
+    assert main(["help", "serve", "--max_batch_size"]) == 0
+    assert "--max-batch-size INT" in capsys.readouterr().out
+    assert main(["serve", "--help", "nonsense"]) == 2
+    assert "no setting has nonsense in its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-batchsize", "3"], "unknown flag --max-batchsize; did you mean --max-batch-size?"),
+        (["serv"], "unknown command serv; did you mean serve?"),
+        (["owner/name"], "unknown command owner/name; to serve a model: trellis serve owner/name"),
+        (["serve", "a", "--model", "b"], "two models are given: a and --model b"),
+        (["bench", "--concurency", "3"], "unknown flag --concurency; did you mean --concurrency?"),
+    ],
+)
+def test_the_name_that_was_meant_is_suggested(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_flags_are_spelled_as_people_do() -> None:
+    assert read_settings(["owner/name"]).model == "owner/name"
+    settings = read_settings(["--max_batch_size=3", "--model_path", "a_b", "--api-keys", "x", "--api-keys", "y,z"])
+    assert (settings.max_batch_size, settings.model, len(settings.api_keys)) == (3, "a_b", 3)
+    switches = read_settings(["--no-docs", "--access-log", "--strict_fields", "false"])
+    assert (switches.docs, switches.access_log, switches.strict_fields) == (False, True, False)
+
+
+def test_lines_of_the_file_that_set_nothing_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for content in ("PORT=1\n\nAPI_KEYS: secret\n", "PORT=1\n\nAPI_KEYS\n"):
+        (tmp_path / ".env").write_text(content)
+        assert main(["config"]) == 2
+        assert capsys.readouterr().err == "error: line 3 of .env is not NAME=value: write API_KEYS=value\n"
+
+
+def test_the_file_is_shared_with_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variable of compose.yaml is a setting or left to others; libraries get theirs."""
+    names = set(re.findall(r"\$\{(\w+)", (ROOT / "compose.yaml").read_text()))
+    assert "HF_TOKEN" in names and "GRAFANA_PASSWORD" in names
+    (tmp_path / ".env").write_text("".join(f"{name}=x\n" for name in sorted(names)))
+    file = read_env_file(tmp_path / ".env")
+    assert file.settings.keys() <= Settings.model_fields.keys()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("HF_TOKEN=of_file\nCOMPOSE_PROFILES=router\nPORT=1\n")
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.delenv("HF_TOKEN")
+    assert main(["version"]) == 0
+    assert os.environ["HF_TOKEN"] == "of_file" and read_settings([]).port == 1
+
+
+def test_variables_close_to_a_settings_name_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_BATCHSIZE", "TRELLIS_PORT", "HOSTNAME", "MODELS_FOLDER", "MODEL"):
+        monkeypatch.setenv(name, "3")
+    found = list(misspelt_variables())
+    assert sorted(found) == [
+        "the environment variable MAX_BATCHSIZE is no setting; did you mean MAX_BATCH_SIZE?",
+        "the environment variable TRELLIS_PORT is no setting; did you mean PORT?",
+    ]
+
+
+def test_config_says_which_layer_set_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("MAX_N=1\nMAX_STOP=1\nAPI_KEYS=secret\n")
+    (tmp_path / "args.yaml").write_text("max_batch_size: 11\nkv_cache_config: {tokens_per_block: 64}\n")
+    monkeypatch.setenv("MODEL_PATH", "/models/x")
+    monkeypatch.setenv("MAX_N", "2")
+    flags = ["--max-messages", "3", "--engine", "trtllm", "--extra-engine-args", "args.yaml", "--max-batch-size", "5"]
+    assert main(["config", *flags]) == 0
+    out = capsys.readouterr().out
+    found = dict(line.split("  # ", 1) for line in out.splitlines() if "  # " in line)
+    layers = {name.strip(): layer for name, layer in found.items()}
+    assert layers["MAX_N=2"] == "environment variable MAX_N"
+    assert layers["MODEL=/models/x"] == "environment variable MODEL_PATH"
+    assert layers["MAX_STOP=1"] == ".env"
+    assert layers["MAX_MESSAGES=3"] == "flag"
+    assert layers["PORT=8000"] == "default"
+    assert layers["MAX_BATCH_SIZE=11"] == layers["KV_BLOCK_SIZE=64"] == "engine file (EXTRA_ENGINE_ARGS)"
+    assert "# HTTP server" in out and "secret" not in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +211,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
     ("arguments", "name"),
     [
         (["--max-batch-sizes", "3"], "--max-batch-sizes"),
-        (["--max-batch-size", "0"], "--max-batch-size (MAX_BATCH_SIZE)"),
+        (["--max-batch-size=-1"], "--max-batch-size (MAX_BATCH_SIZE)"),
         (["--api-keys", " , "], "--api-keys (API_KEYS)"),
         (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
         (["--port", "x"], "--port (PORT)"),
@@ -181,7 +286,7 @@ def test_wrong_file_stops_the_start_by_name(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert sorted(line.split(":")[1].strip() for line in run.stderr.splitlines()) == [
         "--max-n (MAX_N)",
-        "unknown setting MAX_BATCH in .env",
+        "unknown setting MAX_BATCH in .env; did you mean MAX_BATCH_SIZE?",
     ]
     assert "secret" not in run.stderr
 
@@ -241,6 +346,19 @@ def test_the_engines_process_gets_the_level_and_the_defaults_of_libraries(monkey
         environment = server.child("engine.process.host").environ()
     assert environment["TLLM_LOG_LEVEL"] == "VERBOSE" and environment["GOMP_SPINCOUNT"] == "20000"
     assert environment["UCX_CUDA_IPC_CACHE"] == "y", "one that is set stays"
+
+
+@pytest.mark.parametrize(("engine", "seen"), [("fake", "n"), ("trtllm", None)])
+def test_ucx_of_tensorrt_llm_keeps_its_cache(monkeypatch: pytest.MonkeyPatch, engine: str, seen: str | None) -> None:
+    """Its transceiver would map the same memory again for each transfer. MPI's workers get what the server has when it
+    starts: MPI_Init keeps a copy of the environment for them.
+    """
+    given: dict[str, str] = {}
+    monkeypatch.setattr(cli, "provide", given.setdefault)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    monkeypatch.setattr(serving_module, "listen", lambda *_: (_ for _ in ()).throw(OSError("enough")))
+    assert cli.run(read_settings(["--engine", engine]), [], 0.0) == serving_module.FAILURE
+    assert given.get("UCX_CUDA_IPC_CACHE") == seen and given["UCX_WARN_UNUSED_ENV_VARS"] == "n"
 
 
 def test_settings_are_frozen() -> None:

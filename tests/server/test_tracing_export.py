@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from engine.kit.logs import JsonFormatter
 from server import cli
 from server.http import tracing
-from server.process.logs import JsonFormatter
 from tests.support.otel import Collector, collector
 from tests.support.servers import CHAT, application, serving
 from tests.support.waiting import slowness

@@ -17,8 +17,6 @@ from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 
-# ruff: noqa: RUF001 - DeepSeek's control tokens have full-width lines
-
 # Qwen2-VL and Qwen3: thoughts of earlier turns are cut off, tool calls and answers are tagged.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
 from engine.embedded import core  # noqa: E402
-from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products  # noqa: E402
+from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products, sampling_kernels  # noqa: E402
 from engine.embedded.sampling import sampler  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -64,7 +64,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    for module in (decode_attention, fp8_kernels, kernels, products):
+    for module in (decode_attention, fp8_kernels, kernels, products, sampling_kernels):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -108,8 +108,6 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
         patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
         from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
 
-    for module in (attention, runner):
-        monkeypatch.setattr(module, "to_device", lambda values, dtype, _: torch.tensor(values, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -74,7 +74,7 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
         arguments |= {"cache_transceiver_config": {"backend": "DEFAULT"}, "disable_overlap_scheduler": True}
         if kind.endswith("-newest"):
             cache["use_kv_cache_manager_v2"] = True
-        return TrtllmConfig(model=str(tiny_model), arguments=arguments)
+        return TrtllmConfig(model=str(tiny_model), arguments=arguments, sampling="processors")
     return FakeConfig(
         vocab_size=VOCABULARY,
         context_length=CONTEXT,

@@ -1,6 +1,9 @@
 """A second, small service, hosted by tests."""
 
 import asyncio
+import logging
+import sys
+import warnings
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -50,6 +53,13 @@ class Greeter:
     async def start(self) -> None:
         if not self._config.greeting:
             raise EngineFailure("there is no greeting")
+        if self._config.greeting == "bug":
+            raise KeyError("bug")
+        if self._config.greeting == "print":
+            logging.getLogger(__name__).info("a line of ours")
+            warnings.warn("a warning of Python", stacklevel=1)
+            sys.stderr.write("printed by a library\nnot ended")
+            sys.stderr.flush()
         self._started = True
 
     async def greet(self, person: Person) -> Greeting:

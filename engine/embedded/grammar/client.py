@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from pathlib import Path
 
 import msgspec
 
-import engine
 from engine.embedded.grammar.library import Setup
 from engine.embedded.grammar.worker import Reply
 from engine.errors import EngineFailure
+from engine.process.command import module_command
 from engine.types import Guide
 from protocol.frames import packed, receive_payload
 
 _START_SECONDS = 120.0
-_ROOT = Path(engine.__file__).resolve().parents[1]
 _CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, 1)
 """How a worker ends that a grammar has driven out of memory or stack."""
 
@@ -48,8 +45,8 @@ class GrammarWorker:
             return
         await self.close()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.embedded.grammar.worker",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=_ROOT, start_new_session=True,
+            *module_command("engine.embedded.grammar.worker"),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:
             async with asyncio.timeout(_START_SECONDS):

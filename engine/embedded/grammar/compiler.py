@@ -20,8 +20,8 @@ import torch
 from engine.embedded.grammar.client import WorkerTimeoutError
 from engine.embedded.grammar.library import Compiled, Library, LibraryName, Position, Setup, library_of, load
 from engine.embedded.grammar.pool import WorkerPool
-from engine.embedded.kv.memory import host_memory
 from engine.errors import EngineNotReady, InvalidRequest
+from engine.kit.machine import host_memory
 from engine.types import Guide
 
 _LIBRARIES: tuple[LibraryName, ...] = ("llguidance", "xgrammar")

@@ -12,6 +12,7 @@ import os
 import queue
 import random
 import resource
+import signal
 import sys
 import threading
 import time
@@ -49,6 +50,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 def main() -> NoReturn:
     """Read frames in this thread, compile in another, so that a closed stdin ends the process at once."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # of a service manager, while the parent drains
+        signal.signal(signum, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()

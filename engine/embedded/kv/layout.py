@@ -98,7 +98,10 @@ def share(attends: Attends, layer_block_bytes: int, memory: int, block_size: int
         blocks = num_blocks or part // (len(layers) * layer_block_bytes)
         if blocks < 1:
             size, given = len(layers) * layer_block_bytes / (1 << 20), part / (1 << 20)
-            raise EngineFailure(f"no room for a KV block: one takes {size:.1f} MiB and {given:.0f} MiB are set aside")
+            raise EngineFailure(
+                f"no room for a KV block: one takes {size:.1f} MiB and {given:.0f} MiB are set aside; "
+                "raise KV_CACHE_MEMORY_MB on a CPU, FREE_GPU_MEMORY_FRACTION on a GPU"
+            )
         if window is not None and longest_chunk(blocks, block_size, window) < 1:
             raise EngineFailure(
                 f"{blocks} KV blocks of {block_size} tokens are too few for a sliding window of {window} tokens"

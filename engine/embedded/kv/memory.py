@@ -1,7 +1,6 @@
 """A model's KV memory, as code that moves blocks between replicas sees it."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +8,9 @@ import torch
 
 from engine.embedded.kv.layout import Attends
 from engine.errors import EngineFailure
+from engine.kit.machine import host_memory
 from engine.transfer.base import Region
 from engine.transfer.shared_memory import shared_memory
-
-_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Files with a container's limit, of cgroup v2 and v1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +49,6 @@ def check_fits(asked_mb: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
     more pages than there are."""
     if asked_mb > (present := host_memory(cgroup) >> 20):
         raise EngineFailure(f"KV_CACHE_MEMORY_MB={asked_mb} is more than the {present} MiB of memory here")
-
-
-def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory of the machine, or of the container if it has fewer."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in _LIMITS:
-        try:
-            sizes.append(int((cgroup / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return min(sizes)
 
 
 def region_of(tensor: torch.Tensor) -> Region:

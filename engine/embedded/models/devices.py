@@ -1,5 +1,7 @@
 """Devices and data types that models are computed with."""
 
+from typing import Any
+
 import torch
 
 from engine.config import EmbeddedConfig, EncoderConfig
@@ -35,3 +37,12 @@ def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> to
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers, a list or a NumPy array, as a tensor on the device. Pinned memory keeps the copy from waiting for
+    what the device does."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

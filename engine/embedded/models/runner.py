@@ -13,7 +13,7 @@ import torch
 
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
-from engine.embedded.sampling.truncation import largest
+from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
 
 
@@ -99,17 +99,17 @@ class ModelRunner(Protocol):
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
+    @property
+    def sampler(self) -> Sampler | None:
+        """The runner's own sampler, for the logits of its last step; None for the usual one."""
+        ...
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Compute a step and return the logits [len(step.rows), vocab_size] of the rows wanted, on the device.
 
         Does not wait for the device. The logits may be overwritten by the next call. Raises RuntimeError or ValueError
         if the step fails.
         """
-        ...
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the token with the largest logit of each row, int64 [rows]; `logits` is what `forward` returned
-        last, or a part of it."""
         ...
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
@@ -121,11 +121,10 @@ class ModelRunner(Protocol):
 class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
+    sampler: Sampler | None = None
+
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return largest(logits)
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         self._sampled[torch.tensor(slots, device=self._sampled.device)] = tokens

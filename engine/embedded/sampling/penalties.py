@@ -43,11 +43,12 @@ def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
 def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     """Apply repetition (multiplicative, prompt and output), then presence and frequency penalties (subtractive,
     output only)."""
-    rows = [row for row, state in enumerate(states) if state.counts is not None]
+    rows = [row for row, state in enumerate(states) if state.penalised]
     if not rows:
         return
-    counts = torch.stack([counts for state in states if (counts := state.counts) is not None])
-    seen = torch.stack([seen for state in states if (seen := state.seen) is not None])
+    found = [occurrences for state in states if (occurrences := state.occurrences) is not None]
+    counts = torch.stack([occurrences.counts for occurrences in found])
+    seen = torch.stack([occurrences.seen for occurrences in found])
     sampling = [states[row].sampling for row in rows]
 
     def column(values: list[float]) -> torch.Tensor:

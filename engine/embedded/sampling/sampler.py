@@ -9,7 +9,7 @@ batch; the others by the cheaper quantile.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from engine.embedded.sampling.truncation import Truncation, largest, put, quanti
 from engine.types import Logprob, TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI reports for a probability of zero; JSON has no infinity
+_SPARE = 8
+"""Alternatives listed beyond those asked for, so that ties at the end are cut by id and not by accident."""
 _ROWS_AT_ONCE = 64  # prompt positions turned into float32 at a time: 12 MiB for a vocabulary of 49152
 
 
@@ -34,23 +36,29 @@ class Sampled(NamedTuple):
 class Sampler:
     """Draws one token for each row of a batch."""
 
-    def __init__(
-        self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = largest
-    ) -> None:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._argmax = argmax
+
+    def enter(self, slots: Sequence[int], admissions: Sequence[int], states: Sequence[SamplerState]) -> None:
+        """Note, before the step that draws for them, which sequences are in these slots; `admissions` as in
+        `StepInput`."""
+
+    def waits(self, states: Sequence[SamplerState]) -> bool:
+        """Return whether `draw` has to come after the last token of each state was accepted."""
+        return any(state.needs_history for state in states)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed.
         Does not call `accept`."""
         return self.draw(logits, states).results()
 
-    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
-        """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued."""
+    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState], slots: Sequence[int] = ()) -> Drawn:
+        """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued. `slots` are those
+        of the states; a runner's own sampler keeps the tokens for these."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
-            return Drawn(self._argmax(logits))
+            return Drawn(largest(logits))
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
@@ -65,19 +73,18 @@ class Sampler:
             tokens[random] = _draw(take(logits, random), [states[row] for row in random])
         if raw is None:
             return Drawn(tokens)
-        return Drawn(
-            tokens, reported, Report(raw, tokens[reported], [states[row].sampling.logprobs or 0 for row in reported])
-        )
+        counts = [states[row].sampling.logprobs or 0 for row in reported]
+        return Drawn(tokens, [(reported, Report.of(raw, tokens[reported], counts))])
 
 
 class Drawn:
     """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
 
-    def __init__(self, tokens: torch.Tensor, reported: Sequence[int] = (), report: Report | None = None) -> None:
+    def __init__(self, tokens: torch.Tensor, reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
+        """`reports`: for some rows each."""
         self.tokens = tokens
         self._on_host = to_host(tokens)
-        self._reported = reported
-        self._report = report
+        self._reports = reports
         self._done = _recorded(tokens.device)
 
     def results(self) -> list[Sampled]:
@@ -85,9 +92,12 @@ class Drawn:
         if self._done is not None:
             self._done.synchronize()
         tokens: list[int] = self._on_host.tolist()
-        if self._report is None:
+        if not self._reports:
             return [Sampled((token,)) for token in tokens]
-        entries = {row: (entry,) for row, entry in zip(self._reported, self._report.entries(), strict=True)}
+        entries: dict[int, tuple[TokenLogprobs]] = {}
+        for rows, report in self._reports:
+            found = report.entries([tokens[row] for row in rows])
+            entries |= {row: (entry,) for row, entry in zip(rows, found, strict=True)}
         return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
 
 
@@ -113,10 +123,10 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[start : start + _ROWS_AT_ONCE]
         chosen = torch.tensor(part, device=logits.device)
-        found = Report(logits[start : start + len(part)].float(), chosen, [count] * len(part))
+        found = Report.of(logits[start : start + len(part)].float(), chosen, [count] * len(part))
         if (done := _recorded(logits.device)) is not None:
             done.synchronize()
-        report += found.entries()
+        report += found.entries(part)
     return report
 
 
@@ -142,33 +152,44 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
 
 
 class Report:
-    """Log-probabilities of the chosen tokens, int64 [N], and of the `counts[i]` best of each row of `logits`, float32
-    [N, vocab].
+    """Log-probabilities of a chosen token, and of the `counts[i]` best, for each row.
 
-    The computation is queued at once; `entries` may be called when the stream has come this far.
+    `values`, float32 [rows, 3 + 2 n], is on its way to the host: the log of the sum of exponentials, the chosen token's
+    logit and rank, then the n largest logits or fewer, and their ids, which float32 holds up to 2^24.
     """
 
-    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, values: torch.Tensor, counts: Sequence[int], spare: int = 0) -> None:
+        """`spare`: the logits listed beyond `counts`, among which ties with the last one may be."""
         self._counts = counts
-        values = logits.gather(1, chosen.unsqueeze(1))
-        ranks = (logits > values).sum(dim=1) + 1
-        # A few more than asked for, so that ties at the end are cut by id and not by accident.
-        best = logits.topk(min(max(counts) + 8, logits.shape[1]), dim=1)
-        of_device = (chosen, values.squeeze(1), logits.logsumexp(dim=1), ranks, best.values, best.indices)
-        self._parts = [to_host(part) for part in of_device]
+        self._spare = spare
+        self._values = to_host(values)
 
-    def entries(self) -> list[TokenLogprobs]:
-        """Return for each row the chosen token, then its alternatives; ties are listed by id."""
+    @classmethod
+    def of(cls, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
+        """Report on `chosen`, int64 [rows], by `logits`, float32 [rows, vocab]. The computation is queued at once."""
+        values = logits.gather(1, chosen.unsqueeze(1))
+        ranks = (logits > values).sum(dim=1, keepdim=True) + 1
+        best = logits.topk(min(max(counts) + _SPARE, logits.shape[1]), dim=1)
+        norms = logits.logsumexp(dim=1, keepdim=True)
+        return cls(torch.cat((norms, values, ranks.float(), best.values, best.indices.float()), dim=1), counts, _SPARE)
+
+    def entries(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Return for each row the chosen token, then its alternatives; ties are listed by id. To be called when the
+        stream has come this far."""
         report: list[TokenLogprobs] = []
-        rows = zip(*(part.tolist() for part in self._parts), self._counts, strict=True)
-        for token, value, norm, own_rank, best_values, best_ids, count in rows:
-            entries = [_logprob(token, value - norm, own_rank)]
-            alternatives = sorted(zip(best_values, best_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
-            rank = 1
-            for index, (other, token_id) in enumerate(alternatives[:count]):
-                if other < alternatives[index - 1][0]:
-                    rank = index + 1
-                entries.append(_logprob(token_id, other - norm, rank))
+        half = (self._values.shape[1] - 3) // 2
+        for token, (norm, value, own_rank, *best), count in zip(
+            tokens, self._values.tolist(), self._counts, strict=True
+        ):
+            entries = [_logprob(token, value - norm, int(own_rank))]
+            if count:
+                pairs = list(zip(best[:half], best[half:], strict=True))[: count + self._spare]
+                alternatives = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
+                rank = 1
+                for index, (other, token_id) in enumerate(alternatives[:count]):
+                    if other < alternatives[index - 1][0]:
+                        rank = index + 1
+                    entries.append(_logprob(int(token_id), other - norm, rank))
             report.append(tuple(entries))
         return report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,13 @@ class Bias(NamedTuple):
     """int64 [k]"""
     values: torch.Tensor
     """float32 [k]"""
+
+
+class Occurrences(NamedTuple):
+    counts: torch.Tensor
+    """float32 [vocab]: how often each id is in the output."""
+    seen: torch.Tensor
+    """bool [vocab]: whether it is in the prompt or the output."""
 
 
 class SamplerState:
@@ -52,27 +60,49 @@ class SamplerState:
         self._processor_failed = False
         # top_k 1 is greedy too: the lowest id wins a tie, where truncation would keep both.
         self.greedy = sampling.temperature == 0 or sampling.top_k == 1
-        self.bias = _bias(sampling.logit_bias, device)
-        self.forbidden = _forbidden(sampling.allowed_token_ids, vocab_size, device)
-        self._ends = (() if sampling.ignore_eos else eos_token_ids) + sampling.stop_token_ids
+        self.ends = (() if sampling.ignore_eos else eos_token_ids) + sampling.stop_token_ids
+        """Ids that do not come before there are `min_tokens`."""
         self._single_bans = [words[0] for words in sampling.bad_words if len(words) == 1]
         self._bad_words = [words for words in sampling.bad_words if len(words) > 1]
-        self.counts: torch.Tensor | None = None
-        self.seen: torch.Tensor | None = None
-        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
-            self.counts = torch.zeros(vocab_size, device=device)
-            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.seen[self.tokens] = True
-        self._always_masked = self.forbidden is not None or bool(sampling.bad_words) or matcher is not None
+        self.penalised = bool(
+            sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        )
+        self.biased = bool(sampling.logit_bias or sampling.allowed_token_ids or self._single_bans)
+        """Whether something is added to the same logits for every token; -inf, if that bans an id."""
+        self._always_masked = bool(sampling.allowed_token_ids or sampling.bad_words) or matcher is not None
         self._always_edited = (
-            self._always_masked or self.bias is not None or self.counts is not None or bool(self.processors)
+            self._always_masked or bool(sampling.logit_bias) or self.penalised or bool(self.processors)
         )
         self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
         """Whether the token is the one with the largest logit, and that is all."""
-        self.needs_history = (
-            matcher is not None or self.counts is not None or bool(self._bad_words) or bool(self.processors)
-        )
-        """Whether the next token cannot be sampled before the host has seen the last one."""
+        self.by_reference = bool(self._bad_words or self.processors)
+        """Whether only the reference sampler has what the request asks for."""
+        self.by_host = matcher is not None or self.by_reference
+        """Whether the next token cannot be sampled before the host has seen the last one, by any sampler."""
+        self.needs_history = self.by_host or self.penalised
+        """Whether the reference sampler cannot sample the next token before the host has seen the last one."""
+
+    @cached_property
+    def bias(self) -> Bias | None:
+        return _bias(self.sampling.logit_bias, self._device)
+
+    @cached_property
+    def forbidden(self) -> torch.Tensor | None:
+        """True for ids that are not allowed, bool [vocab]; None if all are."""
+        return _forbidden(self.sampling.allowed_token_ids, self._vocab_size, self._device)
+
+    @cached_property
+    def occurrences(self) -> Occurrences | None:
+        """For penalties; None without any. Those who never ask, as a GPU's sampler, spend nothing on it."""
+        if not self.penalised:
+            return None
+        with torch.inference_mode(False):  # `accept` changes them outside of it
+            counts = torch.bincount(
+                torch.tensor(self.tokens[self.num_prompt :], dtype=torch.int64), minlength=self._vocab_size
+            )
+            seen = torch.zeros(self._vocab_size, dtype=torch.bool)
+            seen[self.tokens] = True
+            return Occurrences(counts.float().to(self._device), seen.to(self._device))
 
     @property
     def position(self) -> int:
@@ -101,7 +131,7 @@ class SamplerState:
             if output[1 - len(words) :] == list(words[:-1]):
                 banned.append(words[-1])
         if self.position < self.sampling.min_tokens:
-            banned += self._ends
+            banned += self.ends
         return banned
 
     def process(self, logits: torch.Tensor) -> None:
@@ -141,9 +171,9 @@ class SamplerState:
 
     def _note(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        if self.counts is not None and self.seen is not None:
-            self.counts[token_id] += 1
-            self.seen[token_id] = True
+        if (occurrences := self.__dict__.get("occurrences")) is not None:
+            occurrences.counts[token_id] += 1
+            occurrences.seen[token_id] = True
 
 
 def _bias(logit_bias: dict[int, float], device: torch.device) -> Bias | None:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from engine.kit.noise import exponentials
 from engine.types import SamplingParams
 
 _CHUNK = 256
 """Ids summed at a time: the draw finds the chunk first, because a running sum over a whole vocabulary is slow."""
-_PHILOX_KEY = (1 << 128) - 1
 _FIRST_LOOK = 128
 """Largest logits looked at before the whole row is sorted; nearly every top-p is covered by them."""
 
@@ -58,11 +58,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
     """
     ids = []
     for row, (seed, position) in zip(rows, keys, strict=True):
-        noise = np.random.Generator(np.random.Philox(key=seed & _PHILOX_KEY, counter=position << 128))
-        exponentials = torch.from_numpy(noise.standard_exponential(weights.shape[1], dtype=np.float32)).to(
-            weights.device
-        )
-        ids.append((weights[row] / exponentials.clamp_(min=1e-30)).argmax())
+        noise = torch.from_numpy(exponentials(seed, position, weights.shape[1])).to(weights.device)
+        ids.append((weights[row] / noise).argmax())
     return torch.stack(ids)
 
 

@@ -18,6 +18,7 @@ from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
+from engine.kit import logs
 from engine.kit.tasks import cancel
 from engine.kit.work import FairQueue, current_request
 from engine.media import EncodedMedia, MediaInput
@@ -93,9 +94,9 @@ class EmbeddedEncoder:
     start again, all do.
     """
 
-    def __init__(self, config: EncoderConfig, log_level: str = "info") -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         self._timeout = config.timeout_seconds
-        self._options = Options(config, log_level)
+        self._options = Options(config, logs.current())
         self._info: EncoderInfo | None = None
         self._process: EncoderProcess | None = None
         self._serving = False

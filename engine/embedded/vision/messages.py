@@ -8,6 +8,7 @@ import msgspec
 
 from engine.config import EncoderConfig
 from engine.encoder import EncoderInfo
+from engine.kit.logs import LogOptions
 from engine.media import EncodedMedia, MediaInput
 from engine.process.wire import Failed
 
@@ -20,7 +21,7 @@ class Options(msgspec.Struct, frozen=True):
     """The first message to the process, answered by EncoderReady or Failed."""
 
     config: EncoderConfig
-    log_level: str
+    logs: LogOptions
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -4,27 +4,24 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import msgspec
 from msgspec.structs import replace
 
-import engine
 from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput, detach_media
 from engine.process import wire
+from engine.process.command import module_command
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 
 _STOP_SECONDS = 5.0
 """Time the process may take to end once its socket is closed."""
-_ROOT = Path(engine.__file__).resolve().parents[1]
 
 
 class EncoderProcess:
@@ -52,8 +49,7 @@ class EncoderProcess:
         ours.setblocking(False)
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "engine.embedded.vision.worker",
-                stdin=theirs.fileno(), cwd=_ROOT, start_new_session=True,
+                *module_command("engine.embedded.vision.worker"), stdin=theirs.fileno(), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()

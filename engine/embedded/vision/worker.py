@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
 from engine.errors import EngineError, EngineFailure
+from engine.kit import logs
 from engine.media import EncodedMedia, attach_media
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
@@ -61,7 +62,7 @@ def main() -> NoReturn:
 
 
 def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", lanes: "list[Batches]") -> None:
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(options.logs)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about oddities in users' files
     sending = threading.Lock()
 

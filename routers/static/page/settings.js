@@ -83,7 +83,7 @@ function Guide({ lane, set, problem }) {
     kind !== "json_object" &&
     html`<textarea
       rows="4"
-      spellcheck="false"
+      spellcheck=${false}
       aria-label=${GUIDES[kind].title}
       aria-invalid=${Boolean(problem)}
       placeholder=${GUIDES[kind].example}
@@ -109,7 +109,7 @@ function Field({ field, lane, set, problem }) {
     </select>`;
   } else if (kind === "strings" || kind === "json") {
     const placeholder = kind === "strings" ? "a line each" : JSON.stringify(example) || "JSON";
-    control = html`<textarea ...${shared} rows="2" spellcheck="false" placeholder=${placeholder}></textarea>`;
+    control = html`<textarea ...${shared} rows="2" spellcheck=${false} placeholder=${placeholder}></textarea>`;
   } else {
     const numeric = kind === "number" || kind === "integer";
     control = html`<input ...${shared} inputmode=${numeric ? "decimal" : "text"} autocomplete="off" placeholder=${kind === "integers" ? "1, 2, 3" : hint} />`;

@@ -173,6 +173,7 @@ def hello_server(model: Path, engine: str, environment: dict[str, str]) -> Abstr
         "smol",
         "--enable-test-logits-processor",
         "true",
+        *(("--trtllm-sampling", "processors") if engine == "trtllm" else ()),
     )
     return serving(*flags, environment=environment)
 

@@ -1,8 +1,11 @@
 """Any service can be hosted: one that is no engine, with calls that have one result, in a process of its own."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,6 +14,7 @@ from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequ
 from engine.process import wire
 from engine.process.child import ServiceProcess
 from engine.transfer.shared_bytes import SharedBytes
+from tests.support.environment import bare
 from tests.support.greeting import GREETER, GreeterClient, GreeterConfig, Greeting, Person
 
 
@@ -91,7 +95,49 @@ async def test_one_that_cannot_start_says_why() -> None:
     process = ServiceProcess(GREETER, GreeterConfig(""))
     await process.start()
     try:
-        with pytest.raises(EngineFailure, match=r"the greeter process failed to start[^$]*there is no greeting"):
+        with pytest.raises(EngineFailure) as caught:
+            await GreeterClient(GREETER, process.address, process.wait_failed).start()
+        assert str(caught.value) == "the greeter process failed to start: there is no greeting"
+    finally:
+        await process.close()
+
+
+IN_JSON = """
+import asyncio
+from engine.kit import logs
+from engine.process.child import ServiceProcess
+from tests.support.greeting import GREETER, GreeterClient, GreeterConfig
+
+async def main():
+    process = ServiceProcess(GREETER, GreeterConfig("print"))
+    await process.start()
+    client = GreeterClient(GREETER, process.address, process.wait_failed)
+    await client.start()
+    await client.close()
+    await process.close()
+
+logs.configure(logs.LogOptions("info", "json"))
+asyncio.run(main())
+"""
+
+
+def test_every_line_of_a_process_is_json_in_a_json_log() -> None:
+    """Those of our loggers, warnings, and what a library prints, also without an end of line."""
+    run = subprocess.run([sys.executable, "-c", IN_JSON], capture_output=True, text=True, check=True, env=bare())
+    entries = [json.loads(line) for line in run.stderr.splitlines()]
+    said = {entry["message"]: (entry["level"], entry["logger"]) for entry in entries}
+    assert said["a line of ours"] == ("info", "tests.support.greeting")
+    assert said["printed by a library"] == said["not ended"] == ("warning", "engine.process.output")
+    assert any("a warning of Python" in message for message in said)
+    assert all(entry["time"].endswith("Z") for entry in entries)
+
+
+async def test_a_bug_at_the_start_is_named_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    process = ServiceProcess(GREETER, GreeterConfig("bug"))
+    await process.start()
+    try:
+        with pytest.raises(EngineFailure, match=r"failed to start: KeyError: 'bug' \(LOG_LEVEL=debug shows where\)"):
             await GreeterClient(GREETER, process.address, process.wait_failed).start()
     finally:
         await process.close()
+    assert "Traceback" not in capfd.readouterr().err

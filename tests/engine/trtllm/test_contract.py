@@ -29,6 +29,7 @@ HELD = {
 HELD_IN = {
     "outputs.py": {"value": "Logprob", "item[1]": "Logprob"},
     "polling.py": {"self._call": "LLM.get_kv_cache_events"},  # or get_stats, of the same signature
+    "watching.py": {"self._llm": "LLM"},
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},

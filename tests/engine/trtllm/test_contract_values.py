@@ -20,10 +20,12 @@ from pydantic import TypeAdapter
 
 from engine import handoff
 from engine.checkpoints.facts import ModelFacts
+from engine.errors import InvalidRequest
 from engine.kit import logits
 from engine.kv_events import Created, Removed, Stored, Updated
 from engine.media import Encoding, MediaFiles, MediaInput
 from engine.stats import InflightBatchingStats, KvCacheStats
+from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm import library
 from engine.trtllm.arguments import problems
 from engine.trtllm.disaggregation import (
@@ -34,6 +36,7 @@ from engine.trtllm.disaggregation import (
     generation_keywords,
     local_keywords,
 )
+from engine.trtllm.support import Support
 from engine.trtllm.versions import version_of
 from engine.types import Delta, GenerateRequest, Guide, Handoff, Logprob, SamplingParams
 from server.compose.engine_args import effective
@@ -81,6 +84,7 @@ hashes = st.lists(st.lists(numbers, min_size=8, max_size=8), min_size=2, max_siz
 contexts = st.builds(
     ContextState,
     package=st.just("1.2.1"),
+    memory=st.just(shared_memory_domain()),
     ctx_request_id=numbers,
     first_gen_tokens=st.lists(numbers, min_size=1, max_size=2),
     opaque_state=st.none() | st.binary(max_size=9),
@@ -91,6 +95,7 @@ contexts = st.builds(
 )
 encodings = st.builds(
     EncoderState,
+    memory=st.just(shared_memory_domain()),
     multimodal_embedding_handles=st.lists(handles, min_size=2, max_size=2),
     multimodal_hashes=st.none() | hashes,
     mrope_position_ids_handle=st.none() | handles,
@@ -135,10 +140,31 @@ def processor() -> Any:
     logits.unregister("contract-test")
 
 
+IGNORED: dict[str, tuple[str, ...]] = {
+    "TorchSampler": ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_p", "bad_token_ids"),
+    "TRTLLMSampler": ("bad_token_ids",),
+}
+"""What 1.2.1's samplers ignore, or are not asked for since a bias does it."""
+
+
 @thorough
-@given(samplings, st.sampled_from([(), (2,), (2, 7)]))
-def test_sampling_params_of_any_request(processor: Any, sampling: SamplingParams, ends: tuple[int, ...]) -> None:
-    made = library.sampling_params(sampling, ModelFacts({**FACTS.config, "eos_token_id": list(ends)}))
+@given(samplings, st.sampled_from([(), (2,), (2, 7)]), st.sampled_from(list(IGNORED)), st.booleans())
+def test_sampling_params_of_any_request(
+    processor: Any, sampling: SamplingParams, ends: tuple[int, ...], sampler: str, processors: bool
+) -> None:
+    """A request is refused by the name of a field, or made of what the sampler honours."""
+    support = Support({"sampler_type": sampler, "disable_overlap_scheduler": True}, processors=processors)
+    try:
+        native, edits = support.split(sampling, ends, 3)
+    except InvalidRequest as error:
+        assert error.param in FIELDS and getattr(sampling, error.param) != getattr(
+            SamplingParams(max_tokens=1), error.param
+        )
+        return
+    facts = ModelFacts({**FACTS.config, "eos_token_id": list(ends)})
+    made = library.sampling_params(native, facts, edits=edits, num_prompt=3)
+    assert [name for name in IGNORED[sampler] if getattr(made, name) is not None] == []
+    assert (made.logits_processor is None) == (edits is None)
     assert isinstance(made, found("tensorrt_llm.SamplingParams"))
     assert_valid(made, "SamplingParams")
     if made.guided_decoding is not None:
@@ -210,7 +236,7 @@ def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> No
     request = GenerateRequest(
         request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt"
     )
-    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}]))
+    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}], memory=shared_memory_domain()))
     context = msgspec.msgpack.encode(ContextState("1.2.1", 1, [5]))
     carried = {
         "prompt": {},

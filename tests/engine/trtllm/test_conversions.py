@@ -15,7 +15,7 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kv_events import Created, EventDiff, Removed, Stored, Updated
 from engine.trtllm.outputs import FLOOR, Outputs
 from engine.trtllm.polling import iteration_stats, kv_capacity, kv_event
-from engine.trtllm.sampling import MASKED, bad_sequences, bias_of, guide_keywords, sampling_keywords
+from engine.trtllm.sampling import MASKED, bias_of, guide_keywords, sampling_keywords
 from engine.trtllm.versions import version_of
 from engine.types import Delta, GenerateRequest, Guide, GuideKind, SamplingParams
 
@@ -57,7 +57,6 @@ def test_a_plain_request_says_what_the_engine_would_not_assume() -> None:
             {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5},
             {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5},
         ),
-        ({"bad_words": ((4,), (5, 6))}, {"bad_token_ids": [4]}),
     ],
 )
 def test_fields_that_are_asked_for(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -72,12 +71,11 @@ def test_a_model_without_an_end_never_ends_by_itself() -> None:
     assert sampling_keywords(SamplingParams(max_tokens=1), (), VERSION)["end_id"] == -1
 
 
-def test_biases_and_bad_words() -> None:
+def test_biases() -> None:
     assert bias_of(SamplingParams(max_tokens=1)) is None
     assert bias_of(SamplingParams(max_tokens=1, logit_bias={3: 2.0})) == {3: 2.0}
     allowed = bias_of(SamplingParams(max_tokens=1, logit_bias={3: 2.0, 5: 1.0}, allowed_token_ids=(3, 4)))
     assert allowed == {-1: MASKED, 3: 2.0, 4: 0.0}
-    assert bad_sequences(SamplingParams(max_tokens=1, bad_words=((4,), (5, 6)))) == ((5, 6),)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +200,19 @@ def test_prompt_logprobs_are_on_the_first_delta_whenever_they_come(entries: int,
     assert [(entry.token_id, entry.rank) for entry in third] == [(6, 3), (1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ([{6: Score(-2.0)}], "1 log-probabilities for 3 prompt tokens"),
+        ([{9: Score(-0.1)}, {6: Score(-2.0)}], "no log-probability of prompt token 5"),
+    ],
+)
+def test_prompt_logprobs_of_which_one_is_missing_are_a_failure(scores: list[Any], said: str) -> None:
+    """1.2.1 has those of the most likely tokens, and of positions that were not reused."""
+    with pytest.raises(EngineFailure, match=said):
+        Run(prompt_logprobs=1).step(10, prompt_logprobs=scores)
+
+
 def test_a_prompt_alone_gives_no_token() -> None:
     run = Run(max_tokens=0)
     assert run.step(10) is None
@@ -260,6 +271,25 @@ def test_events_keep_what_they_say_of_images() -> None:
     }
     event = raw({"type": "stored", "parent_hash": 6, "blocks": [block]})
     assert json.loads(msgspec.json.encode(kv_event(event))) == event
+
+
+def test_events_of_mains_kv_cache_manager_v2() -> None:
+    """Hashes are SHA-256 in hex, the first token of an image is its digest, and keys may have a UUID."""
+    digest, block, parent = "ab" * 32, "80" + "00" * 30 + "01", "ff" * 32
+    tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in (5, digest, 65, 66)]
+    key = {"type": "mm_key", "hash": digest, "start_offset": 0, "uuid": "cat"}
+    stored = {
+        "type": "stored_block", "block_hash": block, "tokens": tokens, "cache_level": 0, "priority": 35,
+        "mm_keys": [key],
+    }  # fmt: skip
+    extra = {"hash_algo": "v2_sha256", "layer_group_id": 0}
+    event = kv_event(raw({"type": "stored", "parent_hash": parent, "blocks": [stored]}, **extra))
+    assert isinstance(event.data, Stored) and event.data.parent_hash == (1 << 64) - 1
+    (found,) = event.data.blocks
+    assert found.block_hash == 1 << 63, "the first 64 bits, as main truncates them itself"
+    assert [token.token_id for token in found.tokens] == [5, 0, 65, 66] and found.mm_keys == (key,)
+    removed = kv_event(raw({"type": "removed", "block_hashes": [block]}, **extra))
+    assert removed.data == Removed((1 << 63,))
 
 
 @pytest.mark.parametrize("data", [{"type": "exploded"}, {"type": "removed"}, {}])

@@ -6,17 +6,22 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine import handoff
+from engine.checkpoints.facts import ModelFacts
 from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
+from engine.errors import EngineDied, EngineFailure, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.media import Encoding
-from engine.trtllm import disaggregation
+from engine.transfer.process_id import shared_memory_domain
+from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.versions import version_of
@@ -140,7 +145,7 @@ async def test_an_error_of_one_request_does_not_end_an_engine_that_runs(monkeypa
         handed = changed(await handed_over(prefill, request(logprobs=3, max_tokens=4000)), first_gen_log_probs=None)
         with pytest.raises(EngineFailure, match="AssertionError"):
             await all_of(decode.generate(msgspec.structs.replace(request(logprobs=3, max_tokens=4000), handoff=handed)))
-        await until(lambda: len(decode.llm._executor._jobs) == 1)
+        await until(lambda: len(decode.llm._executor.jobs) == 1)
         assert decode.healthy and (await anext(other)).token_ids
 
 
@@ -231,8 +236,23 @@ async def test_an_engine_without_a_transceiver_says_so() -> None:
     try:
         with pytest.raises(InvalidRequest, match="cache_transceiver_config"):
             await handed_over(running, request())
+        handed = Handoff(version=1, backend="trtllm", first=Delta((10,)), state=b"state")
+        with pytest.raises(InvalidRequest, match="cache_transceiver_config") as caught:
+            await all_of(running.generate(msgspec.structs.replace(request(), handoff=handed)))
+        assert caught.value.param == "handoff" and running.healthy
+        assert tokens(await all_of(running.generate(request()))) == tokens(await expected(request()))
     finally:
         await running.close()
+
+
+async def test_prefill_under_the_overlap_scheduler_is_refused_where_it_would_end_the_worker(trt: Any) -> None:  # noqa: F811
+    async with TrtllmEngine(TrtllmConfig(model=".", arguments=dict(TRANSCEIVER))) as running:
+        if trt.__version__ == NEWEST:
+            assert (await handed_over(running, request())).state
+        else:
+            with pytest.raises(InvalidRequest, match="disable_overlap_scheduler"):
+                await handed_over(running, request())
+        assert running.healthy
 
 
 async def test_images_encoded_elsewhere_reach_prefill_and_not_decode() -> None:
@@ -310,8 +330,11 @@ def test_every_field_of_disaggregated_params_has_its_place(trt: Any) -> None:  #
     """A field that a later version adds is noticed here: neither side may lose it in silence."""
     theirs = {field.name for field in fields(found("tensorrt_llm.llmapi.DisaggregatedParams"))}
     ours = {*disaggregation.ContextState.__struct_fields__, *disaggregation.EncoderState.__struct_fields__}
-    assert theirs - {"request_type", "first_gen_logits"} <= ours - {"package", "others"}
-    assert trt.__version__ != NEWEST or theirs == ours - {"package", "others"} | {"request_type", "first_gen_logits"}
+    assert theirs - {"request_type", "first_gen_logits"} <= ours - {"package", "memory", "others"}
+    assert trt.__version__ != NEWEST or theirs == ours - {"package", "memory", "others"} | {
+        "request_type",
+        "first_gen_logits",
+    }
 
 
 @pytest.mark.parametrize(
@@ -404,3 +427,61 @@ def test_what_cannot_be_sent_fails_where_it_is_made() -> None:
 def test_the_version_decides(name: str, newest: bool) -> None:
     version = version_of(name)
     assert (version.name, version.handoff_logprobs, version.request_ids, version.zero_logprobs) == (name, *[newest] * 3)
+
+
+async def test_log_probabilities_of_prompts_are_right_or_refused(trt: Any) -> None:  # noqa: F811
+    """1.2.1 has the most likely tokens alone; no version has those of reused blocks."""
+    async with engine("aggregated") as running:
+        assert running.info.prompt_logprobs == (trt.__version__ == NEWEST)
+        for _ in range(2):
+            if trt.__version__ != NEWEST:
+                with pytest.raises(InvalidRequest, match=r"TensorRT-LLM 1\.2\.1, has no log-probabilities of prompts"):
+                    await all_of(running.generate(request(prompt_logprobs=2)))
+            else:
+                (report,) = [delta.prompt for delta in await all_of(running.generate(request(prompt_logprobs=2)))][:1]
+                (whole,) = [delta.prompt for delta in await expected(request(prompt_logprobs=2))][:1]
+                assert report is not None and whole is not None and report.logprobs == whole.logprobs
+        plain = [await all_of(running.generate(request())) for _ in range(2)][1][0].prompt
+        assert plain is not None and plain.cached_tokens == 64, "others share their blocks"
+
+
+states = st.dictionaries(
+    st.sampled_from(sorted(disaggregation.ContextState.__struct_fields__)) | st.text(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=9)
+    | st.sampled_from(["1.2.1", "1.3.0rc22", shared_memory_domain()])
+    | st.lists(st.integers(-1, 9) | st.lists(st.integers(0, 9), max_size=3), max_size=3)
+    | st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=2),
+    max_size=6,
+)
+plausible = st.fixed_dictionaries(
+    {"package": st.just("1.2.1"), "ctx_request_id": st.just(7), "first_gen_tokens": st.just([3])}
+)
+
+
+@given(
+    st.binary(max_size=60)
+    | states.map(msgspec.msgpack.encode)
+    | st.tuples(plausible, states).map(lambda both: msgspec.msgpack.encode({**both[1], **both[0]}))
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_a_handoff_or_a_clear_error(trt: Any, data: bytes) -> None:  # noqa: F811
+    """Nothing in them is run: what comes through are parameters of plain data."""
+    handed = Handoff(version=1, backend="trtllm", first=Delta((3,)), state=data)
+    facts = ModelFacts({"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": 2})
+    for each in (handed, Encoding(version=1, backend="trtllm", prompt="", state=data)):
+        carried = {"handoff": each} if isinstance(each, Handoff) else {"media": each}
+        try:
+            made = library.submit(
+                SimpleNamespace(generate_async=dict, _check_health=lambda: True),
+                msgspec.structs.replace(request(), **carried),
+                facts,
+            )["disaggregated_params"]
+        except (EngineUnavailable, InvalidRequest) as error:
+            assert str(error) and not isinstance(error, EngineDied)
+        else:
+            assert made.ctx_request_id == 7 or made.multimodal_embedding_handles
+            assert msgspec.msgpack.encode([getattr(made, each.name) for each in fields(made)])

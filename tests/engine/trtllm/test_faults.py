@@ -30,7 +30,8 @@ from engine.errors import (
 from engine.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
-from engine.trtllm import engine as engine_module
+from engine.transfer.process_id import shared_memory_domain
+from engine.trtllm import watching
 from engine.trtllm.disaggregation import BACKEND, EncoderState
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
@@ -151,14 +152,15 @@ async def test_a_gpu_that_fails_in_our_process_is_not_the_requests_fault(
 
 async def test_a_processor_that_cannot_be_pickled_fails_its_request_alone(folder: Path) -> None:
     with registered(local=lambda: lambda token_ids, scores: None):
-        async with running(folder) as engine:
+        async with running(folder, disable_overlap_scheduler=True) as engine:
             with pytest.raises(EngineFailure, match="pickle"):
                 await tokens(engine, request(processors=("local",)))
             assert engine.healthy and await tokens(engine, request())
 
 
 async def test_one_mrope_handle_without_the_other_is_the_requests_fault(folder: Path) -> None:
-    state = msgspec.msgpack.encode(EncoderState([{"method_key": 2}], mrope_position_ids_handle={"method_key": 2}))
+    handle, memory = {"method_key": 2}, shared_memory_domain()
+    state = msgspec.msgpack.encode(EncoderState([handle], mrope_position_ids_handle=handle, memory=memory))
     encoding = Encoding(version=VERSION, backend=BACKEND, prompt="w5 <image>", state=state)
     async with running(folder, "prefill") as engine:
         with pytest.raises(InvalidRequest, match="mrope_position_deltas_handle"):
@@ -203,7 +205,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
             patch.setattr(Outputs, "_delta", raising(TypeError("None")))
             with pytest.raises(EngineFailure, match="malformed response"):
                 await tokens(engine, request(max_tokens=4000))
-        await until(lambda: not engine.llm._executor._jobs)
+        await until(lambda: not engine.llm._executor.jobs)
         assert engine.healthy and await tokens(engine, request())
 
 
@@ -282,7 +284,7 @@ async def test_a_task_that_ends_is_the_engines_end(
 async def test_an_executor_that_cannot_say_whether_it_runs_does_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(watching, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         assert engine.healthy
         monkeypatch.setattr(found("tensorrt_llm.LLM"), "_check_health", raising(OSError("broken pipe")))
@@ -366,7 +368,7 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
     be started.
     """
     config = msgspec.Raw(msgspec.json.encode(TrtllmConfig(model=str(folder))))
-    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock", "info")
+    options = HostOptions(config, f"ipc://{tmp_path}/engine.sock")
     environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}
     process = subprocess.Popen([sys.executable, "-c", HANGING], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
     try:
@@ -383,7 +385,7 @@ def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: 
 BLOCKED = """
 import asyncio, sys, time
 from engine.config import TrtllmConfig
-from engine.trtllm import engine, library
+from engine.trtllm import engine, library, watching
 
 async def main():
     running = engine.TrtllmEngine(TrtllmConfig(model=sys.argv[1]))
@@ -391,7 +393,7 @@ async def main():
     library.is_alive = lambda llm: False
     time.sleep(60)
 
-engine.HEALTH_SECONDS, engine.BLOCKED_SECONDS = 0.05, 0.2
+watching.HEALTH_SECONDS, watching.BLOCKED_SECONDS = 0.05, 0.2
 asyncio.run(main())
 """
 

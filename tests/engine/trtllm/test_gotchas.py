@@ -109,13 +109,11 @@ async def test_gotcha_05_an_explicit_end_id_leaves_the_tokenizer_out(
         "FAKE_TRTLLM_CONFIG", json.dumps({"eos_token_ids": [2]})
     )  # so that it stops at 6 if it is told to
     async with running(folder) as engine:
-        (delta,) = [delta async for delta in engine.generate(request(bad_words=((9,), (8, 9)), logprobs=0))][-1:]
+        (delta,) = [delta async for delta in engine.generate(request(bad_words=((9,),), logprobs=0))][-1:]
         assert (delta.token_ids[-1], delta.finish_reason, delta.stop_reason) == (6, "stop", None)
     params = calls[-1][1]["sampling_params"]
     assert (params.end_id, params.stop_token_ids, params.stop, params.bad, params.logprobs) == (2, [6], None, None, 1)
-    assert params.bad_token_ids == [9] and params.logits_processor is not None, (
-        "longer bad words are masked by a processor"
-    )
+    assert params.bad_token_ids is None and params.embedding_bias[9] < -1e8, "the TorchSampler of 1.2.1 ignores them"
 
 
 def test_gotcha_06_disaggregated_params_of_1_2_1_have_nine_fields() -> None:
@@ -163,7 +161,7 @@ async def test_gotcha_07_disaggregation_needs_a_transceiver_and_prefill_no_overl
         "or blocks that nobody fetches are kept for ever"
     )
     async with running(folder) as aggregated:
-        with pytest.raises(InvalidRequest, match=r"cache_transceiver_config: backend"):
+        with pytest.raises(InvalidRequest, match=r"cache_transceiver_config\.backend"):
             await handed_over(aggregated, request())
 
 

@@ -12,10 +12,11 @@ import pytest
 from engine.config import TrtllmConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.kv_events import EventDiff, KvEvent, Updated
-from engine.trtllm import engine as engine_module
-from engine.trtllm import library
+from engine.trtllm import library, watching
 from engine.trtllm.arguments import defaults, forced, merge, problems
 from engine.trtllm.polling import iteration_stats, kv_event, kv_event_poller
+from engine.trtllm.support import Edits
+from engine.types import SamplingParams
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import API, faults, found, registered, sampling
 from tests.support.trtllm_contract_api import ATTRIBUTES
@@ -53,7 +54,12 @@ def test_gotcha_09_speculative_keys_are_those_of_1_2_1(folder: Path, speculative
 def test_gotcha_10_no_automatic_moe_three_required_fields_and_no_unknown_ones() -> None:
     assert problems({"moe_config": {"backend": "AUTO"}})[0].startswith("moe_config.backend")
     assert "backend" not in arguments_of("aggregated").get("moe_config", {}), "what is not said stays CUTLASS"
-    ours = defaults(0.9)["scheduler_config"]["dynamic_batch_config"]
+    assert "dynamic_batch_config" not in defaults(0.9)["scheduler_config"], "it has no effect on the PyTorch backend"
+    ours = {
+        "enable_batch_size_tuning": True,
+        "enable_max_num_tokens_tuning": False,
+        "dynamic_batch_moving_average_window": 128,
+    }
     assert ours.keys() == API["models"]["DynamicBatchConfig"]["fields"].keys()
     for name in ours:
         without = {key: value for key, value in ours.items() if key != name}
@@ -111,7 +117,7 @@ async def test_gotcha_12_events_can_be_lost_and_have_conditions(folder: Path) ->
 async def test_gotcha_13_a_request_error_is_one_requests_and_any_other_the_engines_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(watching, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         other = engine.generate(request(request_id="other", max_tokens=4000))
         assert (await anext(other)).token_ids
@@ -159,11 +165,12 @@ async def test_gotcha_14_processors_are_called_by_position_and_pickled(
         "FAKE_TRTLLM_CONFIG", json.dumps({"threads": 1, "device": "cpu", "dtype": "float32", "num_blocks": 64})
     )
     with registered(forces=Forces, fails=Fails):
-        async with running(tiny_model) as engine:
+        async with running(tiny_model, disable_overlap_scheduler=True) as engine:
             assert await tokens(engine, request(ignore_eos=True, processors=("forces",))) == [42] * 6
             plain = await tokens(engine, request(ignore_eos=True))
             assert await tokens(engine, request(ignore_eos=True, processors=("fails",))) == plain != [42] * 6
-        made = library.sampling_params(request(processors=("forces",)).sampling, FACTS).logits_processor
+        edits = Edits(request(processors=("forces",)).sampling, (2,), 3)
+        made = library.sampling_params(SamplingParams(max_tokens=1), FACTS, edits=edits).logits_processor
         copied = pickle.loads(pickle.dumps(made))  # noqa: S301 - our own bytes
         assert len(inspect.signature(copied).parameters) == 5
         scores = torch.zeros(1, 1, 64)

@@ -21,8 +21,8 @@ from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
 from tests.support.trtllm import model_folder, picture
 
-TEXT = "w5 <image> w6 <image>"
-IMAGES = [picture("red"), picture("blue")]
+TEXT = "w5 <image> w6"
+IMAGES = [picture("red")]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def started(encoder: HostedEncoder) -> AsyncIterator[HostedEncoder]:
 
 def hashes(encoding: Encoding) -> list[list[int]]:
     state = msgspec.msgpack.decode(encoding.state, type=EncoderState)
-    assert len(state.multimodal_embedding_handles) == 2 and state.multimodal_hashes is not None
+    assert len(state.multimodal_embedding_handles) == 1 and state.multimodal_hashes is not None
     return state.multimodal_hashes
 
 
@@ -56,9 +56,8 @@ async def test_it_encodes_as_the_encoder_itself(config: TrtllmEncoderConfig) -> 
         assert encoder.healthy
         for encoding in await asyncio.gather(*(encoder.encode(IMAGES, TEXT) for _ in range(5))):
             assert encoding.prompt == TEXT and hashes(encoding) == expected
-        assert hashes(await encoder.encode(IMAGES[::-1], TEXT)) == expected[::-1]
         with pytest.raises(InvalidRequest, match="more than 1000 pixels"):
-            await encoder.encode([picture(), picture(size=(40, 30))], TEXT)
+            await encoder.encode([picture(size=(40, 30))], TEXT)
         task = asyncio.create_task(encoder.encode(IMAGES, TEXT))
         await asyncio.sleep(0)
         task.cancel()

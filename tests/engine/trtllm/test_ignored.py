@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
+from engine.errors import EngineFailure
+from engine.trtllm import library, versions
 from engine.trtllm.arguments import AUTODEPLOY_REFUSES, ENCODER_TAKES
 from server.cli import main
 from server.compose.config import engine_config
 from server.compose.engine_args import effective
 from server.settings import EngineArgsError, read_settings
+from tests.support.trtllm import NEWEST, model_folder, stand_in
 
 CONTRACT = json.loads((Path(__file__).resolve().parents[2] / "contract" / "trtllm_api.json").read_text())
 
@@ -118,3 +121,36 @@ def test_an_encoder_refuses_other_types_of_numbers() -> None:
     assert effective(read_settings(flags)).arguments["dtype"] == "fp8"
     with pytest.raises(EngineArgsError, match="OVERRIDE_ENGINE_ARGS: dtype: an encoder takes auto, float16"):
         effective(read_settings([*flags, "--disaggregation-mode", "encode"]))
+
+
+NEWER = [
+    "--engine",
+    "trtllm",
+    "--override-engine-args",
+    '{"kv_cache_config": {"use_kv_cache_manager_v2": true}, "scheduler_config": {"waiting_queue_policy": "FCFS"}}',
+]
+
+
+def test_keys_of_another_version_are_left_to_the_package_that_knows_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineArgsError, match=r"kv_cache_config\.use_kv_cache_manager_v2"):
+        effective(read_settings(NEWER))
+    monkeypatch.setattr(versions.metadata, "version", lambda name: NEWEST)
+    arguments = effective(read_settings(NEWER)).arguments
+    model_folder(tmp_path)
+    with stand_in(NEWEST):
+        with library.load(TrtllmConfig(model=str(tmp_path), arguments=arguments)) as llm:
+            assert llm.args.kv_cache_config.use_kv_cache_manager_v2
+        wrong = {**arguments, "scheduler_config": {"no_such_key": 1}}
+        with pytest.raises(EngineFailure, match="no_such_key"):
+            library.load(TrtllmConfig(model=str(tmp_path), arguments=wrong))
+    with stand_in(), pytest.raises(EngineFailure, match="use_kv_cache_manager_v2"):
+        library.load(TrtllmConfig(model=str(tmp_path), arguments=arguments))
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.2.1.post1"])
+def test_other_1_2_releases_are_checked_as_1_2_1(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    with pytest.raises(EngineArgsError, match=r"kv_cache_config\.use_kv_cache_manager_v2"):
+        effective(read_settings(NEWER))

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
-from engine.errors import EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans
@@ -22,7 +25,7 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
-from tests.support.trtllm import BOTH_VERSIONS, IMAGE, handed_over, model_folder, picture, travelled
+from tests.support.trtllm import BOTH_VERSIONS, IMAGE, NEWEST, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running
 from tests.support.waiting import until
 
@@ -31,6 +34,8 @@ pytestmark = BOTH_VERSIONS
 TEXT = "w5 <image> w6 <image> w7"
 IDS = (5, IMAGE, 6, IMAGE, 7)
 EXPANDED = (5, *[IMAGE] * 16, 6, *[IMAGE] * 16, 7)
+ONE = "w5 <image> w6"
+ONE_EXPANDED = (5, *[IMAGE] * 16, 6)
 
 
 RED, BLUE = picture("red").data, picture("blue").data
@@ -45,8 +50,8 @@ def bomb() -> bytes:
 def showing(*files: bytes, **fields: Any) -> GenerateRequest:
     """A request with raw images."""
     return request(
-        prompt_token_ids=IDS,
-        media=MediaFiles(TEXT, tuple(map(MediaInput, files))),
+        prompt_token_ids=IDS if len(files) == 2 else IDS[:3],
+        media=MediaFiles(TEXT if len(files) == 2 else ONE, tuple(map(MediaInput, files))),
         **{"max_tokens": 20, "ignore_eos": True, **fields},
     )
 
@@ -56,7 +61,7 @@ async def encoded(folder: Path, *files: bytes) -> Encoding:
     encoder = TrtllmEncoder(TrtllmEncoderConfig(model=str(folder)))
     await encoder.start()
     try:
-        return travelled(await encoder.encode([MediaInput(data) for data in files], TEXT))
+        return travelled(await encoder.encode([MediaInput(data) for data in files], TEXT if len(files) == 2 else ONE))
     finally:
         await encoder.close()
 
@@ -72,9 +77,32 @@ def tokens_of(deltas: Sequence[Delta]) -> list[int]:
 async def disaggregated(prefill: TrtllmEngine, decode: TrtllmEngine, wanted: GenerateRequest) -> list[Delta]:
     """By way of prefill; decode sees no image."""
     handed = decode_handoff(encode(await handed_over(prefill, wanted)))
-    assert handed.prompt_token_ids == EXPANDED
+    assert handed.prompt_token_ids in (EXPANDED, ONE_EXPANDED)
     rest = await all_of(decode, replace(wanted, media=None, handoff=handed))
     return [handed.first, *rest]
+
+
+async def test_handles_of_another_host_are_named_and_never_opened(tmp_path: Path, calls: list[Any]) -> None:
+    """Of embeddings for prefill, and of positions for decode."""
+    folder = model_folder(tmp_path, rope_scaling={"mrope_section": [2, 3, 3]})
+
+    def elsewhere(state: bytes) -> bytes:
+        return msgspec.msgpack.encode({**msgspec.msgpack.decode(state), "memory": "another boot/ipc:[1]"})
+
+    async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
+        encoding = await encoded(folder, RED)
+        foreign = replace(encoding, state=elsewhere(encoding.state))
+        with pytest.raises(EngineUnavailable, match="encode replica's host") as unavailable:
+            await handed_over(prefill, replace(showing(RED), media=foreign))
+        assert type(unavailable.value) is EngineUnavailable, "so that another prefill replica is asked"
+        handed = await handed_over(prefill, replace(showing(RED), media=encoding))
+        submitted = len(calls)
+        with pytest.raises(InvalidRequest, match="prefill and decode on one host") as caught:
+            await all_of(
+                decode, replace(showing(RED), media=None, handoff=replace(handed, state=elsewhere(handed.state)))
+            )
+        assert caught.value.param == "handoff" and len(calls) == submitted
+        assert prefill.healthy and decode.healthy
 
 
 async def test_raw_images_go_to_the_engine_with_their_text(folder: Path, calls: list[Any]) -> None:
@@ -91,11 +119,16 @@ async def test_raw_images_go_to_the_engine_with_their_text(folder: Path, calls: 
         assert (await all_of(engine, request()))[0].prompt.prompt_tokens == 0, "the request's own"  # type: ignore[union-attr]
 
 
-async def test_every_way_of_an_image_gives_the_same_answer(folder: Path, calls: list[Any]) -> None:
-    """Aggregated, with embeddings of an encode replica, and both by way of prefill."""
+async def test_every_way_of_an_image_gives_the_same_answer(trt: Any, folder: Path, calls: list[Any]) -> None:
+    """Aggregated, with embeddings of an encode replica, and both by way of prefill.
+
+    1.2.1 takes those of an encode replica for a single image.
+    """
     answers = []
+    text, expanded = (TEXT, EXPANDED) if trt.__version__ == NEWEST else (ONE, ONE_EXPANDED)
     async with running(folder) as alone, running(folder, "prefill") as prefill, running(folder, "decode") as decode:
-        for files in ((RED, BLUE), (BLUE, RED)):
+        assert alone.info.max_encoded_images == (0 if trt.__version__ == NEWEST else 1)
+        for files in ((RED, BLUE), (BLUE, RED)) if text == TEXT else ((RED,), (BLUE,)):
             raw = showing(*files)
             ready = [replace(raw, media=await encoded(folder, *files)) for _ in range(2)]
             whole = tokens_of(await all_of(alone, raw))
@@ -104,12 +137,39 @@ async def test_every_way_of_an_image_gives_the_same_answer(folder: Path, calls: 
             assert tokens_of(await disaggregated(prefill, decode, ready[1])) == whole
             answers.append(whole)
             context, generation = calls[-2][1], calls[-1][1]
-            assert context["inputs"] == {"prompt": TEXT} and len(context["disaggregated_params"].multimodal_hashes) == 2
+            assert context["inputs"] == {"prompt": text}
+            assert len(context["disaggregated_params"].multimodal_hashes) == len(files)
             assert (
-                generation["inputs"] == list(EXPANDED)
+                generation["inputs"] == list(expanded)
                 and generation["disaggregated_params"].multimodal_embedding_handles is None
             )
     assert answers[0] != answers[1]
+
+
+async def test_an_encoder_of_1_2_1_refuses_what_the_engine_could_not_use(trt: Any, folder: Path) -> None:
+    """It has one handle for all images, of which `get_prompt_token_ids` expects one for each."""
+    if trt.__version__ == NEWEST:
+        assert (await encoded(folder, RED, BLUE)).prompt == TEXT
+        return
+    with pytest.raises(InvalidRequest, match="takes 1 image of a prompt"):
+        await encoded(folder, RED, BLUE)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_a_prompt_begins_once(folder: Path, calls: list[Any], ready: bool) -> None:
+    """The template's text has the beginning of sequence that the model's processor adds, whatever it is asked."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])  # type: ignore[assignment]
+    backend.save(str(folder / "tokenizer.json"))
+    media = MediaFiles(f"<s> {ONE}", (MediaInput(RED),))
+    wanted = replace(showing(RED), prompt_token_ids=(1, *IDS[:3]), media=media)
+    if ready:
+        async with TrtllmEncoder(TrtllmEncoderConfig(model=str(folder))) as encoder:
+            wanted = replace(wanted, media=await encoder.encode(media.files, media.text))
+    async with running(folder, "prefill") as engine:
+        handed = await handed_over(engine, wanted)
+    assert handed.prompt_token_ids == (1, *ONE_EXPANDED)
+    assert calls[-1][1]["sampling_params"].add_special_tokens, "if a processor minds, it adds one too"
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -119,9 +179,9 @@ async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, call
         folder.mkdir()
         model_folder(folder, **({"rope_scaling": {"mrope_section": [2, 3, 3]}} if mrope else {}))
         async with running(folder, "prefill") as prefill, running(folder, "decode") as decode:
-            wanted = showing(RED, BLUE)
+            wanted = showing(RED)
             if ready:
-                wanted = replace(wanted, media=await encoded(folder, RED, BLUE))
+                wanted = replace(wanted, media=await encoded(folder, RED))
             await disaggregated(prefill, decode, wanted)
         params = calls[-1][1]["disaggregated_params"]
         assert params.request_type == "generation_only"
@@ -130,12 +190,12 @@ async def test_positions_of_mrope_reach_decode_both_or_none(tmp_path: Path, call
         )
 
 
-async def test_prompt_logprobs_are_of_the_expanded_prompt(folder: Path) -> None:
+async def test_prompt_logprobs_of_images_are_refused(folder: Path) -> None:
+    """Their tokens are not in the vocabulary."""
     async with running(folder) as engine:
-        report = (await all_of(engine, showing(RED, BLUE, prompt_logprobs=1)))[0].prompt
-        assert report is not None and report.logprobs is not None
-        first, *rest = report.logprobs
-        assert first is None and [entry[0].token_id for entry in rest if entry is not None] == list(EXPANDED[1:])
+        with pytest.raises(InvalidRequest, match="log-probabilities of prompts") as caught:
+            await all_of(engine, showing(RED, BLUE, prompt_logprobs=1))
+        assert caught.value.param == "prompt_logprobs" and await all_of(engine, showing(RED, BLUE))
 
 
 async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls: list[Any]) -> None:
@@ -164,9 +224,16 @@ async def test_blocks_of_prompts_with_images_are_not_shared(folder: Path, calls:
         )
 
 
-async def test_events_name_the_images_of_blocks(folder: Path) -> None:
+@pytest.mark.parametrize("manager", [1, 2])
+async def test_events_name_the_images_of_blocks(trt: Any, folder: Path, manager: int) -> None:
     events: list[KvEvent] = []
-    async with running(folder, kv_cache_config={"event_buffer_max_size": 1000}) as engine:
+    cache: dict[str, Any] = {"event_buffer_max_size": 1000}
+    if manager == 2:
+        if trt.__version__ != NEWEST:
+            pytest.skip("1.2.1 has none")
+        cache["use_kv_cache_manager_v2"] = True
+    arguments = {"kv_cache_config": cache, "enable_iter_perf_stats": True}
+    async with TrtllmEngine(TrtllmConfig(model=str(folder), arguments=arguments)) as engine:
 
         async def collect() -> None:
             async for batch in engine.kv_events():

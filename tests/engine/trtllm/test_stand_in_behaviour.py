@@ -14,9 +14,23 @@ from typing import Any
 
 import pytest
 
+from engine.trtllm.library import is_alive
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import bare, python_path
-from tests.support.trtllm import API, PROMPT, ROOT, disaggregated, disaggregating, faults, found, llm, sampling, trt  # noqa: F401
+from tests.support.trtllm import (  # noqa: F401
+    API,
+    BOTH_VERSIONS,
+    NEWEST,
+    PROMPT,
+    ROOT,
+    disaggregated,
+    disaggregating,
+    faults,
+    found,
+    llm,
+    sampling,
+    trt,
+)
 from tests.support.waiting import until
 
 
@@ -33,6 +47,10 @@ async def test_streaming_yields_one_mutated_object_with_cumulative_tokens() -> N
         )
         assert [set(entry) for entry in output.logprobs][:2] == [{5, 6}, {6, 7}] and output.logprobs[0][6].rank == 2
         assert [set(entry) for entry in output.prompt_logprobs] == [{6}, {7}]
+        again = await engine.generate_async(PROMPT * 30, sampling(prompt_logprobs=1))
+        once_more = await engine.generate_async(PROMPT * 30, sampling(prompt_logprobs=1))
+        counts = [len(each.outputs[0].prompt_logprobs) for each in (again, once_more)]
+        assert counts == [89, 89 - 64], "there are none of the two blocks that were cached"
         assert len([step async for step in engine.generate_async(PROMPT, sampling())]) == 1
         assert (await engine.generate_async(PROMPT, sampling(logprobs=0))).outputs[0].logprobs == []
 
@@ -163,7 +181,7 @@ async def test_one_failed_request_leaves_the_others_alone() -> None:
         result = engine.generate_async(PROMPT, sampling(), streaming=True)
         with pytest.raises(found("tensorrt_llm.executor.RequestError"), match="no memory"):
             await result
-        assert result.outputs[0].length == 2 and engine._check_health()
+        assert result.outputs[0].length == 2 and is_alive(engine)
         assert (await engine.generate_async(PROMPT, sampling())).finished
 
 
@@ -174,7 +192,7 @@ async def test_a_background_exception_is_the_end() -> None:
         found("tensorrt_llm._test").kill_executors(OSError("CUDA error"))
         with pytest.raises(OSError, match="CUDA error"):
             await result
-        assert not engine._check_health()
+        assert not is_alive(engine)
         with pytest.raises(RuntimeError, match="LLM is shutting down"):
             engine.generate_async(PROMPT, sampling())
         assert engine.get_stats() == [] == engine.get_kv_cache_events()
@@ -189,7 +207,22 @@ def test_construction_can_fail_and_take_time() -> None:
     faults().construction_seconds = 0.05
     started = time.monotonic()
     with llm() as engine:
-        assert time.monotonic() - started >= 0.05 and found("tensorrt_llm._test").live() == 1 and engine._check_health()
+        assert time.monotonic() - started >= 0.05 and found("tensorrt_llm._test").live() == 1 and is_alive(engine)
+
+
+@BOTH_VERSIONS
+async def test_what_main_does_otherwise_besides_handoffs(trt: Any) -> None:  # noqa: F811
+    newest = trt.__version__ == NEWEST
+    with llm(enable_iter_perf_stats=True) as engine:
+        output = (await engine.generate_async(PROMPT, sampling(logprobs=0))).outputs[0]
+        assert [len(entry) for entry in output.logprobs] == ([1] * 8 if newest else []), "0 asks for the sampled token"
+        poll = engine.get_stats_async(timeout=0.05)
+        assert (poll.later is not None) == newest, "1.2.1 has waited in the call"
+        assert [item async for item in poll]
+        faults().device_error = "CUDA error: an illegal memory access was encountered"
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            await engine.generate_async(PROMPT, sampling())
+        await until(lambda: is_alive(engine) != newest)
 
 
 async def test_performance_metrics() -> None:
@@ -243,9 +276,6 @@ async def test_the_embedded_engine_generates_with_bias_and_processors(
         bias[9] = 1e6
         output = (await engine.generate_async(PROMPT, sampling(logits_processor=processor))).outputs[0]
         assert output.token_ids == [42] * 8 and processor.calls == []
-        assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias, bad_token_ids=[9]))).outputs[
-            0
-        ].token_ids[0] != 9
         assert (await engine.generate_async(PROMPT, sampling(embedding_bias=bias.tolist()))).outputs[0].token_ids == [
             9
         ] * 8

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.trtllm import (  # noqa: F401
+    BOTH_VERSIONS,
     IMAGE,
+    NEWEST,
     PROMPT,
     disaggregated,
     disaggregating,
@@ -22,15 +24,20 @@ from tests.support.trtllm import (  # noqa: F401
 )
 
 INPUTS = {"prompt": "w5 <image> w6 <image>", "multi_modal_data": {"image": [b"cat", b"dog"]}}
+ONE = {"prompt": "w5 <image> w6", "multi_modal_data": {"image": [b"cat"]}}
 
 
-async def encoded() -> Any:
+async def encoded(inputs: Any = ONE) -> Any:
     with found("tensorrt_llm.llmapi.MultimodalEncoder")(model="fake") as encoder:
-        return await encoder.generate_async(INPUTS)
+        return await encoder.generate_async(inputs)
 
 
-async def test_an_encoders_handles_are_the_results_and_not_the_outputs() -> None:
-    result = await encoded()
+@BOTH_VERSIONS
+async def test_an_encoders_handles_are_the_results_and_not_the_outputs(trt: Any) -> None:  # noqa: F811
+    result = await encoded(INPUTS)
+    handles = result.disaggregated_params.multimodal_embedding_handles
+    sizes = [[16, 64], [16, 64]] if trt.__version__ == NEWEST else [[32, 64]]
+    assert [handle["tensor_size"] for handle in handles] == sizes, "1.2.1 has one for all images"
     assert result.finished and result.outputs[0].disaggregated_params is None
     assert [len(entry) for entry in result.disaggregated_params.multimodal_hashes] == [8, 8]
     assert result.mm_embedding_handle == result.disaggregated_params.multimodal_embedding_handles[0]
@@ -50,7 +57,11 @@ async def test_an_encoding_llm_wraps_the_handles_of_a_request_with_parameters_in
         clean = (await encoder.generate_async(INPUTS)).disaggregated_params.multimodal_embedding_handles
         wrapped = await encoder.generate_async(INPUTS, disaggregated_params=disaggregated("context_and_generation"))
         handles = wrapped.disaggregated_params.multimodal_embedding_handles
-        assert isinstance(clean, list) and isinstance(handles, tuple) and [len(handles), len(handles[0])] == [1, 2]
+        assert (
+            isinstance(clean, list)
+            and isinstance(handles, tuple)
+            and [len(handles), handles[0]] == [1, [wrapped.mm_embedding_handle, *handles[0][1:]]]
+        )
 
 
 async def test_embeddings_expand_the_prompt_of_the_context_worker_and_generation_refuses_them(tmp_path: Path) -> None:
@@ -61,20 +72,19 @@ async def test_embeddings_expand_the_prompt_of_the_context_worker_and_generation
         cache_transceiver_config={"backend": "DEFAULT"},
         disable_overlap_scheduler=True,
     ) as engine:
-        wasted = (await encoded()).disaggregated_params
-        for wrong in (
-            {"prompt_token_ids": [5, IMAGE, 6, IMAGE]},
-            {"prompt": "w5 <image>"},
-        ):  # the second takes the embeddings
-            with pytest.raises(ValueError, match="embedding"):
-                engine.generate_async(wrong, sampling(), disaggregated_params=wasted)
-        context = await engine.generate_async({"prompt": INPUTS["prompt"]}, sampling(), disaggregated_params=params)
-        assert context.prompt_token_ids == [5, *[IMAGE] * 16, 6, *[IMAGE] * 16]
+        for wrong, said in (
+            ({"prompt_token_ids": [5, IMAGE]}, "embedding"),
+            ({"prompt": "w5 <image> <image>"}, "must match number of mm_handles"),
+        ):
+            with pytest.raises((AssertionError, ValueError), match=said):
+                engine.generate_async(wrong, sampling(), disaggregated_params=params)
+        context = await engine.generate_async({"prompt": ONE["prompt"]}, sampling(), disaggregated_params=params)
+        assert context.prompt_token_ids == [5, *[IMAGE] * 16, 6]
         handed = context.outputs[0].disaggregated_params
         assert handed.multimodal_embedding_handles is None and handed.multimodal_hashes == params.multimodal_hashes
         handed.request_type = "generation_only"
         rest = await engine.generate_async(context.prompt_token_ids, sampling(), disaggregated_params=handed)
-        raw = await engine.generate_async(INPUTS, sampling())
+        raw = await engine.generate_async(ONE, sampling())
         assert (
             raw.prompt_token_ids == context.prompt_token_ids and raw.outputs[0].token_ids == rest.outputs[0].token_ids
         )

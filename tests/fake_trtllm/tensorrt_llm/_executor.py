@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import itertools
+import os
+import random
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,8 +16,11 @@ from engine.create import create_engine
 from engine.kv_events import Cleared
 from engine.types import EngineInfo
 from tensorrt_llm import _test
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._feeds import Buffer, event_item, stats_item
 from tensorrt_llm._jobs import Job
+from tensorrt_llm._test import faults
+from tensorrt_llm._workers import Workers
 
 SHUT_DOWN = "LLM is shutting down"
 
@@ -34,16 +40,28 @@ class Executor:
         self.events = Buffer(cache.event_buffer_max_size if cache.enable_block_reuse else 0)
         self._config = config
         self._engine: Engine | None = None
-        self._jobs: dict[int, Job] = {}
+        self.jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
+        self._filled: set[tuple[str, tuple[int, ...]]] = set()
+        self.generator = random.Random(42)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-trtllm", daemon=True)
+        self._ending = threading.Lock()
+        self._thawed = threading.Event()
+        self._hangs = False
+        count = int(os.environ.get("FAKE_TRTLLM_WORKERS", "0"))
+        self._workers = Workers(count, self._lose_worker) if count else None
+        self.worker_pids = [] if self._workers is None else self._workers.pids
+        self.asked = 0
 
     def start(self) -> None:
-        """Blocks until the engine is ready. Raises what the engine raises."""
+        """Blocks until the engine is ready, for ever if a worker is killed. Raises what the engine raises."""
         self._thread.start()
         try:
+            time.sleep(faults.construction_seconds)
+            if (message := faults.take("construction_error")) is not None:
+                raise RuntimeError(message)
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         except BaseException:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -52,14 +70,24 @@ class Executor:
         _test.executors.add(self)
 
     def new_id(self) -> int:
+        self.asked += 1
         return next(self._ids)
 
     def submit(self, job: Job) -> None:
         """Raises RuntimeError once the executor is no more."""
         if self.is_shutdown:
             raise RuntimeError(SHUT_DOWN)
-        self._jobs[job.id] = job
+        self.jobs[job.id] = job
         self._loop.call_soon_threadsafe(self._run, job)
+
+    def reuse(self, cache_salt: str, prompt: list[int]) -> int:
+        """Tokens of a prompt in blocks that an earlier one with this salt has filled; note its own blocks."""
+        cache = self.args.kv_cache_config
+        ends = range(cache.tokens_per_block, len(prompt), cache.tokens_per_block) if cache.enable_block_reuse else ()
+        keys = [(cache_salt, tuple(prompt[:end])) for end in ends]
+        cached = sum(key in self._filled for key in keys) * cache.tokens_per_block
+        self._filled.update(keys)
+        return cached
 
     def abort(self, request_id: int) -> None:
         """Without effect on a request that has ended."""
@@ -70,18 +98,44 @@ class Executor:
         """What follows a background exception: the executor shuts itself down, and running results raise."""
         if not self.is_shutdown:
             self.is_shutdown = True
-            for job in list(self._jobs.values()):
+            for job in list(self.jobs.values()):
                 job.push(error)
-            self._jobs.clear()
+            self.jobs.clear()
+
+    def answer(self, result: Any, response: Any) -> None:
+        """Give a result a response that needs no engine."""
+        self._loop.call_soon_threadsafe(result._push, response)
+
+    def freeze(self) -> None:
+        """What follows a worker's death by SIGKILL: silence. Nobody is told, and a shutdown waits for ever."""
+        self._hangs = True
+        self._loop.call_soon_threadsafe(self._thawed.wait)
+
+    def thaw(self) -> None:
+        """Let tests end an executor that hangs, or died and was not shut down."""
+        if self._hangs or self.is_shutdown:
+            self._thawed.set()
+            self.shutdown()
+
+    def waits(self, job: Job) -> bool:
+        """Return whether a request is in the waiting queue: as many as run at once came before it."""
+        return job.id in list(self.jobs)[self.args.max_batch_size or len(self.jobs) :]
 
     def shutdown(self) -> None:
         """Idempotent, and right after a death too."""
-        if self._loop.is_closed():
-            return
-        self.die(RuntimeError(SHUT_DOWN))
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._stop()
-        _test.executors.discard(self)
+        with self._ending:
+            if self._loop.is_closed():
+                return
+            self.die(RuntimeError(SHUT_DOWN))
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._stop()
+            _test.executors.discard(self)
+
+    def _lose_worker(self) -> None:
+        if NEWEST:  # main watches its workers (#16338)
+            self.die(RuntimeError("an MPI worker was killed"))
+        else:
+            self.freeze()
 
     # In the executor's thread.
 
@@ -104,6 +158,8 @@ class Executor:
         await self._loop.shutdown_default_executor()
 
     def _stop(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -122,11 +178,11 @@ class Executor:
 
     def _run(self, job: Job) -> None:
         assert self._engine is not None
-        self._spawn(job.run(self._engine, self.die), lambda: self._jobs.pop(job.id, None))
+        self._spawn(job.run(self._engine, self), lambda: self.jobs.pop(job.id, None))
 
     def _abort(self, request_id: int) -> None:
-        if job := self._jobs.get(request_id):
-            self._spawn(job.abort())
+        if job := self.jobs.get(request_id):
+            self._spawn(job.abort(self))
 
     async def _collect_stats(self, engine: Engine) -> None:
         async for stats in engine.stats():

@@ -5,7 +5,7 @@ A job has the sequences that it asks our engine for, and what their deltas say i
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from tensorrt_llm._errors import RequestError
 from tensorrt_llm._outputs import Logprob
 from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
-from tensorrt_llm._translate import Processor, sampling_of, stop_ids
+from tensorrt_llm._translate import MinLength, Processor, PromptCounts, Sampler, sampling_of, stop_ids
 
 _LOST = "Error in kv cache transfer for generation requests"
 
@@ -37,6 +37,9 @@ class Job:
     interval: int
     cache_salt: str
     processors: list[Any]
+    sampler: Sampler
+    own_processors: Sequence[MinLength | PromptCounts] = ()
+    """What the sampler does, and our engines do otherwise."""
     images: tuple[MediaSpan, ...] = ()
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
@@ -46,6 +49,10 @@ class Job:
     """Sequences that have had a response."""
     fault: str | None = None
     """What it is to fail of, in time."""
+    hang_after: int | None = None
+    """After how many responses the executor is to hang."""
+    silent: bool = False
+    """Whether it was aborted in the waiting queue, of which nobody is told."""
     streams: list[DeltaStream] = field(default_factory=list)
 
     @property
@@ -60,34 +67,45 @@ class Job:
     def push(self, response: Response | Exception) -> None:
         self.result._push(response)
 
-    async def run(self, engine: Engine, die: Callable[[Exception], None]) -> None:
+    async def run(self, engine: Engine, executor: Any) -> None:
         """All sequences, to their ends. One that fails fails the request."""
         names = []
         try:
             self._check()
             for position, processor in enumerate(self.processors):
                 names.append(f"fake-trtllm-{id(self)}-{position}")
-                logits.register(names[-1], lambda processor=processor: Processor(copy.deepcopy(processor), self.id))
+                logits.register(names[-1], lambda processor=processor: self._processor(processor))
+            for processor in self.own_processors:
+                names.append(f"fake-trtllm-{id(self)}-{type(processor).__name__}")
+                logits.register(names[-1], lambda processor=processor: processor)
             async with asyncio.TaskGroup() as group:
                 for index in range(self.result.sampling_params.n):
-                    group.create_task(self._follow(engine, index, tuple(names)))
+                    group.create_task(self._follow(engine, executor, index, tuple(names)))
         except* RequestError as errors:
             self.push(errors.exceptions[0])
             if NEWEST and faults.device_error is not None:  # main tells fatal errors (#12718)
-                die(RuntimeError(faults.device_error))
+                executor.die(RuntimeError(faults.device_error))
         except* AssertionError as errors:
-            die(RuntimeError(f"Error in event loop: {errors.exceptions[0]}"))
+            executor.die(RuntimeError(f"Error in event loop: {errors.exceptions[0]}"))
         except* EngineUnavailable as errors:
-            die(RuntimeError(str(errors.exceptions[0])))
+            executor.die(RuntimeError(str(errors.exceptions[0])))
         except* EngineError as errors:
             self.push(RequestError(str(errors.exceptions[0])))
         finally:
             for name in names:
                 logits.unregister(name)
 
-    async def abort(self) -> None:
+    def _processor(self, processor: Any) -> Processor:
+        prompt, args = len(self.result.prompt_token_ids), self.result._executor.args
+        chunks = -(-prompt // args.max_num_tokens) if args.enable_chunked_prefill and args.max_num_tokens else 1
+        first = self.disaggregated.first_gen_tokens[0] if self.kind == "generation_only" else None
+        overlaps = self.sampler.overlaps
+        return Processor(copy.deepcopy(processor), self.id, prompt, overlaps=overlaps, chunks=chunks, first=first)
+
+    async def abort(self, executor: Any) -> None:
         """End the sequences; those that wait for a context worker's blocks once they have them."""
         self.aborted = True
+        self.silent = executor.waits(self)
         if self.begun or self.kind != "generation_only":
             for stream in self.streams:
                 await stream.aclose()
@@ -95,6 +113,8 @@ class Job:
     def _check(self) -> None:
         """Takes the fault that waits for this request, and a generation request's state."""
         self.fault = faults.device_error or faults.take("request_error")
+        if self.max_tokens > (faults.hang_after or 0):
+            self.hang_after = faults.take("hang_after")
         if self.fault is not None and (faults.device_error or not faults.request_error_after):
             raise RequestError(self.fault)
         if NEWEST and self.kind is not None:
@@ -104,7 +124,7 @@ class Job:
             if self.fields["seed"] is None:
                 self.fields["seed"] = seed
 
-    async def _follow(self, engine: Engine, index: int, processors: tuple[str, ...]) -> None:
+    async def _follow(self, engine: Engine, executor: Any, index: int, processors: tuple[str, ...]) -> None:
         seed = self.fields["seed"]
         sampling = sampling_of(
             self.fields, max_tokens=self.max_tokens, processors=processors, seed=None if seed is None else seed + index
@@ -123,6 +143,8 @@ class Job:
             await stream.aclose()
         waiting: list[Delta] = []
         responses = 0
+        if self.hang_after == 0:
+            executor.freeze()
         async for delta in stream:
             if not self.begun:
                 self._check_first(delta, index)
@@ -136,6 +158,8 @@ class Job:
                 self.push(self._response(index, merge(waiting)))
                 waiting = []
                 responses += 1
+                if responses == self.hang_after:
+                    executor.freeze()
                 if self.fault is not None and responses >= faults.request_error_after:
                     await stream.aclose()
                     raise RequestError(self.fault)
@@ -143,7 +167,8 @@ class Job:
                 return
             if self.aborted:
                 await stream.aclose()
-        self.push(self._response(index, merge(waiting or [Delta(())]), "cancelled"))
+        if not self.silent:
+            self.push(self._response(index, merge(waiting or [Delta(())]), "cancelled"))
 
     def _check_first(self, delta: Delta, index: int) -> None:
         first = self.disaggregated.first_gen_tokens if self.kind == "generation_only" else None
@@ -163,10 +188,7 @@ class Job:
             response.cumulative_logprob = sum(token[0].logprob for token in delta.logprobs)
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
-            # Entry i is of the logits at position i, which are about token i + 1.
-            response.prompt_logprobs = [
-                _entry(token) for token in (delta.prompt.logprobs or ())[1:] if token is not None
-            ]
+            response.prompt_logprobs = self._prompt_scores(delta.prompt.logprobs or ())
         if self.kind == "context_only":
             response.finish_reason = (
                 faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
@@ -176,11 +198,21 @@ class Job:
                 self._place(response.disaggregated_params, response.logprobs)
         return response
 
+    def _prompt_scores(self, tokens: Sequence[TokenLogprobs | None]) -> list[dict[int, Any]]:
+        """Entry i is of the logits at position i, which are about token i + 1. Cached positions have no logits.
+
+        1.2.1 has the most likely tokens alone, main the prompt's own token too.
+        """
+        cached = self.result._executor.reuse(self.cache_salt, self.result.prompt_token_ids)
+        entries = [_entry(token if NEWEST else token[1:]) for token in tokens[1:] if token is not None]
+        return entries[cached:]
+
     def _scores(self, index: int, delta: Delta) -> list[dict[int, Any]]:
         """Log-probabilities of new tokens. 1.2.1's generation worker has none for the context worker's token, main's
         those that came with it (#11727).
         """
-        entries = [_entry(token) for token in delta.logprobs]
+        alone = self.sampler.name == "TRTLLMSampler"  # which reports the sampled token's alone
+        entries = [_entry(token[:1] if alone else token) for token in delta.logprobs]
         if self.kind != "generation_only" or index in self.scored:
             return entries
         self.scored.add(index)

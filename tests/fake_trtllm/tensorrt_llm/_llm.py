@@ -20,8 +20,8 @@ from tensorrt_llm._jobs import Job
 from tensorrt_llm._models import MODELS, gpu_count
 from tensorrt_llm._results import RequestOutput
 from tensorrt_llm._test import faults
-from tensorrt_llm._tokenizer import load_tokenizer, set_up
-from tensorrt_llm._translate import checked_processors, engine_sampling
+from tensorrt_llm._tokenizer import check_guided, load_tokenizer, set_up
+from tensorrt_llm._translate import MinLength, PromptCounts, Sampler, checked_processors, engine_sampling
 from tensorrt_llm._vision import embed, encode, expand, has_mrope, load, position, take
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.sampling_params import SamplingParams
@@ -43,13 +43,11 @@ class BaseLLM:
         self.args = model(**kwargs)
         self._check_gpus(kwargs.get("gpus_per_node"))
         self._tokenizer = load_tokenizer(self.args)
+        check_guided(self.args, self._tokenizer)
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
         self._stats_result: IterationResult | None = None
         self._events_result: IterationResult | None = None
         load(self.args.model)
-        time.sleep(faults.construction_seconds)
-        if (message := faults.take("construction_error")) is not None:
-            raise RuntimeError(message)
         self._executor = Executor(None if self.args.mm_encoder_only else engine_config(self.args), self.args)
         self._executor.start()
         atexit.register(_shut_down, weakref.ref(self))
@@ -162,24 +160,26 @@ class LLM(BaseLLM):
             raise RequestError("LoRA is not enabled")
         if kind == "context_only":
             params.max_tokens = 1
-        prompt, token_ids = self._prompt(call.inputs, params)
+        media = handles is not None or (isinstance(call.inputs, dict) and "multi_modal_data" in call.inputs)
+        # A model's input processor asks its tokenizer as it is, whatever the parameters say.
+        prompt, token_ids = self._prompt(call.inputs, params, add_special=media or params.add_special_tokens)
         set_up(params, self._tokenizer)
         params._stream_interval = getattr(self.args, "stream_interval", 1)
         params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
         images: tuple[MediaSpan, ...] = ()
-        if (embeddings := self._embeddings(call.inputs, prompt, handles)) is not None:
+        if (embeddings := self._embeddings(call.inputs, prompt, token_ids, handles)) is not None:
             token_ids, images = expand(token_ids, self.args.model, embeddings)
             if disaggregated is not None and handles is None and has_mrope(self.args.model):
                 position(disaggregated)
         self._check_length(token_ids, kind)
         return self._submit(call, prompt, token_ids, images)
 
-    def _embeddings(self, inputs: Any, prompt: str | None, handles: Any) -> list[Any] | None:
+    def _embeddings(self, inputs: Any, prompt: str | None, token_ids: list[int], handles: Any) -> list[Any] | None:
         """What takes the places of placeholders: what another encoded, or what is encoded here of raw media."""
         if handles is not None:
             if prompt is None:
                 raise ValueError("embedding handles need a text prompt, with the placeholders that they take")
-            return take(handles)
+            return take(handles, token_ids, self.args.model)
         media = inputs.get("multi_modal_data") if isinstance(inputs, dict) else None
         if isinstance(inputs, dict) and inputs.get("multi_modal_embeddings") and "prompt_token_ids" not in inputs:
             return [item for items in inputs["multi_modal_embeddings"].values() for item in items]
@@ -198,15 +198,20 @@ class LLM(BaseLLM):
         if self._stats_result is None:
             self._stats_result, self._events_result = IterationResult(), IterationResult()
         room = min(executor.info.context_length, executor.info.num_blocks * executor.info.block_size) - len(token_ids)
-        processors = checked_processors(params)
+        processors, sampler = checked_processors(params), Sampler.of(self.args)
+        if (mistake := self._role_mistake(call.disaggregated_params)) is not None:
+            result._push(RuntimeError(mistake))  # outside of what the worker catches, which is its end
+            executor.die(RuntimeError(mistake))
+            return result
         try:
-            self._check_roles(call.disaggregated_params)
             if room < 1 or params.max_tokens < 1:
                 raise RequestError(
                     f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} "
                     "do not fit the maximum sequence length"
                 )
-            fields = engine_sampling(params, executor.info, self.args.guided_decoding_backend is not None)
+            fields = engine_sampling(
+                params, executor.info, self.args.guided_decoding_backend is not None, sampler, len(token_ids)
+            )
         except RequestError as error:  # the worker's refusal, which surfaces on iteration
             result._push(error)
             return result
@@ -214,8 +219,10 @@ class LLM(BaseLLM):
             "context_only",
             "generation_only",
         }
-        if typed and call.disaggregated_params.request_type == "context_only" and fields["seed"] is None:
-            fields["seed"] = random.getrandbits(31)
+        generates = typed and call.disaggregated_params.request_type == "generation_only"
+        if fields["seed"] is None and not generates:
+            # 1.2.1's TorchSampler has one generator for all requests, whose seed is 42.
+            fields["seed"] = random.getrandbits(31) if NEWEST else executor.generator.getrandbits(31)
         executor.submit(
             Job(
                 result=result,
@@ -224,14 +231,23 @@ class LLM(BaseLLM):
                 streaming=call.streaming,
                 interval=params._stream_interval,
                 cache_salt=call.cache_salt or "",
-                processors=processors,
+                processors=[] if sampler.speculates else processors,
+                sampler=sampler,
+                own_processors=[
+                    processor
+                    for processor in (
+                        PromptCounts.of(params, sampler, token_ids),
+                        MinLength.of(params, sampler, len(token_ids)),
+                    )
+                    if processor is not None
+                ],
                 disaggregated=call.disaggregated_params if typed else None,
                 images=images,
             )
         )
         return result
 
-    def _prompt(self, inputs: Any, params: Any) -> tuple[str | None, list[int]]:
+    def _prompt(self, inputs: Any, params: Any, *, add_special: bool) -> tuple[str | None, list[int]]:
         """Text, if there is any, and token ids."""
         if isinstance(inputs, dict):
             assert "prompt" in inputs or "prompt_token_ids" in inputs, "inputs need prompt or prompt_token_ids"
@@ -249,7 +265,7 @@ class LLM(BaseLLM):
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         if self._tokenizer is None:
             raise ValueError("tokenizer is required to process a text prompt")
-        token_ids: list[int] = self._tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
+        token_ids: list[int] = self._tokenizer.encode(inputs, add_special_tokens=add_special)
         return inputs, token_ids[: params.truncate_prompt_tokens]
 
     def _check_length(self, token_ids: list[int], kind: str | None) -> None:
@@ -262,19 +278,20 @@ class LLM(BaseLLM):
                 f"should not exceed max_num_tokens ({args.max_num_tokens})"
             )
 
-    def _check_roles(self, disaggregated: Any) -> None:
+    def _role_mistake(self, disaggregated: Any) -> str | None:
         if not isinstance(disaggregated, DisaggregatedParams | None) or disaggregated is None:
-            return
+            return None
         transceiver = self.args.cache_transceiver_config
         if disaggregated.request_type in {"context_only", "generation_only"} and (
             transceiver is None or transceiver.backend is None
         ):
-            raise RequestError(
+            return (
                 "kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>` in "
                 "config file for disaggregated serving"
             )
-        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler:
-            raise RequestError("Context only requests are not supported in pytorch backend when overlap is enabled.")
+        if disaggregated.request_type == "context_only" and not self.args.disable_overlap_scheduler and not NEWEST:
+            return "Context only requests are not supported in pytorch backend when overlap is enabled."
+        return None
 
 
 def _shut_down(reference: "weakref.ref[BaseLLM]") -> None:

@@ -26,6 +26,10 @@ class Faults:
     device_error: str | None = None
     """Message of an error of the GPU: every request, running or new, fails with it, and health stays as it is. It is
     not used up."""
+    hang_after: int | None = None
+    """Responses that the next request for more tokens gives before all of the executor hangs, as it does once a worker
+    is killed.
+    """
     request_error_after: int = 0
     """Responses that request gives first."""
     event_poll_error: str | None = None
@@ -56,6 +60,27 @@ def live() -> int:
     return len(executors)
 
 
+def worker_pids() -> list[int]:
+    """The MPI workers of all."""
+    return [pid for executor in executors for pid in executor.worker_pids]
+
+
+def requests() -> int:
+    """How many requests have not ended."""
+    return sum(len(executor.jobs) for executor in executors)
+
+
+def asked() -> int:
+    """How many requests there have been."""
+    return sum(executor.asked for executor in executors)
+
+
+def freeze() -> None:
+    """Have every live executor hang."""
+    for executor in executors:
+        executor.freeze()
+
+
 def kill_executors(error: Exception | None = None) -> None:
     """Have every live executor die of `error`: running results raise it, and every later call raises RuntimeError."""
     for executor in list(executors):
@@ -63,7 +88,9 @@ def kill_executors(error: Exception | None = None) -> None:
 
 
 def reset() -> None:
-    """No faults, and no embeddings that nobody took."""
+    """No faults, no executor that hangs, and no embeddings that nobody took."""
+    for executor in list(executors):
+        executor.thaw()
     if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:
         shared.free()
     for field in dataclasses.fields(Faults):

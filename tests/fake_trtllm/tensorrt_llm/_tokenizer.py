@@ -39,6 +39,26 @@ def load_tokenizer(args: Any) -> Any:
     return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
+def check_guided(args: Any, tokenizer: Any) -> None:
+    """Raise what a worker raises at its start if it cannot guide: `_xgrammar_tokenizer_info`, `create_py_executor`."""
+    backend, speculative = args.guided_decoding_backend, args.speculative_config
+    if backend is None or args.mm_encoder_only:
+        return
+    mode = type(speculative).__name__
+    if mode in ("MedusaDecodingConfig", "LookaheadDecodingConfig"):
+        raise ValueError(f"Guided decoding is not supported for speculative decoding mode: {mode}.")
+    folder = Path(args.model)
+    if args.skip_tokenizer_init and folder.is_dir():
+        raise AssertionError("the tokenizer is None")
+    classes = read_json(folder / "tokenizer_config.json").get("auto_map", {}).get("AutoTokenizer")
+    if classes is None or (isinstance(classes, list) and classes[1:] and classes[1]):
+        return  # a fast tokenizer
+    if not any(folder.glob("*tiktoken*")):
+        raise ValueError(f"Unsupported tokenizer type: {classes}")
+    if backend == "llguidance":
+        raise ValueError("missing tokenizer_str")
+
+
 def set_up(params: Any, tokenizer: Any) -> None:
     """Fill in, in place, what SamplingParams leaves to the tokenizer.
 

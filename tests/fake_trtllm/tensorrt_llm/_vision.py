@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.media import MediaSpan
+from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._engines import read_json
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
@@ -30,20 +31,29 @@ def encode(executor: Any, inputs: Any, params: Any, disaggregated: Any, mrope: b
         executor, executor.new_id(), inputs.get("prompt"), list(inputs.get("prompt_token_ids", ())), params
     )
     digests = [_digest(item) for item in _items(inputs["multi_modal_data"])]
-    handles: Any = [_shared(_embedding(digest)) for digest in digests]
+    embeddings = [_embedding(digest) for digest in digests]
+    handles: Any = [_shared(item) for item in embeddings if NEWEST] or [_shared(_joined(embeddings))]
     hashes = [[int.from_bytes(digest[at : at + 4]) for at in range(0, 32, 4)] for digest in digests]
-    encoded = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+    encoded = DisaggregatedParams(multimodal_embedding_handles=handles)
+    encoded.multimodal_hashes = hashes
     if mrope:
         position(encoded)
     if disaggregated is not None:
         encoded.request_type = disaggregated.request_type
         encoded.multimodal_embedding_handles = (handles,)  # a comma too many, in 1.2.1
-    result._push(Response(0, finish_reason="stop", encoded=encoded, mm_embedding_handle=handles[0]))
+    executor.answer(result, Response(0, finish_reason="stop", encoded=encoded, mm_embedding_handle=handles[0]))
     return result
 
 
-def take(handles: Any) -> list[Any]:
-    """The embeddings, rebuilt, so that their producer's memory is free again."""
+def take(handles: Any, token_ids: list[int], model: Any) -> list[Any]:
+    """The embeddings, rebuilt, so that their producer's memory is free again.
+
+    1.2.1's `get_prompt_token_ids` takes one handle for one image; its encoder has one for all images of a request.
+    """
+    if not NEWEST and len(handles) > 1:
+        raise NotImplementedError("Only one mm_handle is supported for now")
+    images = token_ids.count(image_token_of(model) or -1)
+    assert images == len(handles), f"Number of images ({images}) must match number of mm_handles ({len(handles)})"
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer  # noqa: PLC0415 - needs torch
 
     return [SharedTensorContainer.from_dict(handle).get_local_view() for handle in handles]
@@ -123,6 +133,12 @@ def _embedding(digest: bytes) -> Any:
 
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return torch.randn(TOKENS, WIDTH, generator=generator)
+
+
+def _joined(embeddings: list[Any]) -> Any:
+    import torch  # noqa: PLC0415 - slow, and needed for images only
+
+    return torch.cat(embeddings)
 
 
 def _shared(tensor: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.checkpoints.facts import ModelFacts
 from engine.fake.encoder import FakeEncoder
-from engine.media import MediaFiles
+from engine.media import Encoding, MediaFiles
 from multimodal.errors import RequestError
 from multimodal.media.prompts import BackendPrompts
 from multimodal.request import MediaRef
@@ -377,3 +377,29 @@ async def test_a_backend_that_tokenises_again_finds_no_forged_tokens() -> None:
     again = found.tokenizer.encode(prompt.media.text)
     assert controls("chatml", again) == controls("chatml", prompt.ids)
     assert prompt.media.text.replace("\u200b", "") == unmarked(text)
+
+
+class WholeEncoder(FakeEncoder):
+    """Encodes all images of a prompt together, as TensorRT-LLM's encoders do."""
+
+    async def encode(self, media: Any, prompt: str = "") -> Any:
+        return Encoding(version=1, backend="trtllm", prompt=prompt, state=b"")
+
+
+@pytest.mark.parametrize(
+    ("most", "images", "choices", "encoded"), [(0, 2, 1, True), (1, 1, 1, True), (1, 2, 1, False), (0, 1, 2, False)]
+)
+async def test_the_backend_encodes_what_it_cannot_use_of_others(
+    most: int, images: int, choices: int, encoded: bool
+) -> None:
+    found = family("chatml")
+    text = rendered("chatml", chat(found.image * images))
+
+    async def tokenise(marked: str) -> list[int]:
+        return found.control.encode(marked)
+
+    async with world() as w:
+        prompts = BackendPrompts(w.loader, 32, WholeEncoder(), found.control, max_encoded=most)
+        refs = [MediaRef(data_url(image_file()), "auto", "")] * images
+        prompt = await prompts.prompt(text, refs, tokenise, choices)
+    assert isinstance(prompt.media, Encoding if encoded else MediaFiles)

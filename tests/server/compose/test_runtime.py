@@ -42,6 +42,7 @@ async def test_runtime_is_what_the_engine_has() -> None:
         [],
         {},
     )
+    assert runtime["refused_parameters"] == {}
     assert {"trellis", "python"} <= runtime["versions"].keys()
 
 

@@ -74,7 +74,7 @@ def test_guides_are_as_the_engine_has_them(app: App, monkeypatch: pytest.MonkeyP
     document = app.get("/openapi.json")
     schemas = document["components"]["schemas"]
     assert schemas["CompletionRequest"]["properties"]["guided_regex"]["type"] == ["string", "null"]
-    assert len(schemas["ResponseFormat"]["oneOf"]) == 6
+    assert len(schemas["ResponseFormat"]["oneOf"]) == 8
     schema = body_schema("/v1/completions", document)
     for name in ("guided_json", "guided_choice", "guided_regex", "structured_outputs", "response_format", "grammar"):
         for example in schema["properties"][name]["examples"]:

@@ -1,6 +1,8 @@
 """Several API processes on one port and one engine."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.servers import CHAT, ServerProcess, serving
+from tests.support.environment import bare
+from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving
+from tests.support.waiting import slowness
 
 
 @pytest.fixture
@@ -101,3 +105,31 @@ def test_children_end_with_a_killed_launcher(server: ServerProcess) -> None:
     server.process.kill()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+def test_it_serves_beside_modules_of_the_same_names(tmp_path: Path) -> None:
+    """The user's folder has a server.py and packages that FastAPI projects have; it is also in PYTHONPATH."""
+    for name in ("server.py", "engine.py", "protocol.py", "routers/__init__.py", "multimodal/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('the module of the user')")
+    environment = bare()
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    flags = ("serve", "--engine", "fake", "--port", "0", "--api-processes", "2")
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "trellis.py"), *flags],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stderr is not None
+    with server.stderr as log:
+        lines = []
+        while not (found := READY.search(line := log.readline())):
+            assert line, f"it ended: {''.join(lines)}"
+            lines.append(line)
+        answer = httpx.post(f"{found[1]}/v1/completions", json={"model": "fake", "prompt": "a", "max_tokens": 2})
+        server.send_signal(signal.SIGTERM)
+        lines += log.readlines()
+    assert server.wait(60 * slowness()) == 0 and answer.status_code == 200
+    assert "the module of the user" not in "".join(lines)

@@ -98,7 +98,8 @@ def test_closed_terminal_lets_running_streams_finish(processes: str) -> None:
     def take_terminal() -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes]
+    flags = ("--port", "0", "--engine", "fake", *SLOW, "--api-processes", processes, "--log-format", "json")
+    command = [sys.executable, "-m", "server", *flags]
     server = subprocess.Popen(
         command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
     )
@@ -290,6 +291,7 @@ def test_a_damaged_model_ends_the_start_with_its_name_and_no_traceback(tiny_mode
     assert server.wait(60 * slowness()) == 1
     [end] = [line for line in server.lines if "the server ends: " in line]
     assert f"{file} is damaged or no safetensors file" in end
+    assert server.log.count("is damaged") == 1, "and said once"
     assert "Traceback" not in server.log
 
 
@@ -307,7 +309,7 @@ def test_port_in_use() -> None:
         server = ServerProcess("--port", str(taken.getsockname()[1]))
         assert server.wait() == 1
     assert len(server.lines) == 1
-    assert "cannot listen on 127.0.0.1" in server.lines[0]
+    assert "cannot listen on 127.0.0.1" in server.lines[0] and "--port" in server.lines[0]
 
 
 def test_banner_and_logs() -> None:

@@ -13,6 +13,7 @@ import flashinfer
 import torch
 
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
+from engine.embedded.models.devices import to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.attention import KvCache
 
@@ -147,11 +148,6 @@ class CudaAttention:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         return ragged, flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-
-
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers as a tensor on the device. Pinned memory keeps the copy from waiting for what the device does."""
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

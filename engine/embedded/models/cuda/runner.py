@@ -12,10 +12,11 @@ import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
-from engine.embedded.models.cuda.attention import CudaAttention, to_device
+from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
-from engine.embedded.models.devices import UnsupportedModelError, dtype_of
+from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
+from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config
@@ -57,14 +58,16 @@ class CudaRunner(TorchRunner):
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
         )
         self._spare_slot = config.max_batch_size
-        self._likeliest = self._sampled[:0], self._sampled[:0]
-        """Logits and likeliest tokens of the last graph."""
+        largest = max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
+        with torch.inference_mode():
+            self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
+            self.sampler.warm_up(self.dtype, self._spare_slot)
         self._graphs: dict[int, _Graph] = {}
         self._warm_up()
         with torch.inference_mode():
             self._decoder.load_products(config.max_num_tokens)
         if config.enable_cuda_graphs:
-            self._capture(max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens)))
+            self._capture(largest)
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -90,20 +93,22 @@ class CudaRunner(TorchRunner):
         if step.embeddings is not None:
             self._decoder.show(step.embeddings.embeddings)
         if size := self.graph_size(step):
-            return self._replay(self._graphs[size], self._inputs(step, size), step.rows)
-        tokens, positions, slots, _ = self._inputs(step, len(step.tokens))
+            return self._replay(self._graphs[size], self._inputs(step, size), step)
+        inputs = self._inputs(step, len(step.tokens))
+        tokens, positions, slots, targets = inputs
         attention_step = self._attention.mixed(step, slots, positions)
-        embeddings = self._decoder.embed(self._filled_in(tokens))
-        return self._decoder(embeddings, positions, self._attention, attention_step, self._to_device(step.rows))
+        tokens = self._filled_in(tokens)
+        rows = self._to_device(step.rows)
+        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, attention_step, rows)
+        if count := sum(step.sampled):
+            drawn = rows[-count:]
+            self.sampler.results = self.sampler.run(logits[-count:], targets[drawn], positions[drawn], tokens[drawn])
+        return logits
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._likeliest[1] if logits is self._likeliest[0] else logits.argmax(dim=1)
-
-    @torch.inference_mode()
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
-        if tokens is self._likeliest[1]:
-            return
-        self._sampled[self._to_device(slots)] = tokens
+        """Keep tokens that the sampler did not draw: it keeps its own."""
+        if tokens is not self.sampler.results.tokens:
+            self._sampled[self._to_device(slots)] = tokens
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""
@@ -130,26 +135,27 @@ class CudaRunner(TorchRunner):
         found = trial(self._decoder, self.cache_dtype, self.device)
         return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
-    def _replay(self, graph: "_Graph", inputs: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Return the logits of these rows; `argmax` has their likeliest tokens, and they are remembered."""
+    def _replay(self, graph: "_Graph", inputs: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
         graph.inputs.copy_(inputs)
         graph.graph.replay()
+        rows, count = step.rows, sum(step.sampled)
         if rows == list(range(len(rows))):
-            self._likeliest = graph.logits[: len(rows)], graph.tokens[: len(rows)]
-        else:
-            wanted = self._to_device(rows)
-            self._likeliest = graph.logits[wanted], graph.tokens[wanted]
-        return self._likeliest[0]
+            first = len(rows) - count
+            self.sampler.results = RowDraws(graph.tokens[first : len(rows)], graph.reports[first : len(rows)])
+            return graph.logits[: len(rows)]
+        wanted = self._to_device(rows)
+        drawn = wanted[len(rows) - count :]
+        self.sampler.results = RowDraws(graph.tokens[drawn], graph.reports[drawn])
+        return graph.logits[wanted]
 
-    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step as a graph does: compute logits and the likeliest tokens, and remember these as if they had
-        been sampled."""
+    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run a step as a graph does: compute the logits of all rows, and draw a token for each."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
-        logits = self._decoder(self._decoder.embed(self._filled_in(tokens)), positions, self._attention, step, None)
-        likeliest = logits.argmax(dim=1)
-        self._sampled.index_copy_(0, targets.long(), likeliest)
-        return logits, likeliest
+        tokens = self._filled_in(tokens)
+        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, None)
+        return logits, *self.sampler.run(logits, targets, positions, tokens)
 
     def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return token ids, int64 [tokens], with those of pending tokens filled in."""
@@ -215,9 +221,9 @@ class CudaRunner(TorchRunner):
             inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
             inputs[2:] = self._spare_slot
             with torch.inference_mode():
-                graph, (logits, tokens) = capture(partial(self._run_whole, inputs), pool)
+                graph, outputs = capture(partial(self._run_whole, inputs), pool)
             pool = graph.pool()
-            self._graphs[size] = _Graph(graph, inputs, logits, tokens)
+            self._graphs[size] = _Graph(graph, inputs, *outputs)
         self._graphs = dict(sorted(self._graphs.items()))
         log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
 
@@ -245,6 +251,7 @@ class _Graph(NamedTuple):
     inputs: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
+    reports: torch.Tensor
 
 
 def _sizes(largest: int) -> list[int]:

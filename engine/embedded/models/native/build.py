@@ -1,6 +1,7 @@
 """Compile `decoder.cpp` for an instruction set, once for each cache folder, and give its functions to Python."""
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -18,6 +19,8 @@ SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=gnu++20", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
 _SECONDS = 120.0
+
+log = logging.getLogger(__name__)
 
 
 class NoCompilerError(Exception):
@@ -54,6 +57,7 @@ def _compile(path: Path, flags: tuple[str, ...]) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=path.parent) as part:
         made = Path(part) / path.name
+        log.info("compiling the code for this processor with %s, once; that takes up to a minute", compiler)
         try:
             done = subprocess.run(
                 [compiler, *flags, str(SOURCE), "-o", str(made)],

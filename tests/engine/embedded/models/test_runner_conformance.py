@@ -217,7 +217,7 @@ def test_pending_tokens(runner: ModelRunner, reference: LlamaForCausalLM) -> Non
 
 @torch.inference_mode()
 def test_greedy_steps_ahead_of_the_host(runner: ModelRunner, reference: LlamaForCausalLM) -> None:
-    """What `argmax` gives is remembered and taken by the next step, prompts among them: transformers' greedy tokens."""
+    """What is sampled is remembered and taken by the next step, prompts among them: transformers' greedy tokens."""
     prompts = [A[:20], D[:4]]
     expected = []
     for prompt in prompts:
@@ -229,7 +229,7 @@ def test_greedy_steps_ahead_of_the_host(runner: ModelRunner, reference: LlamaFor
     step = step_of(parts, last_rows(parts))
     found: list[list[int]] = []
     for number in range(5):
-        sampled = runner.argmax(runner.forward(step))
+        sampled = runner.forward(step).argmax(dim=1)
         runner.remember([0, 1], sampled)
         found.append(sampled.tolist())
         parts = [

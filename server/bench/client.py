@@ -1,12 +1,10 @@
-"""A fast closed-loop streaming client for any OpenAI-compatible server: `python -m benchmarks.client --help`.
+"""A fast closed-loop streaming client for any OpenAI-compatible server.
 
 It speaks HTTP/1.1 over an asyncio protocol and parses events only until the first text. After that an event costs a few
 microseconds, so one core handles more than 15,000 chunks per second. Token counts are those of the server's usage.
 """
 
-import argparse
 import asyncio
-import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +16,8 @@ import httptools
 import orjson
 import uvloop
 
-from benchmarks.prompts import PromptMaker, words
-from benchmarks.summary import Sample, Summary, summarise
+from server.bench.prompts import PromptMaker, words
+from server.bench.summary import Sample, Summary, summarise
 
 Endpoint = Literal["chat", "completions"]
 
@@ -60,7 +58,7 @@ _LOST = "the connection was lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadRun:
     """One measurement: `requests` requests, `concurrency` at a time."""
 
     concurrency: int
@@ -192,7 +190,7 @@ async def _connect(base_url: str) -> _Connection:
 
 
 async def _worker(
-    target: Target, load: Load, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0
+    target: Target, load: LoadRun, requests: Iterator[bytes], samples: list[Sample], delay: float = 0.0
 ) -> None:
     connection: _Connection | None = None
     await asyncio.sleep(delay)
@@ -222,14 +220,16 @@ async def fit_prompts(target: Target) -> PromptMaker:
     rng = random.Random(0)
     counts = (8, 72)
     samples: list[Sample] = []
-    await _worker(target, Load(1, 2, 0, 1), iter([target.request(words(count, rng), 1) for count in counts]), samples)
+    await _worker(
+        target, LoadRun(1, 2, 0, 1), iter([target.request(words(count, rng), 1) for count in counts]), samples
+    )
     for sample in samples:
         if sample.error:
             raise RuntimeError(f"{target.base_url}: {sample.error}")
     return PromptMaker.fit(((counts[0], samples[0].prompt_tokens), (counts[1], samples[1].prompt_tokens)))
 
 
-async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
+async def measure(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> Summary:
     """Run `load` and summarise it. Equal seeds send equal prompts; the prompts of one run all differ."""
     rng = random.Random(seed)
     requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
@@ -238,7 +238,7 @@ async def measure(target: Target, load: Load, prompts: PromptMaker, seed: str) -
     return summarise(samples, time.perf_counter() - started)
 
 
-async def exchange(target: Target, load: Load, requests: Sequence[bytes]) -> list[Sample]:
+async def exchange(target: Target, load: LoadRun, requests: Sequence[bytes]) -> list[Sample]:
     """Send `requests`, `load.concurrency` at a time, and return a sample for each."""
     samples: list[Sample] = []
     queue = iter(requests)
@@ -247,7 +247,7 @@ async def exchange(target: Target, load: Load, requests: Sequence[bytes]) -> lis
     return samples
 
 
-def run(target: Target, load: Load, prompts: PromptMaker, seed: str) -> Summary:
+def run(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> Summary:
     """Run `measure` on a new uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(measure(target, load, prompts, seed))
@@ -257,29 +257,3 @@ def fit(target: Target) -> PromptMaker:
     """Run `fit_prompts` on a new uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(fit_prompts(target))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.client", description="Load one server and print a summary."
-    )
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", required=True, help="model name in requests")
-    parser.add_argument("--api-key", default="")
-    parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")
-    parser.add_argument("--extra", type=json.loads, default={"ignore_eos": True}, help="JSON added to every request")
-    parser.add_argument("-c", "--concurrency", type=int, default=1)
-    parser.add_argument("-n", "--requests", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=40)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--seed", default=str(time.time_ns()))
-    args = parser.parse_args()
-    target = Target(args.base_url, args.model, args.api_key, args.endpoint, args.extra)
-    summary = run(
-        target, Load(args.concurrency, args.requests, args.prompt_tokens, args.max_tokens), fit(target), args.seed
-    )
-    print(json.dumps(summary.asdict(), indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,222 @@
+"""Sampling on a GPU: tables of what each slot asks for, and kernels that draw within the step's graph.
+
+The host writes a slot's rows when a sequence enters it. After that a token costs the host nothing, except in two cases,
+in which the token is drawn a second time when the host has seen the last one: a grammar needs its mask, and logits
+processors and bad words of several tokens are computed by the reference, `engine/embedded/sampling/sampler.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.embedded.models.cuda import sampling_kernels
+from engine.embedded.models.cuda.sampling_kernels import AN_END, COUNTED, FIELDS, IN_PROMPT, REPORT, TOP, Kernels
+from engine.embedded.models.devices import to_device
+from engine.embedded.sampling.sampler import Drawn, Report, Sampler
+from engine.embedded.sampling.state import SamplerState
+
+_NEVER = float("-inf")
+_SEED_MASK = (1 << 64) - 1
+
+
+class RowDraws(NamedTuple):
+    """What the kernels found for each row of logits."""
+
+    tokens: torch.Tensor
+    """int64 [rows]"""
+    reports: torch.Tensor
+    """float32 [rows, REPORT], for rows whose log-probabilities are asked for."""
+
+
+class CudaSampler(Sampler):
+    """A `Sampler` for up to `rows` rows. `sampled` is the last token of each slot, int64 [slots]: a row's own is kept
+    there."""
+
+    def __init__(self, vocab_size: int, rows: int, sampled: torch.Tensor, eos_token_ids: Sequence[int]) -> None:
+        device, slots = sampled.device, len(sampled)
+        super().__init__(vocab_size, device)
+        self._sampled = sampled
+        self._kernels = Kernels(rows, vocab_size, device)
+        self._table = torch.zeros((slots, FIELDS), dtype=torch.int32, device=device)
+        self._biases = torch.zeros((slots, vocab_size), device=device)
+        self._marks = torch.zeros((slots, vocab_size), dtype=torch.int32, device=device)
+        self._ends = torch.tensor(sorted(eos_token_ids) or [0], dtype=torch.int32, device=device)
+        self._admitted = [-1] * slots
+        """The admission that each slot's rows in the tables are of."""
+        self.results = self.new_results(0)
+        """Of the last step, for the rows from which tokens are sampled."""
+
+    def new_results(self, rows: int) -> RowDraws:
+        return RowDraws(
+            torch.empty(rows, dtype=torch.int64, device=self._device),
+            torch.empty((rows, REPORT), device=self._device),
+        )
+
+    def run(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> RowDraws:
+        """Draw a token for each row of `logits` [rows, vocab]; the others are the slots, positions and token ids of the
+        step's inputs in these rows. Fits a CUDA graph."""
+        results = self.new_results(len(logits))
+        self._kernels(
+            logits,
+            (self._table, self._biases, self._marks),
+            self._ends,
+            (results.tokens, self._sampled, results.reports),
+            rows=(slots, positions, tokens),
+        )
+        return results
+
+    def warm_up(self, dtype: torch.dtype, slot: int) -> None:
+        """Have the kernels for guided rows compiled and loaded."""
+        self.results = self.new_results(1)
+        masks = np.full((1, -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        self._draw_guided(
+            torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks
+        )
+
+    def enter(self, slots: Sequence[int], admissions: Sequence[int], states: Sequence[SamplerState]) -> None:
+        entered = [
+            (slot, state)
+            for slot, admission, state in zip(slots, admissions, states, strict=True)
+            if self._admitted[slot] != admission
+        ]
+        if not entered:
+            return
+        for slot, admission in zip(slots, admissions, strict=True):
+            self._admitted[slot] = admission
+        for slot, state in entered:
+            if state.biased:
+                self._write_biases(slot, state)
+            if state.penalised or state.sampling.min_tokens:
+                self._write_marks(slot, state)
+        rows = np.stack([_parameters(state, self._vocab_size) for _, state in entered])
+        places = to_device([slot for slot, _ in entered], torch.int64, self._device)
+        self._table[places] = to_device(rows, torch.int32, self._device)
+
+    def waits(self, states: Sequence[SamplerState]) -> bool:
+        return any(state.by_host for state in states)
+
+    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState], slots: Sequence[int] = ()) -> Drawn:
+        tokens, reports = self.results
+        assert len(tokens) == len(states), "the runner drew for the rows of its last step"
+        by_host = [row for row, state in enumerate(states) if state.by_host]
+        hosted = [row for row in by_host if states[row].by_reference]
+        if len(hosted) < len(by_host):
+            guided = [row for row in by_host if not states[row].by_reference]
+            self._guide(logits, guided, [states[row] for row in guided], slots)
+        if hosted:
+            rows = to_device(hosted, torch.int64, self._device)
+            drawn = super().draw(logits[rows], [states[row] for row in hosted]).tokens
+            tokens[rows] = drawn
+            self._sampled[to_device([slots[row] for row in hosted], torch.int64, self._device)] = drawn
+        return Drawn(tokens, self._reports(logits, tokens, reports, states))
+
+    def _guide(
+        self, logits: torch.Tensor, rows: Sequence[int], states: Sequence[SamplerState], slots: Sequence[int]
+    ) -> None:
+        """Draw rows with a grammar again, now that its masks are known."""
+        masks = torch.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
+        for index, state in enumerate(states):
+            assert state.matcher is not None
+            state.matcher.fill(masks, index)
+        header = [
+            (row, slots[row], state.num_prompt + state.position - 1, 0) for row, state in zip(rows, states, strict=True)
+        ]
+        self._draw_guided(logits, header, masks.numpy())
+
+    def _draw_guided(
+        self, logits: torch.Tensor, header: Sequence[tuple[int, int, int, int]], masks: NDArray[np.int32]
+    ) -> None:
+        tokens, reports = self.results
+        self._kernels(
+            logits,
+            (self._table, self._biases, self._marks),
+            self._ends,
+            (tokens, self._sampled, reports),
+            guided=(to_device(header, torch.int32, self._device), to_device(masks, torch.int32, self._device)),
+        )
+
+    def _reports(
+        self, logits: torch.Tensor, tokens: torch.Tensor, reports: torch.Tensor, states: Sequence[SamplerState]
+    ) -> list[tuple[Sequence[int], Report]]:
+        """Return log-probabilities by rows: the kernels' where these draw and list as many, else the reference's."""
+        asked = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        if not asked:
+            return []
+        fast = [row for row in asked if not states[row].by_reference and (states[row].sampling.logprobs or 0) <= TOP]
+        found: list[tuple[Sequence[int], Report]] = []
+        if fast:
+            part = reports if len(fast) == len(reports) else reports[to_device(fast, torch.int64, self._device)]
+            found.append((fast, Report(part, [states[row].sampling.logprobs or 0 for row in fast])))
+        if len(fast) < len(asked):
+            slow = sorted(set(asked).difference(fast))
+            rows = to_device(slow, torch.int64, self._device)
+            counts = [states[row].sampling.logprobs or 0 for row in slow]
+            found.append((slow, Report.of(logits[rows].float(), tokens[rows], counts)))
+        return found
+
+    def _write_biases(self, slot: int, state: SamplerState) -> None:
+        sampling, row = state.sampling, self._biases[slot]
+        row.fill_(_NEVER if sampling.allowed_token_ids else 0.0)
+        values = {token: sampling.logit_bias.get(token, 0.0) for token in sampling.allowed_token_ids}
+        if not sampling.allowed_token_ids:
+            values = dict(sampling.logit_bias)
+        values |= {words[0]: _NEVER for words in sampling.bad_words if len(words) == 1}
+        self._put(row, values)
+
+    def _write_marks(self, slot: int, state: SamplerState) -> None:
+        row, marks = self._marks[slot], dict[int, int]()
+        row.zero_()
+        if state.penalised:
+            marks = {token: COUNTED * count for token, count in Counter(state.tokens[state.num_prompt :]).items()}
+            for token in set(state.tokens[: state.num_prompt]):
+                marks[token] = marks.get(token, 0) | IN_PROMPT
+        for token in state.ends:
+            marks[token] = marks.get(token, 0) | AN_END
+        self._put(row, marks)
+
+    def _put(self, row: torch.Tensor, values: dict[int, int] | dict[int, float]) -> None:
+        if values:
+            row[to_device(list(values), torch.int64, self._device)] = to_device(
+                list(values.values()), row.dtype, self._device
+            )
+
+
+def _parameters(state: SamplerState, vocab_size: int) -> NDArray[np.int32]:
+    """Return a slot's row of the table of parameters, int32 [FIELDS]."""
+    sampling = state.sampling
+    top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+    truncated = not state.greedy and (top_k > 0 or sampling.top_p < 1)
+    reported = sampling.logprobs is not None and sampling.logprobs <= TOP
+    flags = (
+        (not state.greedy) * sampling_kernels.RANDOM.value
+        + truncated * sampling_kernels.TRUNCATED.value
+        + state.biased * sampling_kernels.BIASED.value
+        + state.penalised * sampling_kernels.PENALISED.value
+        + reported * sampling_kernels.REPORTED.value
+    )
+    seed = state.seed & _SEED_MASK
+    values = np.zeros(FIELDS, dtype=np.int32)
+    values[[0, 2, 10, 11, 12, 13]] = (
+        flags,
+        top_k,
+        state.num_prompt,
+        len(state.tokens),
+        sampling.min_tokens if state.ends else 0,
+        (sampling.logprobs or 0) if reported else 0,
+    )
+    values.view(np.float32)[[1, 3, 4, 5, 6, 7]] = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )
+    values.view(np.uint32)[[8, 9]] = seed & 0xFFFFFFFF, seed >> 32
+    return values

@@ -1,0 +1,470 @@
+"""Triton kernels that sample a token for each row of a step: edits, temperature, truncation, the draw, and what is
+reported of it.
+
+Four kernels run one after the other, inside the graph of a step; a row that is greedy and unedited leaves the second
+and third at once. A row is cut into chunks of `CHUNK` ids, so that one row keeps many multiprocessors busy.
+
+1. `_edit`: bias, bans, grammar, penalties; the largest logit of each chunk; the likeliest ids of each chunk.
+2. `_weigh`: without truncation, the race within each chunk; else how many ids, of which weight, are above each of
+   `LEVELS` thresholds.
+3. `_collect`: the ids above the highest threshold that surely keeps all that truncation keeps.
+4. `_choose`: the exact truncation among these by bisection, the race, and the report.
+
+Everything that a request asks for lies in tables with a row for each slot (`engine/embedded/models/cuda/sampler.py`).
+What a step computes depends on these, on its logits, positions and input tokens alone, so that it can be drawn again.
+"""
+
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CHUNK = 2048
+"""Ids of a row that one program works on."""
+LEVELS = 16
+CANDIDATES = 8192
+"""Most ids that are collected for a row; if more may be kept, the whole row is searched."""
+TOP = 20
+"""Most alternatives that are reported."""
+REPORT = 3 + 2 * TOP
+"""Values of a report: log of the sum of exponentials, the token's logit and rank, then the likeliest logits, and their
+ids."""
+FIELDS = 16
+"""Values of a slot's parameters, int32 or float32, in this order: flags, temperature, top_k, top_p, min_p,
+repetition_penalty, frequency_penalty, presence_penalty, the seed's low and high half, prompt tokens, tokens that the
+host had counted, min_tokens, alternatives."""
+
+RANDOM = tl.constexpr(1)
+"""Flag: drawn, else greedy."""
+TRUNCATED = tl.constexpr(2)
+"""Flag: top-k or top-p cuts."""
+BIASED = tl.constexpr(4)
+"""Flag: the slot's row of biases, which are -inf for banned ids, is added."""
+PENALISED = tl.constexpr(8)
+"""Flag: the slot's row of marks counts output tokens."""
+REPORTED = tl.constexpr(16)
+"""Flag: log-probabilities are asked for."""
+
+IN_PROMPT = 1
+"""Bit of a mark: the id is in the prompt."""
+AN_END = 2
+"""Bit of a mark: the id is banned until there are min_tokens."""
+COUNTED = 4
+"""What an occurrence in the output adds to a mark."""
+
+_NEVER = tl.constexpr(float("-inf"))
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+_NONE = tl.constexpr(2147483647)
+_INFINITE = tl.constexpr(0x7F800000)
+"""Bits of the float32 that is infinite: as integers, bits of positive float32 have the order of these."""
+_SPREAD = tl.constexpr(0.06)
+"""Level i lies i² times this below the largest scaled logit."""
+_MARGIN = tl.constexpr(1.00001)
+"""For sums of weights in another order."""
+
+
+@triton.jit
+def _field(table, slot, field: tl.constexpr, FIELDS: tl.constexpr):
+    return tl.load(table + slot * FIELDS + field)
+
+
+@triton.jit
+def _value(table, slot, field: tl.constexpr, FIELDS: tl.constexpr):
+    return tl.load(table + slot * FIELDS + field).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row(header, slots, positions, row, INDEXED: tl.constexpr):
+    """Return the row of logits and of results that this row is for, its slot and its input's position."""
+    if INDEXED:
+        source = tl.load(header + row * 4).to(tl.int64)
+        slot = tl.load(header + row * 4 + 1).to(tl.int64)
+        position = tl.load(header + row * 4 + 2)
+    else:
+        source = row
+        slot = tl.load(slots + row).to(tl.int64)
+        position = tl.load(positions + row)
+    return source, slot, position.to(tl.int32)
+
+
+@triton.jit
+def _allowed(masks, row, words, ids, inside):
+    return ((tl.load(masks + row * words + ids // 32, inside, 0) >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def _largest(best, row, chunks, CHUNKS: tl.constexpr):
+    each = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(best + row * chunks + each, each < chunks, _NEVER), 0)
+
+
+@triton.jit
+def _scaled(values, largest, table, slot, FIELDS: tl.constexpr):
+    return tl.div_rn(values - largest, tl.maximum(_value(table, slot, 1, FIELDS), 1e-30))
+
+
+@triton.jit
+def _seed(table, slot, FIELDS: tl.constexpr):
+    low = _field(table, slot, 8, FIELDS).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = _field(table, slot, 9, FIELDS).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (high << 32) | low
+
+
+@triton.jit
+def _gain(words):
+    """Return minus the logarithms of exponential variates, from 32 random bits each."""
+    part = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = part * (1 + part * (0.5 + part * (0.33333334 + part * (0.25 + part * (0.2 + part * 0.16666667)))))
+    return -tl.log(tl.where(part < 0.0625, series, -tl.log(tl.maximum(1 - part, 5.9604645e-08))))
+
+
+@triton.jit
+def _level(counts, masses, totals, row, chunks, k, p, CHUNKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the first level above which truncation keeps nothing else, or LEVELS; the ids above it; all weights."""
+    chunk, level = tl.arange(0, CHUNKS), tl.arange(0, LEVELS)
+    cells = (row * chunks + chunk[:, None]) * LEVELS + level[None, :]
+    inside = (chunk < chunks)[:, None] & (level >= 0)[None, :]
+    count = tl.sum(tl.load(counts + cells, inside, 0), 0)
+    mass = tl.sum(tl.load(masses + cells, inside, 0.0), 0)
+    total = tl.sum(tl.load(totals + row * chunks + chunk, chunk < chunks, 0.0), 0)
+    enough = ((k > 0) & (count >= k)) | ((k == 0) & (mass >= p * total * _MARGIN))
+    first = tl.min(tl.where(enough, level, LEVELS), 0)
+    return first, tl.sum(tl.where(level == first, count, 0), 0), total
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "slots", "positions", "tokens"])
+def _edit(
+    logits, header, slots, positions, tokens, masks, table, biases, marks, edited, best, best_at, raw_best, raw_sum,
+    top, top_at, vocab, words, chunks,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
+    source, slot, position = _row(header, slots, positions, row, INDEXED)
+    flags = _field(table, slot, 0, FIELDS)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    raw = tl.load(logits + source * vocab + ids, inside, _NEVER).to(tl.float32)
+    raw = tl.where(raw == raw, raw, _NEVER)
+    value = raw
+    if flags & BIASED:
+        value += tl.load(biases + slot * vocab + ids, inside, 0.0)
+    if INDEXED:
+        value = tl.where(_allowed(masks, row, words, ids, inside), value, _NEVER)
+    outputs = position + 1 - _field(table, slot, 10, FIELDS)
+    early = outputs < _field(table, slot, 12, FIELDS)
+    if ((flags & PENALISED) != 0) | early:
+        mark = tl.load(marks + slot * vocab + ids, inside, 0)
+        if not INDEXED:
+            if (flags & PENALISED) != 0:
+                if position >= _field(table, slot, 11, FIELDS):
+                    new = inside & (ids == tl.load(tokens + row))
+                    mark += tl.where(new, 4, 0)
+                    tl.store(marks + slot * vocab + ids, mark, new)
+        if early:
+            value = tl.where((mark & 2) != 0, _NEVER, value)
+        count = mark >> 2
+        repetition = _value(table, slot, 5, FIELDS)
+        divisor = tl.where(value > 0, repetition, tl.div_rn(1.0, repetition))
+        value = tl.div_rn(value, tl.where(((mark & 1) != 0) | (count > 0), divisor, 1.0))
+        value -= _value(table, slot, 6, FIELDS) * count.to(tl.float32)
+        value -= tl.where(count > 0, _value(table, slot, 7, FIELDS), 0.0)
+    if flags & RANDOM:
+        tl.store(edited + row * vocab + ids, value, inside)
+    cell = row * chunks + chunk
+    most = tl.max(value, 0)
+    tl.store(best + cell, most)
+    tl.store(best_at + cell, tl.min(tl.where(value == most, ids, _NONE), 0))
+    if flags & REPORTED:
+        most = tl.max(raw, 0)
+        tl.store(raw_best + cell, most)
+        tl.store(raw_sum + cell, tl.sum(tl.exp(raw - tl.maximum(most, _LOWEST)), 0))
+        left = tl.where(inside, tl.maximum(raw, _LOWEST), _NEVER)
+        for index in range(_field(table, slot, 13, FIELDS)):
+            most = tl.max(left, 0)
+            at = tl.min(tl.where(left == most, ids, _NONE), 0)
+            tl.store(top + cell * TOP + index, most)
+            tl.store(top_at + cell * TOP + index, at)
+            left = tl.where(ids == at, _NEVER, left)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _weigh(
+    header, slots, positions, masks, table, ends, edited, best, scores, scores_at, counts, masses, totals,
+    vocab, words, chunks, num_ends,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
+    _, slot, position = _row(header, slots, positions, row, INDEXED)
+    flags = _field(table, slot, 0, FIELDS)
+    largest = _largest(best, row, chunks, CHUNKS)
+    stuck = largest == _NEVER
+    if ((flags & RANDOM) == 0) & (not stuck):
+        return
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    cell = row * chunks + chunk
+    scaled = tl.zeros((CHUNK,), tl.float32)
+    if stuck:
+        if INDEXED:
+            allowed = inside & _allowed(masks, row, words, ids, inside)
+        else:
+            allowed = ids < 0
+            for index in range(num_ends):
+                allowed = allowed | (ids == tl.load(ends + index))
+        scaled = tl.where(allowed, 0.0, _NEVER)
+    else:
+        scaled = _scaled(tl.load(edited + row * vocab + ids, inside, _NEVER), largest, table, slot, FIELDS)
+    if ((flags & TRUNCATED) != 0) & (not stuck):
+        weights = tl.exp(scaled)
+        tl.store(totals + cell, tl.sum(weights, 0))
+        for level in tl.static_range(LEVELS):
+            above = scaled >= -_SPREAD * (level * level)
+            tl.store(counts + cell * LEVELS + level, tl.sum(above.to(tl.int32), 0))
+            tl.store(masses + cell * LEVELS + level, tl.sum(tl.where(above, weights, 0.0), 0))
+        return
+    if (flags & RANDOM) != 0:
+        scaled = tl.where(tl.exp(scaled) < _value(table, slot, 4, FIELDS), _NEVER, scaled)
+        groups = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+        none = groups * 0
+        outputs = none + (position + 1 - _field(table, slot, 10, FIELDS))
+        a, b, c, d = tl.philox(_seed(table, slot, FIELDS), groups, outputs, none, none)
+        scaled += _gain(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
+    most = tl.max(scaled, 0)
+    tl.store(scores + cell, most)
+    tl.store(scores_at + cell, tl.min(tl.where(scaled == most, ids, _NONE), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _collect(
+    header, slots, positions, table, edited, best, counts, masses, totals, found, found_at, vocab, chunks,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
+    _, slot, _ = _row(header, slots, positions, row, INDEXED)
+    flags = _field(table, slot, 0, FIELDS)
+    if (flags & TRUNCATED) == 0:
+        return
+    largest = _largest(best, row, chunks, CHUNKS)
+    if largest == _NEVER:
+        return
+    k, p = _field(table, slot, 2, FIELDS), _value(table, slot, 3, FIELDS)
+    level, count, _ = _level(counts, masses, totals, row, chunks, k, p, CHUNKS, LEVELS)
+    if (level == LEVELS) | (count > CANDIDATES):
+        return
+    before = tl.arange(0, CHUNKS)
+    start = tl.sum(tl.load(counts + (row * chunks + before) * LEVELS + level, before < chunk, 0), 0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    value = tl.load(edited + row * vocab + ids, inside, _NEVER)
+    kept = _scaled(value, largest, table, slot, FIELDS) >= -_SPREAD * (level * level).to(tl.float32)
+    place = row * CANDIDATES + start + tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(found + place, value, kept)
+    tl.store(found_at + place, ids, kept)
+
+
+@triton.jit
+def _listed(start, values, ids, count, whole, largest, table, slot, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a block of a list of logits: scaled, as integers that rise as these fall, the ids, and which exist."""
+    place = start + tl.arange(0, BLOCK)
+    inside = place < count
+    scaled = _scaled(tl.load(values + place, inside, _NEVER), largest, table, slot, FIELDS)
+    at = tl.where(whole, place, tl.load(ids + place, inside & (not whole), 0))
+    return scaled, tl.abs(scaled).to(tl.int32, bitcast=True), at, inside
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "slots", "positions", "chosen", "reports"])
+def _choose(
+    logits, header, slots, positions, table, edited, best, best_at, scores, scores_at, counts, masses, totals, found,
+    found_at, raw_best, raw_sum, top, top_at, chosen, sampled, reports, vocab, chunks,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CANDIDATES: tl.constexpr,
+    TOP: tl.constexpr, ENTRIES: tl.constexpr, REPORT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    gdc_wait()
+    gdc_launch_dependents()
+    source, slot, position = _row(header, slots, positions, row, INDEXED)
+    flags = _field(table, slot, 0, FIELDS)
+    each = tl.arange(0, CHUNKS)
+    largest = _largest(best, row, chunks, CHUNKS)
+    token = 0
+    if ((flags & TRUNCATED) != 0) & (largest > _NEVER):
+        k, p = _field(table, slot, 2, FIELDS), _value(table, slot, 3, FIELDS)
+        level, count, total = _level(counts, masses, totals, row, chunks, k, p, CHUNKS, LEVELS)
+        whole = (level == LEVELS) | (count > CANDIDATES)
+        values, ids = found + row * CANDIDATES, found_at + row * CANDIDATES
+        if whole:
+            values = edited + row * vocab
+            count = vocab
+        last = _INFINITE
+        if k > 0:
+            low = -1
+            while last - low > 1:
+                middle = low + (last - low) // 2
+                kept = tl.zeros((BLOCK,), tl.int32)
+                for start in range(0, count, BLOCK):
+                    _, depth, _, inside = _listed(start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK)
+                    kept += (inside & (depth <= middle)).to(tl.int32)
+                if tl.sum(kept, 0) >= k:
+                    last = middle
+                else:
+                    low = middle
+            mass = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, count, BLOCK):
+                scaled, depth, _, inside = _listed(
+                    start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK
+                )
+                mass += tl.where(inside & (depth <= last), tl.exp(scaled), 0.0)
+            total = tl.sum(mass, 0)
+        if p < 1:
+            goal = p * total
+            low = -1
+            while last - low > 1:
+                middle = low + (last - low) // 2
+                mass = tl.zeros((BLOCK,), tl.float32)
+                for start in range(0, count, BLOCK):
+                    scaled, depth, _, inside = _listed(
+                        start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK
+                    )
+                    mass += tl.where(inside & (depth <= middle), tl.exp(scaled), 0.0)
+                if tl.sum(mass, 0) >= goal:
+                    last = middle
+                else:
+                    low = middle
+        seed, outputs = _seed(table, slot, FIELDS), position + 1 - _field(table, slot, 10, FIELDS)
+        least = _value(table, slot, 4, FIELDS)
+        winner = _NEVER
+        for start in range(0, count, BLOCK):
+            scaled, depth, at, inside = _listed(start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK)
+            none = at * 0
+            a, b, c, d = tl.philox(seed, at // 4, none + outputs, none, none)
+            words = tl.where(at % 4 < 2, tl.where(at % 4 == 0, a, b), tl.where(at % 4 == 2, c, d))
+            kept = inside & (depth <= last) & (tl.exp(scaled) >= least)
+            score = tl.where(kept, scaled + _gain(words), _NEVER)
+            most = tl.max(score, 0)
+            if most > winner:
+                winner = most
+                token = tl.min(tl.where(score == most, at, _NONE), 0)
+    else:
+        if ((flags & RANDOM) != 0) | (largest == _NEVER):
+            score = tl.load(scores + row * chunks + each, each < chunks, _NEVER)
+            at = tl.load(scores_at + row * chunks + each, each < chunks, _NONE)
+        else:
+            score = tl.load(best + row * chunks + each, each < chunks, _NEVER)
+            at = tl.load(best_at + row * chunks + each, each < chunks, _NONE)
+        token = tl.min(tl.where(score == tl.max(score, 0), at, _NONE), 0)
+    token = tl.minimum(token, vocab - 1)
+    tl.store(chosen + source, token.to(tl.int64))
+    tl.store(sampled + slot, token.to(tl.int64))
+    if flags & REPORTED:
+        report = reports + source * REPORT
+        own = tl.load(logits + source * vocab + token).to(tl.float32)
+        peaks = tl.load(raw_best + row * chunks + each, each < chunks, _NEVER)
+        highest = tl.max(peaks, 0)
+        parts = tl.load(raw_sum + row * chunks + each, each < chunks, 0.0)
+        total = tl.sum(parts * tl.exp(peaks - tl.maximum(highest, _LOWEST)), 0)
+        above = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, vocab, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            above += (tl.load(logits + source * vocab + place, place < vocab, _NEVER).to(tl.float32) > own).to(tl.int32)
+        tl.store(report, highest + tl.log(total))
+        tl.store(report + 1, own)
+        tl.store(report + 2, (tl.sum(above, 0) + 1).to(tl.float32))
+        entry, asked = tl.arange(0, ENTRIES), _field(table, slot, 13, FIELDS)
+        inside = (entry < chunks * TOP) & (entry % TOP < asked)
+        left = tl.load(top + row * chunks * TOP + entry, inside, _NEVER)
+        at = tl.load(top_at + row * chunks * TOP + entry, inside, _NONE)
+        for index in range(asked):
+            most = tl.max(left, 0)
+            one = tl.min(tl.where(left == most, at, _NONE), 0)
+            tl.store(report + 3 + index, most)
+            tl.store(report + 3 + TOP + index, one.to(tl.float32))
+            left = tl.where(at == one, _NEVER, left)
+
+
+class Kernels:
+    """The kernels, and the memory between them, for up to `rows` rows of `vocab` logits."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.rows = rows
+        self.vocab = vocab
+        self._chunks = chunks = triton.cdiv(vocab, CHUNK)
+
+        def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty((rows, *shape), dtype=dtype, device=device)
+
+        def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return scratch(*shape), scratch(*shape, dtype=torch.int32)
+
+        self._edited = scratch(vocab)
+        self._best = pair(chunks)
+        self._scores = pair(chunks)
+        self._top = pair(chunks, TOP)
+        self._found = pair(CANDIDATES)
+        self._raw = scratch(chunks), scratch(chunks)
+        self._counts = scratch(chunks, LEVELS, dtype=torch.int32)
+        self._masses = scratch(chunks, LEVELS)
+        self._totals = scratch(chunks)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        ends: torch.Tensor,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        guided: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Draw a token for each row.
+
+        `logits` [n, vocab]. `tables`: parameters, int32 [slots, FIELDS]; biases, float32 [slots, vocab]; marks, int32
+        [slots, vocab]. `ends`: int32, what is left when masks leave nothing. `results`: tokens, int64 [n]; the last
+        token of each slot, int64 [slots]; reports, float32 [n, REPORT].
+
+        Either `rows`: the slots, positions and input tokens of all rows of logits; input tokens are counted. Or
+        `guided` rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and
+        bitmasks, int32 [m, ceil(vocab / 32)].
+        """
+        table, biases, marks = tables
+        chosen, sampled, reports = results
+        vocab, chunks = self.vocab, self._chunks
+        width, indexed = triton.next_power_of_2(chunks), guided is not None
+        if guided is not None:
+            header, masks = guided
+            slots = positions = tokens = header
+            count = len(header)
+        else:
+            slots, positions, tokens = rows
+            header = masks = table
+            count = len(logits)
+        assert logits.shape[1] == vocab and logits.is_contiguous() and count <= self.rows
+        words = -(-vocab // 32)
+        of_rows = header, slots, positions
+        grid = count, chunks
+        _edit[grid](
+            logits, *of_rows, tokens, masks, table, biases, marks, self._edited, *self._best, *self._raw, *self._top,
+            vocab, words, chunks, indexed, FIELDS, CHUNK, TOP, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        _weigh[grid](
+            *of_rows, masks, table, ends, self._edited, self._best[0], *self._scores, self._counts, self._masses,
+            self._totals, vocab, words, chunks, len(ends), indexed, FIELDS, CHUNK, width, LEVELS,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        _collect[grid](
+            *of_rows, table, self._edited, self._best[0], self._counts, self._masses, self._totals, *self._found,
+            vocab, chunks, indexed, FIELDS, CHUNK, width, LEVELS, CANDIDATES, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        _choose[(count,)](
+            logits, *of_rows, table, self._edited, *self._best, *self._scores, self._counts, self._masses,
+            self._totals, *self._found, *self._raw, *self._top, chosen, sampled, reports, vocab, chunks,
+            indexed, FIELDS, width, LEVELS, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT, 2048,
+            num_warps=8, launch_pdl=True,
+        )  # fmt: skip

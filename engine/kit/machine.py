@@ -1,0 +1,36 @@
+"""Memory of this machine, or of the container if it has less."""
+
+import os
+import re
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""Files with a container's limit and what it uses, of cgroup v2 and v1."""
+
+
+def host_memory(cgroup: Path = _CGROUP) -> int:
+    """Return the bytes of memory of the machine, or of the container if it has fewer."""
+    limits = [limit for limit, _ in _limits(cgroup)]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
+def free_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that can be used without taking them from others; file caches count as free."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    of_machine = int(found[1]) << 10 if found else host_memory(cgroup) // 2
+    return max(0, min([of_machine, *(limit - used for limit, used in _limits(cgroup))]))
+
+
+def _limits(cgroup: Path) -> list[tuple[int, int]]:
+    """Return the container's limit and what it uses of it; nothing without a limit."""
+    found = []
+    for limit, used in _LIMITS:
+        try:
+            found.append((int((cgroup / limit).read_text()), int((cgroup / used).read_text())))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return found

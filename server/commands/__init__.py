@@ -1,0 +1,1 @@
+"""Commands beside `serve`: clients of a running server, and the list of models."""

@@ -1,0 +1,164 @@
+"""Sizes that nobody set, chosen to fit the machine: batch, step, KV cache, context, API processes.
+
+Without torch, so that `config` and `doctor` answer at once. What the embedded engine is not told, TensorRT-LLM chooses
+itself.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.embedded.threads import compute_threads
+from engine.errors import EngineFailure
+from engine.kit.machine import free_memory, host_memory
+from server.process.gpus import Gpu, nvidia_smi, parse_gpus, visible
+from server.roles import role_of
+from server.settings import Settings
+from server.settings.environment import visible_devices
+
+GIB = 1 << 30
+MIB = 1 << 20
+_GPU_SIZES = ((40 * GIB, 256, 8192), (20 * GIB, 128, 4096), (0, 64, 2048))
+"""Memory of a GPU from which on a batch is so large, and so many prompt tokens share its step."""
+_SEQUENCES_PER_CORE, _LEAST_BATCH, _MOST_BATCH = 16, 16, 256
+_CPU_STEP = 1024
+_UNKNOWN_KV = 384
+"""MiB for the KV cache of a model whose layers are not known to be alike."""
+_LEAST_KV = 64
+_CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What sizes depend on. `memory` and `free` are the host's, in bytes."""
+
+    gpus: tuple[Gpu, ...] = ()
+    """Those that CUDA_VISIBLE_DEVICES shows."""
+    hidden: int = 0
+    """Number of GPUs that it does not show."""
+    torch: str = ""
+    """Version of torch; empty if it is not installed."""
+    cores: int = field(default_factory=compute_threads)
+    memory: int = field(default_factory=host_memory)
+    free: int = field(default_factory=free_memory)
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether torch would find a GPU."""
+        return bool(self.gpus) and not self.torch.endswith("+cpu")
+
+
+class Size(NamedTuple):
+    """A size, and why it is so."""
+
+    value: int
+    why: str
+
+
+@cache
+def this_machine() -> Machine:
+    """Return the facts of this machine, looked up once."""
+    return survey()
+
+
+def survey() -> Machine:
+    """Look up the facts of this machine."""
+    present = parse_gpus(nvidia_smi())
+    gpus = visible(present, visible_devices())
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return Machine(gpus, len(present) - len(gpus), torch)
+
+
+def on_gpu(settings: Settings, machine: Machine) -> bool:
+    """Return whether the embedded engine computes on a GPU."""
+    return machine.has_cuda if settings.device == "auto" else settings.device.startswith("cuda")
+
+
+def api_processes(settings: Settings, machine: Machine) -> Size:
+    """Return how many API processes serve if the setting leaves it open."""
+    if settings.api_processes:
+        return Size(settings.api_processes, "")
+    role = role_of(settings)
+    if not role.has_text or role.core != "engine" or not settings.engine_process:
+        return Size(1, "the role or the engine has one")
+    computes_on_gpu = bool(machine.gpus) if settings.engine == "trtllm" else on_gpu(settings, machine)
+    if settings.engine == "fake" or not computes_on_gpu:
+        return Size(1, "one keeps up with an engine on a CPU")
+    count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
+    return Size(count, f"one for {_CORES_PER_API_PROCESS} of {machine.cores} cores, at most {_MOST_API_PROCESSES}")
+
+
+def sizes(settings: Settings, folder: Path | None, machine: Machine) -> dict[str, Size]:
+    """Return the sizes of the embedded engine that the settings leave open, as far as they are known without the
+    model's folder.
+    """
+    chosen = _on_gpu(settings, machine) if on_gpu(settings, machine) else _on_cpu(settings, folder, machine)
+    return {name: choice for name, choice in chosen.items() if not getattr(settings, name)}
+
+
+def _on_gpu(settings: Settings, machine: Machine) -> dict[str, Size]:
+    memory = min((gpu.memory for gpu in machine.gpus), default=0)
+    batch, prompts = next((batch, prompts) for least, batch, prompts in _GPU_SIZES if memory >= least)
+    name = f"{machine.gpus[0].name} with {memory / GIB:.0f} GiB" if machine.gpus else "a GPU"
+    batch_set = settings.max_batch_size or batch
+    return {
+        "max_batch_size": Size(batch, f"for {name}"),
+        "max_num_tokens": Size(prompts + batch_set, f"{prompts} tokens of prompts for {name}, and the batch"),
+    }
+
+
+def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[str, Size]:
+    batch = min(_MOST_BATCH, max(_LEAST_BATCH, _SEQUENCES_PER_CORE * machine.cores))
+    chosen = {
+        "max_batch_size": Size(batch, f"{_SEQUENCES_PER_CORE} for each of {machine.cores} cores"),
+        "max_num_tokens": Size(_CPU_STEP, "a CPU's step takes 128 tokens of prompts and the batch"),
+    }
+    facts = _facts(folder)
+    if facts is None:
+        return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "until the model is known")}
+    token_bytes = kv_bytes(settings, facts)
+    if not token_bytes:
+        return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "the model's layers differ")}
+    share = 8 if role_of(settings).moves_kv_blocks else 4
+    given = machine.free // share // MIB
+    context = settings.max_seq_len or facts.context_length
+    needed = -(-(settings.max_batch_size or batch) * context * token_bytes // MIB)
+    if given < needed:
+        cache = Size(max(_LEAST_KV, given), f"1/{share} of {machine.free / GIB:.1f} GiB of free memory")
+    else:
+        cache = Size(max(1, needed), "all that the batch can use at full context")
+    chosen["kv_cache_memory_mb"] = cache
+    room = (settings.kv_cache_memory_mb or cache.value) * MIB // token_bytes
+    if room < facts.context_length:
+        block = settings.kv_block_size
+        tokens = max(block, room // block * block)
+        chosen["max_seq_len"] = Size(tokens, f"the KV cache holds no more of the model's {facts.context_length}")
+    return chosen
+
+
+def kv_bytes(settings: Settings, facts: ModelFacts) -> int:
+    """Return the bytes of a token's keys and values; 0 where layers attend to a window, or sizes are missing."""
+    if set(facts.text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        return 0
+    if facts.text.get("sliding_window") and facts.text.get("use_sliding_window", True):
+        return 0
+    width = 2 if settings.dtype in ("bfloat16", "float16") else 4
+    try:
+        return facts.layers * 2 * facts.kv_heads * facts.head_dim * width
+    except EngineFailure:
+        return 0
+
+
+def _facts(folder: Path | None) -> ModelFacts | None:
+    """Return the facts of a model whose context length is known; the engine reports what is wrong."""
+    try:
+        facts = read_model_facts(folder) if folder is not None else None
+        return facts if facts is not None and facts.context_length else None
+    except EngineFailure:
+        return None

@@ -1,0 +1,131 @@
+"""Settings that cannot work on this machine or with this model.
+
+`serve` refuses them before anything is loaded, `doctor` lists them.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.errors import EngineFailure
+from server.compose.sizing import GIB, MIB, Machine, on_gpu
+from server.roles import role_of
+from server.settings import Settings
+
+_FP8_CAPABILITY = 9.0
+_TORCH = (
+    "pip install 'trellis[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu, or with an NVIDIA GPU "
+    "pip install 'trellis[embedded,gpu]'"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check. A problem keeps the server from starting or breaks it under load; a warning may do so."""
+
+    level: Literal["ok", "warning", "problem"]
+    text: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.text}" + (f". Cure: {self.cure}" if self.cure else "")
+
+
+def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Iterator[Finding]:
+    """Yield what keeps the embedded engine from starting. `folder` is the model's, if it is here already."""
+    if settings.engine != "embedded" or not role_of(settings).has_model or settings.engine_address:
+        return
+    if settings.chat_template is not None and not settings.chat_template.is_file():
+        text = f"CHAT_TEMPLATE={settings.chat_template} is no file"
+        yield Finding("problem", text, "name a Jinja file, or leave it out")
+    if not machine.torch:
+        yield Finding("problem", "the embedded engine needs PyTorch, which is not installed", _TORCH)
+        return
+    if on_gpu(settings, machine):
+        yield from _gpu_problems(settings, machine)
+    else:
+        yield from _cpu_problems(settings, machine, folder)
+    try:
+        facts = read_model_facts(folder) if folder is not None else None
+    except EngineFailure:  # the engine says what is wrong with it
+        return
+    if facts is not None and (sentence := too_long(settings, facts)):
+        yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
+
+
+def too_long(settings: Settings, facts: ModelFacts) -> str:
+    """Return why the model cannot have the context that is asked for; empty if it can."""
+    try:
+        most = facts.context_length
+    except EngineFailure:  # named differently: transformers knows it
+        return ""
+    if settings.max_seq_len <= most:
+        return ""
+    return f"MAX_SEQ_LEN={settings.max_seq_len} is longer than the model's context of {most} tokens"
+
+
+def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    asked = re.fullmatch(r"cuda(?::(\d+))?", settings.device)
+    index = int(asked[1] or 0) if asked else 0
+    if not machine.gpus:
+        text = f"DEVICE={settings.device}, but no NVIDIA GPU answers"
+        cure = "DEVICE=cpu, or install NVIDIA's driver (nvidia-smi must list the GPU); in a container also --gpus all"
+        if machine.hidden:
+            text = f"DEVICE={settings.device}, but CUDA_VISIBLE_DEVICES shows none of {machine.hidden} GPUs"
+            cure = "unset CUDA_VISIBLE_DEVICES, or DEVICE=cpu"
+        yield Finding("problem", text, cure)
+    elif machine.torch.endswith("+cpu"):
+        text = f"DEVICE={settings.device}, but torch {machine.torch} is built without CUDA"
+        yield Finding("problem", text, "install a build of torch with CUDA, or DEVICE=cpu")
+    elif index >= len(machine.gpus):
+        text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
+        yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
+    elif fp8 := _fp8(settings):
+        gpu = machine.gpus[index]
+        if gpu.capability < _FP8_CAPABILITY:
+            text = f"{fp8} needs compute capability {_FP8_CAPABILITY}, and {gpu.name} has {gpu.capability}"
+            yield Finding("problem", text, "leave it out, or use a GPU of the Hopper generation or newer")
+        elif not _installed("flashinfer-python"):
+            text = f"{fp8} needs FlashInfer, which is not installed"
+            yield Finding("problem", text, "pip install 'trellis[gpu]'")
+
+
+def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> Iterator[Finding]:
+    if fp8 := _fp8(settings):
+        text = f"{fp8} needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY}, and this runs on the CPU"
+        yield Finding("problem", text, "leave it out")
+    if settings.attention == "flashinfer":
+        text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
+        yield Finding("problem", text, "leave it out")
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder is not None else 0
+    if settings.load_format == "dummy":
+        weights = 0
+    cache = settings.kv_cache_memory_mb * MIB
+    have = f"{machine.memory / GIB:.1f} GiB of memory"
+    if cache > machine.memory:
+        most = max(1, (machine.free - weights) // MIB)
+        text = f"KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb} is more than this machine has: {have}"
+        yield Finding("problem", text, f"KV_CACHE_MEMORY_MB={most} at most, or 0 to fit the machine")
+    elif weights > machine.memory:
+        text = f"the weights take {weights / GIB:.1f} GiB, and this machine has {have}"
+        yield Finding("problem", text, "take a smaller model")
+    elif weights + cache > machine.memory:
+        asked = f"weights of {weights / GIB:.1f} GiB and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
+        text = f"{asked} are more than this machine has: {have}"
+        yield Finding("problem", text, "KV_CACHE_MEMORY_MB=0 to fit the machine, or a smaller model")
+
+
+def _fp8(settings: Settings) -> str:
+    asked = {"QUANTIZATION": settings.quantization, "KV_CACHE_DTYPE": settings.kv_cache_dtype}
+    return " and ".join(f"{name}=fp8" for name, value in asked.items() if value == "fp8")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False

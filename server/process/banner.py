@@ -1,0 +1,87 @@
+"""What a ready server says of itself: a banner on a terminal, one line elsewhere."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.types import EngineInfo
+from routers.state import ReplicaState, RouterService
+from server import __version__
+from server.roles import role_of
+from server.settings import Settings
+
+_LABEL = 10
+
+
+def warning(settings: Settings) -> str:
+    """Return why the server is open to strangers; empty if it is not."""
+    if settings.api_keys or settings.is_local:
+        return ""
+    return (
+        f"HOST={settings.host} without API_KEYS: whoever reaches this machine can use the server; set API_KEYS, "
+        "or HOST=127.0.0.1"
+    )
+
+
+def on_terminal(settings: Settings) -> bool:
+    """Return whether people read the log as it is written."""
+    return settings.log_format == "text" and sys.stderr.isatty()
+
+
+def summary(replica: ReplicaState) -> str:
+    """Return what the replica computes with, and how much it holds."""
+    if isinstance(replica.service, RouterService):
+        return f"by {len(replica.service.fleet.replicas)} replicas"
+    if replica.engine is None:
+        return "images alone"
+    info = replica.engine.info
+    how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+    return f"{how}{info.max_num_seqs} sequences at once{_computing(info)}"
+
+
+def banner(settings: Settings, replica: ReplicaState, url: str, seconds: float) -> str:
+    """Return the banner of a ready server."""
+    lines = [f"{label:<{_LABEL}}{text}" for label, text in _facts(settings, replica, url)]
+    head = f"Trellis {__version__} is ready after {seconds:.1f} s"
+    return "\n".join(["", head, *(f"  {line}" for line in lines), "", ""])
+
+
+def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tuple[str, str]]:
+    info = replica.engine.info if replica.engine is not None else None
+    weights = weight_bytes(Path(info.model)) if info is not None else 0
+    size = f" ({_gigabytes(weights)} of weights)" if weights else ""
+    yield "model", f"{replica.model_name}{size}"
+    if info is None:
+        yield "serves", summary(replica)
+    else:
+        threads = f", {info.threads} threads" if info.threads else ""
+        yield "device", f"{_computing(info).removeprefix(', ') or 'none'}{threads}"
+        memory = f"{_gigabytes(info.kv_bytes)}, " if info.kv_bytes else ""
+        yield "KV cache", f"{memory}{info.num_blocks * info.block_size:,} tokens"
+        yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
+    yield "API", f"{url}{replica.entrance}"
+    if settings.shows_page and role_of(settings).has_text:
+        yield "page", f"{url}/"
+    if settings.docs:
+        yield "docs", f"{url}/docs"
+    yield "metrics", f"{url}/metrics"
+    keys = len(settings.api_keys)
+    needed = f"{keys} API key{'s' if keys > 1 else ''}: every request needs one" if keys else ""
+    reach = "this machine" if settings.is_local else "whoever reaches this machine"
+    yield "access", needed or f"no API key needed, by {reach}"
+    yield "stop", f"Ctrl-C; running requests get {settings.shutdown_grace_seconds:g} s"
+
+
+def _computing(info: EngineInfo) -> str:
+    """Return the type, device and code that an engine computes with; nothing for the fake one."""
+    how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
+    return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's weights in its folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

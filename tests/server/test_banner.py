@@ -1,0 +1,40 @@
+"""What a ready server says of itself."""
+
+import pytest
+
+from server.process.banner import banner, is_local, warning
+from server.settings import Settings
+from tests.support.servers import application
+
+
+async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
+    async with application() as (_, state):
+        text = banner(Settings(engine="fake", api_keys="a,b"), state["replica"], "http://127.0.0.1:1", 1.25)
+        lines = [line.split(maxsplit=1) for line in text.strip().splitlines()]
+        found = {words[0]: words[1] for words in lines if len(words) == 2}
+        assert text.strip().splitlines()[0] == "Trellis 0.1.0 is ready after 1.2 s"
+        assert found["model"] == "fake" and found["API"] == "http://127.0.0.1:1/v1"
+        assert found["KV"] == "cache  2,097,152 tokens"
+        assert found["limits"] == "context 32,768 tokens, 1024 sequences at once"
+        assert found["docs"] == "http://127.0.0.1:1/docs" and found["metrics"] == "http://127.0.0.1:1/metrics"
+        assert found["access"] == "2 API keys: every request needs one"
+        assert found["stop"].startswith("Ctrl-C")
+        bare = banner(Settings(engine="fake", docs=False, host="0.0.0.0"), state["replica"], "http://127.0.0.1:1", 1.0)
+        assert "/docs" not in bare and "no API key needed, by whoever reaches this machine" in bare
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "192.168.0.7"}, True),
+        ({"host": "localhost"}, False),
+        ({"host": "::1"}, False),
+        ({"host": "0.0.0.0", "api_keys": "k"}, False),
+    ],
+)
+def test_an_open_door_is_warned_about(settings: dict[str, str], warns: bool) -> None:
+    assert bool(warning(Settings(**settings))) == warns
+    assert is_local(Settings(**settings).host) == (settings.get("host", "localhost") in ("localhost", "::1"))
