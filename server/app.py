@@ -79,4 +79,6 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
             allow_headers=["*"],
             expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(RequestMiddleware, access_log=_logs_access(settings))
+    app.add_middleware(
+        RequestMiddleware, access_log=_logs_access(settings), logs_probes=settings.access_log is not None
+    )

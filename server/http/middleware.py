@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -46,6 +47,9 @@ OPEN_WHILE_NOT_READY = frozenset(
 )
 """Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
+_PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
+"""Routes that machines, and the page at /, ask again and again."""
+
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
@@ -59,9 +63,10 @@ access = logging.getLogger("access")
 class RequestMiddleware:
     """Gives each request its id (the client's own, if sane), times it, and answers 500 where nothing else did."""
 
-    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, access_log: bool, logs_probes: bool = True) -> None:
         self._app = app
         self._access_log = access_log
+        self._quiet = frozenset() if logs_probes else _PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,7 +96,7 @@ class RequestMiddleware:
                 raise
             await render(error).response()(scope, receive, send_with_headers)
         finally:
-            if self._access_log:
+            if self._access_log and (status != HTTPStatus.OK or route_path(scope) not in self._quiet):
                 _log_access(scope, status, time.perf_counter() - started)
             logs.request_id.reset(token)
 

@@ -24,7 +24,9 @@ class HttpSettings(Section):
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
-    """Comma-separated keys, one of which every route except liveness requires; empty leaves the server open."""
+    """Comma-separated keys, one of which every route requires, except liveness and the files of the pages; empty leaves
+    the server open.
+    """
     internal_secret: Secret = None
     """Secret of the internal routes between replicas."""
     cors_origins: Names = ()

@@ -164,3 +164,16 @@ async def test_the_page_opens_while_the_model_loads() -> None:
         state["replica"].service = None
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/v1/models")).status_code == 503
+
+
+async def test_what_the_page_asks_all_the_time_is_not_logged_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.app.on_terminal", lambda _: True)
+    for setting, lines in ((None, 1), (True, 3), (False, 0)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="access"):
+            async with application(access_log=setting) as (client, _):
+                for path in ("/metrics", "/health/ready", "/v1/models"):
+                    assert (await client.get(path)).status_code == 200
+        assert len(caplog.records) == lines

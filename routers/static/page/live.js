@@ -15,6 +15,7 @@ const METRICS = {
   kv: "trtllm_kv_cache_utilization",
   generated: "trtllm_generation_tokens_total",
   info: "trellis_info",
+  ready: "trellis_ready",
   routed: "trtllm_router_requests_in_flight",
   routedAvailable: "trtllm_router_replica_available",
   prefillAvailable: "trtllm_prefill_peer_available",
@@ -77,7 +78,7 @@ export async function look() {
     const metrics = parseMetrics(await (await request("metrics")).text());
     app.live.now = figures(metrics, app.live.now);
     app.live.history = [...app.live.history, app.live.now].slice(-KEPT);
-    app.health = await health();
+    app.health = metrics[METRICS.ready]?.every(({ value }) => value) ? "" : await health();
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     app.live.now = null;
@@ -87,6 +88,7 @@ export async function look() {
   changed();
 }
 
+// Why the server is not ready; empty if it is.
 async function health() {
   try {
     await getJson("health/ready");
