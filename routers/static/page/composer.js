@@ -1,6 +1,6 @@
 // Where messages are written: text, images by button, drop or paste, send and stop.
 
-import { Widget, html } from "./html.js";
+import { html, Widget } from "./html.js";
 import { isRunning, send, settingsProblem, stop } from "./run.js";
 import { app, changed, say } from "./store.js";
 

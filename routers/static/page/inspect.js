@@ -1,6 +1,6 @@
 // What is behind an answer: its tokens and their probabilities, the request, the events, and commands to repeat it.
 
-import { Component, html, Widget } from "./html.js";
+import { Component, copyText, html, Widget } from "./html.js";
 import { asCurl, asPython } from "./snippets.js";
 
 const TABS = ["Tokens", "Request", "Events", "curl", "Python"];
@@ -71,7 +71,7 @@ function Listing({ text, whole = () => text }) {
 
 export class CopyButton extends Component {
   copy = async () => {
-    await navigator.clipboard.writeText(this.props.text());
+    await copyText(this.props.text());
     this.setState({ copied: true });
     setTimeout(() => this.setState({ copied: false }), 1500);
   };

@@ -2,7 +2,7 @@
 
 import uPlot from "../vendor/uPlot.esm.js";
 import { ApiError, getJson, request } from "./api.js";
-import { Widget, html } from "./html.js";
+import { html, Widget } from "./html.js";
 import { app, changed } from "./store.js";
 
 const PAUSE_MS = 2000;
@@ -68,7 +68,7 @@ function replicas(samples) {
 // Reads the metrics again and again, while somebody looks.
 export async function watchServer() {
   for (;;) {
-    if (document.visibilityState === "visible") await look();
+    if (document.visibilityState === "visible" && !app.keyWanted) await look();
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
   }
 }

@@ -1,7 +1,7 @@
 // What an answer consists of. So far it is text; a kind that the server learns (reasoning, a tool call) is another
 // component here, which shows its field of the node (`take` in run.js fills it).
 
-import { Widget, html } from "./html.js";
+import { copyText, html, Widget } from "./html.js";
 import { toHtml } from "./markdown.js";
 
 export function Parts({ node }) {
@@ -40,7 +40,7 @@ export class Text extends Widget {
       button.className = "copy-code";
       button.textContent = "Copy";
       button.addEventListener("click", async () => {
-        await navigator.clipboard.writeText(pre.querySelector("code").textContent);
+        await copyText(pre.querySelector("code").textContent);
         button.textContent = "Copied";
       });
       pre.append(button);

@@ -98,7 +98,7 @@ async function answer(chat, user) {
   await saveChat(chat); // it appears in the list at once
   await Promise.all(exchanges.map(({ exchange, nodes }) => run(exchange, nodes)));
   say(exchanges[0].nodes[0].state === "failed" ? "The answer failed." : "The answer is complete.");
-  await saveChat(chat);
+  if (app.chats.includes(chat)) await saveChat(chat); // it may have been deleted meanwhile
 }
 
 // Returns the JSON of a request for the answer to the last message of a path.

@@ -94,6 +94,10 @@ export async function loadChats() {
     opening.onupgradeneeded = () => opening.result.createObjectStore("chats", { keyPath: "id" });
     database = await asked(opening);
     const chats = await asked(database.transaction("chats").objectStore("chats").getAll());
+    // What was coming when the page was closed has ended there.
+    for (const node of chats.flatMap((chat) => Object.values(chat.nodes))) {
+      if (node.state === "waiting" || node.state === "streaming") node.state = "stopped";
+    }
     app.chats = chats.sort((one, other) => other.updated - one.updated);
   } catch (error) {
     console.warn("chats are not kept:", error);
