@@ -28,7 +28,7 @@ from engine.kit import logs
 from engine.kit.logs import printable
 from engine.kit.work import begin_request
 from routers.page import needs_no_key
-from routers.state import ReplicaState
+from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
 from server.http.routes import INTERNAL, route_path
 
@@ -53,6 +53,7 @@ _PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometh
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
+_RANK = re.compile(r"[0-9]{1,5}", re.ASCII)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"})
 _SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 _SANE_ID = re.compile(r"[!-~]{1,128}")
@@ -104,8 +105,8 @@ class RequestMiddleware:
 class ApiKeyMiddleware:
     """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
 
-    Internal routes take only the internal secret: without one nobody can use them. Keys are compared as digests, in
-    constant time, each with all.
+    Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
+    data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
@@ -114,6 +115,8 @@ class ApiKeyMiddleware:
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
         if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(
                 401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
@@ -121,6 +124,14 @@ class ApiKeyMiddleware:
             await render(error).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _dp_rank(self, headers: Headers) -> int | None:
+        """Return the rank that a router with the internal secret names, if one does."""
+        rank = headers.get(DP_RANK_HEADER.decode(), "")
+        if not _RANK.fullmatch(rank):
+            return None
+        given = _digest(headers.get(INTERNAL_HEADER.decode(), "").encode("latin-1"))
+        return int(rank) if self._secrets and hmac.compare_digest(given, self._secrets[0]) else None
 
     def _admitted(self, scope: Scope) -> bool:
         path = route_path(scope)

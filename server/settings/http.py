@@ -28,7 +28,7 @@ class HttpSettings(Section):
     the server open.
     """
     internal_secret: Secret = None
-    """Secret of the internal routes between replicas."""
+    """Secret of the internal routes between replicas, and of the ranks that routers choose."""
     cors_origins: Names = ()
     """Comma-separated origins of web pages that may call the server (CORS), such as https://chat.example.com; * allows
     all, empty none.
