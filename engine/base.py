@@ -238,6 +238,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         stop_reason=last.stop_reason,
         prompt=deltas[0].prompt,
         held=last.held,
+        performance=last.performance,
     )
 
 

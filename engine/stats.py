@@ -32,10 +32,20 @@ class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
     avg_num_decoded_tokens_per_iter: float = 0.0
 
 
+class RankStats(Struct, frozen=True, kw_only=True):
+    """One of several data-parallel ranks, after one step."""
+
+    rank: int
+    num_active_requests: int
+    num_queued_requests: int
+    kv_cache_stats: KvCacheStats
+
+
 class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """The engine after one step. Counters count from its start; `timestamp` is in seconds since the epoch.
 
-    `num_aborted_requests`, `num_preemptions` and all of disaggregation are our additions to TensorRT-LLM's keys.
+    `ranks`, `num_aborted_requests`, `num_preemptions` and all of disaggregation are our additions to TensorRT-LLM's
+    keys.
     """
 
     timestamp: float
@@ -47,6 +57,10 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     max_num_active_requests: int
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
+    attention_dp_rank: int | None = None
+    """Rank that these figures are of; None for all of them."""
+    ranks: tuple[RankStats, ...] = ()
+    """Ranks that report, where there are several; the figures above are their sums."""
     num_aborted_requests: int = 0
     num_preemptions: int = 0
     num_held_requests: int = 0

@@ -104,6 +104,22 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
 
 
+class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Times and counts of one request as the backend measured them; what is 0 is not known or did not happen."""
+
+    first_token_seconds: float = 0.0
+    token_seconds: float = 0.0
+    """Mean time between a token and the next."""
+    seconds: float = 0.0
+    """From the request's arrival in the engine to its last token."""
+    transfer_seconds: float = 0.0
+    transfer_bytes: int = 0
+    """KV blocks that were read from another replica."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that speculation drafted, and those of them that the model accepted."""
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one request.
 
@@ -119,6 +135,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: PromptReport | None = None
     held: Held | None = None
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    performance: Performance | None = None
+    """With the last delta, from a backend that measures."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +235,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    dp_rank: int | None = None
+    """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
+    replica."""
     trace: dict[str, str] = {}
     """W3C trace context (`traceparent`, `tracestate`) of the request, for a backend that traces by itself."""
 

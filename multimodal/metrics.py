@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, Performance
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
+_BYTES = tuple(1 << power for power in range(12, 37, 2))
+_SHARES = (*(tenth / 10 for tenth in range(1, 10)), 1.0)
 _TOKENS = (1, 2, 5, *(base * 10**power for power in range(1, 6) for base in (1, 2, 5)))
 
 
@@ -38,6 +40,22 @@ class GenerationMetrics:
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
         self.queue = histogram(
             "request_queue_time_seconds", "From the request's arrival until the engine began with it"
+        )
+        self.engine_first_token = histogram(
+            "engine_time_to_first_token_seconds", "From the engine's receipt of the request to its first token"
+        )
+        self.engine_per_token = histogram(
+            "engine_time_per_output_token_seconds", "Mean time between the tokens of a choice in the engine"
+        )
+        self.engine_end_to_end = histogram(
+            "engine_e2e_request_latency_seconds", "From the engine's receipt of the request to its last token"
+        )
+        self.transfer = histogram("request_kv_transfer_seconds", "Reading the KV blocks of a prompt")
+        self.transfer_bytes = histogram("request_kv_transfer_bytes", "Bytes of the KV blocks read for a prompt", _BYTES)
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that speculation drafted")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted")
+        self.acceptance = histogram(
+            "request_spec_decode_acceptance_rate", "Share of a choice's drafted tokens that were accepted", _SHARES
         )
         self.prompt_length = histogram("request_prompt_tokens", "Tokens in the prompt of a choice", _TOKENS)
         self.output_length = histogram(
@@ -105,6 +123,23 @@ class ChoiceTimer:
         self._last = now
         self._count += count
         self._metrics.generation_tokens.inc(count)
+
+    def measured(self, performance: Performance) -> None:
+        """Note what the engine measured, which comes with the last delta."""
+        metrics = self._metrics
+        for histogram, value in (
+            (metrics.engine_first_token, performance.first_token_seconds),
+            (metrics.engine_per_token, performance.token_seconds),
+            (metrics.engine_end_to_end, performance.seconds),
+            (metrics.transfer, performance.transfer_seconds),
+            (metrics.transfer_bytes, performance.transfer_bytes),
+        ):
+            if value:
+                histogram.observe(value)
+        if performance.draft_tokens:
+            metrics.draft_tokens.inc(performance.draft_tokens)
+            metrics.accepted_tokens.inc(performance.accepted_tokens)
+            metrics.acceptance.observe(performance.accepted_tokens / performance.draft_tokens)
 
     def finish(self, reason: str) -> None:
         """Note that the choice has finished."""

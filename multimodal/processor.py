@@ -37,8 +37,9 @@ class Processor:
     format: AnswerFormat = field(default_factory=AnswerFormat)
     _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
-    async def prepare(self, ask: Ask, shape: type[Shape], request_id: str) -> "Generation":
-        """Prepare a request, whose answer has this shape. Nothing has been started in the engine.
+    async def prepare(self, ask: Ask, shape: type[Shape], request_id: str, dp_rank: int | None = None) -> "Generation":
+        """Prepare a request, whose answer has this shape, for a data-parallel rank. Nothing has been started in the
+        engine.
 
         Raises RequestError, ContextOverflow, DeadlineExceeded, EngineNotReady and what encoding images raises.
         """
@@ -70,6 +71,7 @@ class Processor:
                 group_size=len(params),
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
+                dp_rank=dp_rank,
                 trace=trace.headers(),
             )
             if index:
@@ -181,6 +183,8 @@ class Generation:
                     timer.prompt(choice.prompt_tokens, delta.prompt.cached_tokens, delta.prompt.queue_seconds)
                     stages.begun(delta.prompt, choice.prompt_tokens)
                 timer.tokens(len(delta.token_ids))
+                if delta.performance is not None:
+                    timer.measured(delta.performance)
                 if piece.finish_reason is not None:
                     await stream.aclose()
                     timer.finish(piece.finish_reason)

@@ -20,7 +20,7 @@ from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
 from protocol.common import GenerationFields
 from routers.body import converted, disconnect, json_body, request_body, while_connected
-from routers.state import ChatService, ChatServiceDep, RequestId, StateDep
+from routers.state import ChatService, ChatServiceDep, DpRank, RequestId, StateDep
 
 B = TypeVar("B", bound=GenerationFields)
 
@@ -83,6 +83,7 @@ class Endpoint(Generic[B]):
             state: StateDep,
             service: ChatServiceDep,
             request_id: RequestId,
+            dp_rank: DpRank,
             body: Annotated[Any, Depends(parse)],
         ) -> Response:
 
@@ -92,15 +93,15 @@ class Endpoint(Generic[B]):
 
             ask = await converted(state, convert)
             if not ask.stream:
-                content = await while_connected(request, self._complete(service, ask, request_id))
+                content = await while_connected(request, self._complete(service, ask, request_id, dp_rank))
                 return Response(content, media_type="application/json")
-            generation = await while_connected(request, service.processor.prepare(ask, self.shape, request_id))
+            generation = await while_connected(request, service.processor.prepare(ask, self.shape, request_id, dp_rank))
             return EventStream(generation.stream(), self.framing, state["http"].ping_interval, state["render_error"])
 
         return router
 
-    async def _complete(self, service: ChatService, ask: Ask, request_id: str) -> bytes:
-        return await (await service.processor.prepare(ask, self.shape, request_id)).complete()
+    async def _complete(self, service: ChatService, ask: Ask, request_id: str, dp_rank: int | None) -> bytes:
+        return await (await service.processor.prepare(ask, self.shape, request_id, dp_rank)).complete()
 
 
 class EventStream(EventSourceResponse):

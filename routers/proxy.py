@@ -22,12 +22,12 @@ from engine.errors import EngineDied, EngineNotReady
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
-from engine.replicas.routing.replica import RoutedReplica
+from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from multimodal.errors import RequestError
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
-from routers.state import RouterService, RouterServiceDep, state_of
+from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
 router = APIRouter(tags=["router"])
@@ -42,7 +42,10 @@ _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
     | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
 )
-_MADE_ANEW = frozenset({b"content-length", b"date", b"server", b"host", b"x-request-id", _REPLICA_HEADER})
+_MADE_ANEW = frozenset(
+    {b"content-length", b"date", b"server", b"host", b"x-request-id"}
+    | {_REPLICA_HEADER, DP_RANK_HEADER, INTERNAL_HEADER}
+)
 _MAX_ANSWER = 256 << 20
 """Maximum bytes of an answer that is not a stream, which is kept until it is whole."""
 
@@ -78,11 +81,11 @@ class _Exchange:
         prompt = await self._prompt()
         refusal: Response | None = None
         failed = False
-        for attempt, (replica, work) in enumerate(self._fleet.assign(prompt, self._session), 1):
+        for attempt, (rank, work) in enumerate(self._fleet.assign(prompt, self._session), 1):
             try:
-                response = await self._ask(replica, work, attempt)
+                response = await self._ask(rank, work, attempt)
             except ConnectionFailed as error:
-                log.info("%s did not answer: %s", replica.name, error)
+                log.info("%s did not answer: %s", rank.replica.name, error)
                 failed = True
                 continue
             if response.status_code not in _REFUSALS:
@@ -111,13 +114,14 @@ class _Exchange:
         self._fleet.observer.tokenised(time.perf_counter() - started)
         return prompt
 
-    async def _ask(self, replica: RoutedReplica, work: Assignment, attempt: int) -> Response:
+    async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Raises ConnectionFailed."""
+        replica = rank.replica
         outcome = "cancelled"
         connection: ReplicaConnection | None = None
         try:
             with trace.span("route", {"trellis.replica": replica.number, "trellis.attempt": attempt}, client=True):
-                connection = await replica.client.request(self._head(replica), self._body)
+                connection = await replica.client.request(self._head(rank), self._body)
                 headers = [*_end_to_end(connection.headers), (_REPLICA_HEADER, b"%d" % replica.number)]
                 if _is_stream(connection.headers):
                     first = await connection.chunk()
@@ -153,7 +157,7 @@ class _Exchange:
             replica.check()
         self._fleet.observer.answered(replica.number, outcome)
 
-    def _head(self, replica: RoutedReplica) -> bytes:
+    def _head(self, rank: RoutedRank) -> bytes:
         scope = self._request.scope
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
@@ -165,7 +169,9 @@ class _Exchange:
             header for header in _end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
         ]
         headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
-        return replica.client.head(self._request.method, target, headers, len(self._body))
+        if rank.wanted is not None and self._router.internal_secret:
+            headers += [(DP_RANK_HEADER, b"%d" % rank.wanted), (INTERNAL_HEADER, self._router.internal_secret.encode())]
+        return rank.replica.client.head(self._request.method, target, headers, len(self._body))
 
 
 def _is_sane(header: Header) -> bool:

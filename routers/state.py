@@ -19,6 +19,10 @@ from protocol.models import Runtime
 from routers.errors import Missing
 from routers.fields import FieldCheck
 
+DP_RANK_HEADER = b"x-trellis-dp-rank"
+"""Data-parallel rank that a router has chosen for a request; with it comes the internal secret."""
+INTERNAL_HEADER = b"x-trellis-internal"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatService:
@@ -71,6 +75,8 @@ class RouterService:
     prompts: RoutedPrompts
     session_header: str
     """Empty for no sessions."""
+    internal_secret: str = ""
+    """Proves to replicas that the data-parallel rank of a request is the router's choice; empty sends none."""
 
     @property
     def healthy(self) -> bool:
@@ -203,6 +209,10 @@ async def _service(request: Request) -> ReplicaService:
     return cast(ReplicaService, request.scope["state"]["service"])
 
 
+async def _dp_rank(request: Request) -> int | None:
+    return cast("int | None", request.scope["state"].get("dp_rank"))
+
+
 async def _request_id(request: Request) -> str:
     return cast(str, request.scope["state"]["request_id"])
 
@@ -213,4 +223,5 @@ ChatServiceDep = Annotated[ChatService, Depends(_service)]
 PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
+DpRank = Annotated[int | None, Depends(_dp_rank)]
 RequestId = Annotated[str, Depends(_request_id)]

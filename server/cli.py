@@ -94,7 +94,11 @@ def _doctor(arguments: Sequence[str]) -> int:
     """Check this machine for the settings."""
     from server import doctor  # noqa: PLC0415
 
-    return doctor.run(read_settings(arguments))
+    probe = "--probe" in arguments
+    settings = read_settings([argument for argument in arguments if argument != "--probe"])
+    if probe and settings.engine != "trtllm":
+        raise SettingsError("--probe: checks TensorRT-LLM, and needs --engine trtllm")
+    return doctor.run(settings, probe=probe)
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -137,7 +141,7 @@ def _as_client(command: Callable[[Sequence[str]], int], arguments: Sequence[str]
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "serve": (_serve, "trellis serve [MODEL] [--FLAG VALUE ...]"),
     "chat": (_chat, "trellis chat [MESSAGE] [--url URL]"),
-    "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...]"),
+    "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...] [--probe]"),
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
     "models": (_models, "trellis models"),
@@ -177,6 +181,8 @@ def _help_on(verb: str, topic: str) -> str:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]
+    if verb == "doctor":
+        lines += ["--probe asks TensorRT-LLM itself too, on its GPU: docs/tensorrt-llm.md.", ""]
     if verb in ("serve", "doctor", "config", "models"):
         lines += _PRECEDENCE
         lines += [help_page(Settings, topic or ("cache_dir" if verb == "models" else ""))]
@@ -237,7 +243,6 @@ def _check_instruction_set(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
-    from server.compose.sizing import api_processes, this_machine  # noqa: PLC0415
     from server.process import banner, launch, logs, serving  # noqa: PLC0415
 
     ours = {} if settings.engine == "trtllm" else _ENVIRONMENT_OF_OUR_TRANSFERS
@@ -248,8 +253,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         log.warning("%s", sentence)
     if role_of(settings).has_text and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
-    processes = api_processes(settings, this_machine()).value
-    settings, share = settings.model_copy(update={"api_processes": processes}), processes > 1
+    share = settings.api_processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
     except OSError as error:

@@ -44,11 +44,22 @@ _LEAST_FREE = GIB
 _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
 
 
-def run(settings: Settings) -> int:
-    """Print the findings; 1 if there is a problem, else 0."""
+def run(settings: Settings, *, probe: bool = False) -> int:
+    """Print the findings; 1 if there is a problem, else 0. With `probe`, then check TensorRT-LLM on its GPU."""
     found = list(findings(settings))
     sys.stdout.writelines(f"{finding}\n" for finding in found)
-    return int(any(finding.level == "problem" for finding in found))
+    return int(any(finding.level == "problem" for finding in found)) or (_probe(settings) if probe else 0)
+
+
+def _probe(settings: Settings) -> int:
+    """Run the checks that need TensorRT-LLM and a GPU, and write their report into this folder."""
+    from engine.trtllm import probe  # noqa: PLC0415 - seldom needed
+
+    sys.stdout.write(f"checking TensorRT-LLM with {settings.model}: at most {probe.SECONDS / 60:.0f} minutes\n")
+    sys.stdout.flush()
+    status = probe.run(settings.model, Path.cwd())
+    sys.stdout.write(f"see {probe.REPORT}.md, and attach it with {probe.REPORT}.json to an issue\n")
+    return status
 
 
 def findings(settings: Settings) -> Iterator[Finding]:

@@ -44,6 +44,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
     "server/settings/environment.py": "beside pydantic-settings",
     "engine/process/tree.py": "to mark what a host starts",
+    "engine/trtllm/probe.py": "what NVIDIA's container has set, for its report",
 }
 BACKENDS = ("engine/embedded", "engine/trtllm", "engine/fake")
 PRODUCT = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]

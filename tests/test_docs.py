@@ -33,6 +33,7 @@ FOREIGN_VARIABLES = {
     "METRICS_API_KEY",  # Prometheus' container
     "OTEL_EXPORTER_OTLP_CERTIFICATE",
     "OTEL_EXPORTER_OTLP_HEADERS",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",  # TensorRT-LLM's tracer
     "TLLM_LOG_LEVEL",
     "STORM_SEEDS",  # the tests'
     "TORCH_INDEX",  # the Makefile's

@@ -35,8 +35,6 @@ CPU_PROMPT_TOKENS = 64
 """Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
-SLOW_LAUNCH_SECONDS = 0.1
-"""Seconds of the host's time that a step on a GPU takes at most; a usual one takes some milliseconds."""
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
@@ -186,14 +184,12 @@ class EngineCore:
         """
         outputs: Outputs = []
         self.poll()
-        started, ran, preemptions = time.monotonic(), self._launched is not None, self.scheduler.preemptions
+        ran, preemptions = self._launched is not None, self.scheduler.preemptions
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
         if launched is not None and not waits and not self._draw(launched, outputs):
             launched = None
-        if launched is not None and self.runner.device.type == "cuda":
-            _note_slow_launch(launched, time.monotonic() - started)
         if previous is not None:
             outputs += self._finish(previous)
         if launched is not None and waits and not self._draw(launched, outputs):
@@ -370,18 +366,6 @@ class EngineCore:
             del self._sequences[sequence.request.request_id]
             self.scheduler.remove(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
-
-
-def _note_slow_launch(step: _LaunchedStep, seconds: float) -> None:
-    """Log a step that took long to hand to a GPU: something was set up for it that a start should have."""
-    if seconds > SLOW_LAUNCH_SECONDS:
-        log.warning(
-            "launching a step took %.2f s: %d tokens of %d sequences, %d of them sampled",
-            seconds,
-            sum(chunk.length for chunk in step.chunks),
-            len(step.chunks),
-            len(step.sampling),
-        )
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import EngineError
 from engine.kit.work import PYTHON
@@ -73,7 +74,7 @@ class PrefillPool(RemotePool[PrefillReplica]):
         keys = prompt_keys(request, mine.block_size)
         bare, data = request.detach()
         parts = await PYTHON.run(lambda: [bytes(readable(part)) for part in data]) if data else []
-        raw = msgspec.Raw(msgspec.msgpack.encode(bare))
+        raw = msgspec.Raw(msgspec.msgpack.encode(replace(bare, dp_rank=None)))  # the rank is one of this replica
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 
         def uncached(replica: PrefillReplica) -> int:

@@ -82,6 +82,7 @@ def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
         "kv_cache_config": {"free_gpu_memory_fraction": free_gpu_memory_fraction},
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         "enable_iter_perf_stats": True,
+        "return_perf_metrics": True,
     }
 
 

@@ -26,7 +26,9 @@ from engine.trtllm import library
 from engine.trtllm.disaggregation import held_of, recomputed
 from engine.trtllm.media import Deferred
 from engine.trtllm.outputs import Outputs
+from engine.trtllm.performance import TransferCounts
 from engine.trtllm.polling import Poller, iteration_stats, kv_capacity, kv_event_poller, stats_poller
+from engine.trtllm.ranks import Ranks, idle, summed
 from engine.trtllm.sampling import guides_of
 from engine.trtllm.support import Support
 from engine.trtllm.versions import PackageVersion
@@ -56,6 +58,8 @@ class ActiveRequest:
         self._context_only = context_only
         self._transferring = transferring
         self._task: asyncio.Task[None]
+        self.fetched = transferring
+        """Whether its KV blocks come from another replica."""
         self.aborted = False
 
     @property
@@ -76,6 +80,11 @@ class ActiveRequest:
             over = asyncio.Event()
             self.stream.when_done(over.set)
             await over.wait()
+
+    @property
+    def fetching(self) -> bool:
+        """Whether its KV blocks have not arrived yet."""
+        return self._transferring
 
     def follow(self, task: "asyncio.Task[None]") -> None:
         """Take the task that reads the result."""
@@ -131,6 +140,10 @@ class TrtllmEngine:
         """Requests in a row that have failed for unknown reasons."""
         self._newest: IterationStats
         self._watch: Watch | None = None
+        self.ranks: Ranks
+        self._rows: dict[int, IterationStats] = {}
+        """Newest statistics of each rank."""
+        self._transfers = TransferCounts()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -175,9 +188,11 @@ class TrtllmEngine:
         except BaseException:
             await self.close()
             raise
-        if self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"):
-            self._pollers.append(kv_event_poller(self.llm, self._events.put))
-        self._publish(stats)
+        has_events = bool(self._config.arguments.get("kv_cache_config", {}).get("event_buffer_max_size"))
+        self.ranks = Ranks(self.info.data_parallel_size, self.info.block_size, knows_caches=has_events)
+        if has_events:
+            self._pollers.append(kv_event_poller(self.llm, self._learn))
+        self._take(stats)
         self._pollers.append(stats_poller(self.llm, self._step))
         self._watch.follow(self.llm, self._owes, lambda reason: self._die(EngineDied(reason)))
 
@@ -240,6 +255,7 @@ class TrtllmEngine:
         if edits is not None and asked is not request:  # its prompt ends with tokens of the output
             edits = edits._replace(sampling=request.sampling, num_prompt=len(request.prompt_token_ids))
         submitted = replace(asked, sampling=native)
+        rank, work = self.ranks.assign(asked)
         try:
             result = library.submit(
                 self.llm,
@@ -248,13 +264,19 @@ class TrtllmEngine:
                 images,
                 edits=edits,
                 context_only=context_only,
+                rank=rank,
                 start=self._start_text,
             )
-        except EngineDied as error:
-            self._die(error)
+        except EngineError as error:
+            if work is not None:
+                work.end()
+            if isinstance(error, EngineDied):
+                self._die(error)
             raise
         run = ActiveRequest(result, self._version, context_only=context_only, transferring=asked.handoff is not None)
         run.stream = DeltaStream(lambda: self._abort(run))
+        if work is not None:
+            run.stream.when_done(work.end)
         self._keep(run.stream)
         outputs = Outputs(request, self._facts.eos_token_ids, repeats=asked is request)
         run.follow(self._spawn(self._follow(request, run, outputs)))
@@ -280,6 +302,8 @@ class TrtllmEngine:
             raise EngineNotReady("the engine is not running")
         info = self.info
         check_prompt(request, info.vocab_size, info.context_length)
+        if self._config.backend == "_autodeploy" and isinstance(request.media, Unexpanded):
+            raise InvalidRequest("images are not supported with BACKEND=_autodeploy", "prompt")
         if request.spans:
             raise InvalidRequest("TensorRT-LLM encodes images itself: it takes no embeddings of others", "prompt")
         if request.sampling.prompt_logprobs is not None:
@@ -320,6 +344,8 @@ class TrtllmEngine:
                 self._progress()
                 run.transferred()
                 if (delta := outputs.feed(response)) is not None:
+                    if run.fetched and delta.finish_reason is not None:
+                        self._transfers.note(delta.performance)
                     await run.deliver(delta, request)
             self._failures = 0
             stream.fail(EngineFailure("the engine ended the request without a reason"))
@@ -332,6 +358,7 @@ class TrtllmEngine:
             run.abandon()
         except Exception as error:  # raised by TensorRT-LLM
             failure = library.translate(self.llm, error)
+            self._transfers.kv_transfer_failure_total += run.fetching
             stream.fail(failure)
             if isinstance(failure, EngineDied):
                 self._die(failure, error)
@@ -362,7 +389,7 @@ class TrtllmEngine:
 
     def _step(self, stats: IterationStats) -> None:
         self._progress()
-        self._publish(stats)
+        self._take(stats)
 
     def _suspect(self) -> None:
         """Find out whether a failure of unknown cause is of one request or of the engine, which says it is healthy."""
@@ -386,13 +413,27 @@ class TrtllmEngine:
             self.aborted += 1
             run.abort()
 
+    def _learn(self, event: KvEvent) -> None:
+        self._events.put(event)
+        self.ranks.note(event)
+
+    def _take(self, stats: IterationStats) -> None:
+        """Take new statistics, which are of one rank where there are several. 1.2.1 has those of the first alone."""
+        if self.info.data_parallel_size > 1:
+            self._rows[stats.attention_dp_rank or 0] = stats
+            stats = summed(self._rows.values())
+        self._publish(stats)
+
     def _publish(self, stats: IterationStats) -> None:
         """Publish statistics with our count of aborts. The engine reports only steps, so idleness is derived here."""
-        self._newest = replace(stats, num_aborted_requests=self.aborted, timestamp=stats.timestamp or time.time())
+        self._newest = replace(
+            stats,
+            num_aborted_requests=self.aborted,
+            timestamp=stats.timestamp or time.time(),
+            **vars(self._transfers),
+        )
         if not self._runs:
-            cache = stats.kv_cache_stats
-            freed = replace(cache, used_num_blocks=0, free_num_blocks=cache.max_num_blocks)
-            self._newest = replace(self._newest, num_active_requests=0, num_queued_requests=0, kv_cache_stats=freed)
+            self._newest = idle(self._newest)
         self._stats.publish(self._newest)
 
     async def _first_stats(self) -> dict[str, Any]:
@@ -420,12 +461,15 @@ class TrtllmEngine:
                 "the engine does not report the size of its KV cache, shown as 0 (is enable_iter_perf_stats off?)"
             )
             capacity = 0, arguments.kv_cache_config.tokens_per_block
+        length = arguments.max_seq_len or facts.context_length
+        if capacity[0]:  # to which the worker shortens its max_seq_len, and tells nobody
+            length = min(length, capacity[0] * capacity[1])
         return EngineInfo(
             backend="trtllm",
             model=self._config.model,
             dtype=str(arguments.dtype),
             device="cuda",
-            context_length=arguments.max_seq_len or facts.context_length,
+            context_length=length,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             num_blocks=capacity[0],

@@ -48,6 +48,11 @@ def load(config: TrtllmConfig) -> Any:
         classes = update_llm_args_with_extra_dict(
             {}, {name: value for name, value in arguments.items() if value is not None}
         )
+        if config.backend == "_autodeploy":
+            # The class that upstream serves with: its factory finds the checkpoint and makes the tokenizer.
+            from tensorrt_llm._torch.auto_deploy import LLM as AutoDeployLLM  # noqa: N811, PLC0415
+
+            return AutoDeployLLM(**{**arguments, **classes, "model": config.model})
         return LLM(**{**arguments, **classes, "model": config.model, "backend": config.backend})
     except Exception as error:
         raise EngineFailure(f"TensorRT-LLM cannot load {config.model}: {error}") from error
@@ -94,14 +99,15 @@ def submit(
     *,
     edits: Edits | None = None,
     context_only: bool = False,
+    rank: int | None = None,
     start: str = "",
 ) -> Any:
     """Start a request, with PIL `images` for its media. The result is an async iterator of itself.
 
     Its sampling parameters are those that the engine honours; `edits` are the others (`Support.split`).
 
-    A context-only request computes the prompt and one token, and yields once. `start` is the tokenizer's `start_text`.
-    Raises InvalidRequest, EngineFailure and EngineDied.
+    A context-only request computes the prompt and one token, and yields once. `rank` is the attention-DP rank that is
+    to compute it, `start` the tokenizer's `start_text`. Raises InvalidRequest, EngineFailure and EngineDied.
     """
     sampling = request.sampling
     if context_only:
@@ -119,6 +125,7 @@ def submit(
             streaming=not context_only,
             disaggregated_params=_disaggregated_params(request, context_only=context_only),
             trace_headers=request.trace or None,
+            scheduling_params=_scheduling_params(rank),
             cache_salt=_cache_salt(request),
         )
     except EngineError:
@@ -278,6 +285,15 @@ def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> An
     if context_only:
         return DisaggregatedParams(**context_keywords(request.media, installed()))
     return DisaggregatedParams(**local_keywords(request.media)) if isinstance(request.media, Encoding) else None
+
+
+def _scheduling_params(rank: int | None) -> Any:
+    """Return what pins a request to a rank. Both fields are set: their defaults differ between releases (#14276)."""
+    if rank is None:
+        return None
+    from tensorrt_llm.scheduling_params import SchedulingParams  # noqa: PLC0415
+
+    return SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
 
 
 def _bias_tensor(bias: Any, vocab_size: int) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.errors import EngineFailure
 from engine.media import Unexpanded
+from engine.trtllm.performance import performance, queue_seconds
 from engine.types import Delta, FinishReason, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 FLOOR = -9999.0
@@ -47,7 +48,10 @@ class Outputs:
         if not scored and finish is None:
             return None  # the first delta waits for the prompt's log-probabilities
         if sampling.max_tokens == 0:
-            return None if finish is None else Delta((), finish_reason="length", prompt=self._report(result, output))
+            if finish is None:
+                return None
+            measured = performance(output.request_perf_metrics, 0)
+            return Delta((), finish_reason="length", prompt=self._report(result, output), performance=measured)
         tokens = tuple(output.token_ids[self._tokens :])
         if not tokens and finish is None:
             return None
@@ -60,7 +64,9 @@ class Outputs:
         )
         if finish == "stop":
             tokens, logprobs = self._with_end(output, tokens, logprobs, stop_reason)
-        return Delta(tokens, logprobs, finish, stop_reason, None if self._reported else self._report(result, output))
+        measured = None if finish is None else performance(output.request_perf_metrics, self._tokens)
+        report = None if self._reported else self._report(result, output)
+        return Delta(tokens, logprobs, finish, stop_reason, report, performance=measured)
 
     def _with_end(
         self, output: Any, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], stop_reason: int | None
@@ -81,7 +87,12 @@ class Outputs:
         prompt = tuple(result.prompt_token_ids) if expanded else self._request.prompt_token_ids
         logprobs = None if asked is None else _of_prompt(output.prompt_logprobs or [], prompt, asked)
         cached = min(result.cached_tokens or 0, len(prompt))
-        return PromptReport(prompt_tokens=len(prompt) if expanded else 0, cached_tokens=cached, logprobs=logprobs)
+        return PromptReport(
+            prompt_tokens=len(prompt) if expanded else 0,
+            cached_tokens=cached,
+            queue_seconds=queue_seconds(output.request_perf_metrics),
+            logprobs=logprobs,
+        )
 
     def _new_logprobs(self, output: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         asked = self._request.sampling.logprobs

@@ -144,6 +144,7 @@ def iteration_stats(raw: Mapping[str, Any]) -> IterationStats:
         num_queued_requests=_int(raw, "numQueuedRequests"),
         num_completed_requests=_int(raw, "numCompletedRequests"),
         max_num_active_requests=_int(raw, "maxNumActiveRequests"),
+        attention_dp_rank=raw.get("attentionDpRank"),
         kv_cache_stats=msgspec.convert(blank | _set(cache), KvCacheStats, strict=False),
         inflight_batching_stats=msgspec.convert(
             _set(raw.get("inflightBatchingStats") or {}), InflightBatchingStats, strict=False

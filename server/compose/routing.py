@@ -31,7 +31,9 @@ async def add_router(to: Composition, folder: Path | None) -> Failed:
     to.health.check("replicas", lambda: fleet.missing)
     replica.peers["replica"] = lambda: fleet.counts
     prompts = RoutedPrompts(replica.model_name, tokenizer, template, settings.chat_template_kwargs)
-    replica.service = RouterService(fleet=fleet, prompts=prompts, session_header=settings.session_header)
+    replica.service = RouterService(
+        fleet=fleet, prompts=prompts, session_header=settings.session_header, internal_secret=to.internal_secret
+    )
     return never
 
 

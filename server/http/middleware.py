@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -26,7 +27,8 @@ from engine.errors import EngineNotReady
 from engine.kit import logs
 from engine.kit.logs import printable
 from engine.kit.work import begin_request
-from routers.state import ReplicaState
+from routers.page import needs_no_key
+from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
 from server.http.routes import INTERNAL, route_path
 
@@ -40,15 +42,18 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/prometheus/metrics",
         "/server_info",
         "/version",
-        "/docs",
         "/openapi.json",
     }
 )
-"""Routes that need no service, or report its absence themselves."""
+"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
+
+_PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
+"""Routes that machines, and the page at /, ask again and again."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
+_RANK = re.compile(r"[0-9]{1,5}", re.ASCII)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"})
 _SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 _SANE_ID = re.compile(r"[!-~]{1,128}")
@@ -59,9 +64,10 @@ access = logging.getLogger("access")
 class RequestMiddleware:
     """Gives each request its id (the client's own, if sane), times it, and answers 500 where nothing else did."""
 
-    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, access_log: bool, logs_probes: bool = True) -> None:
         self._app = app
         self._access_log = access_log
+        self._quiet = frozenset() if logs_probes else _PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,16 +97,16 @@ class RequestMiddleware:
                 raise
             await render(error).response()(scope, receive, send_with_headers)
         finally:
-            if self._access_log:
+            if self._access_log and (status != HTTPStatus.OK or route_path(scope) not in self._quiet):
                 _log_access(scope, status, time.perf_counter() - started)
             logs.request_id.reset(token)
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness is open to all, and without keys everything is.
+    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
 
-    Internal routes take only the internal secret: without one nobody can use them. Keys are compared as digests, in
-    constant time, each with all.
+    Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
+    data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
@@ -109,6 +115,8 @@ class ApiKeyMiddleware:
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
         if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(
                 401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
@@ -117,11 +125,19 @@ class ApiKeyMiddleware:
         else:
             await self._app(scope, receive, send)
 
+    def _dp_rank(self, headers: Headers) -> int | None:
+        """Return the rank that a router with the internal secret names, if one does."""
+        rank = headers.get(DP_RANK_HEADER.decode(), "")
+        if not _RANK.fullmatch(rank):
+            return None
+        given = _digest(headers.get(INTERNAL_HEADER.decode(), "").encode("latin-1"))
+        return int(rank) if self._secrets and hmac.compare_digest(given, self._secrets[0]) else None
+
     def _admitted(self, scope: Scope) -> bool:
         path = route_path(scope)
         if path in INTERNAL:
             return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or not self._keys or _has_one_of(self._keys, scope)
+        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -149,7 +165,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
+        if scope["type"] != "http" or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]

@@ -1,10 +1,10 @@
 """Metrics of the engine under TensorRT-LLM's names: its facts, and its newest statistics."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.stats import IterationStats
+from engine.stats import IterationStats, RankStats
 from engine.types import EngineInfo
 
 Rows = list[tuple[str, str, float]]
@@ -79,6 +79,27 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
     ]
     yield from _families(GaugeMetricFamily, gauges, model_name)
     yield from _families(CounterMetricFamily, counters, model_name)
+    yield from _rank_metrics(stats.ranks, model_name)
+
+
+def _rank_metrics(ranks: Sequence[RankStats], model_name: str) -> Iterator[Metric]:
+    """Yield figures of data-parallel ranks; without samples where there is one rank."""
+    rows: list[tuple[str, str, Callable[[RankStats], float]]] = [
+        ("num_requests_running", "Sequences that run on the rank", lambda rank: rank.num_active_requests),
+        ("num_requests_waiting", "Sequences that wait for the rank", lambda rank: rank.num_queued_requests),
+        ("kv_cache_max_blocks", "KV blocks of the rank", lambda rank: rank.kv_cache_stats.max_num_blocks),
+        ("kv_cache_used_blocks", "KV blocks in use on the rank", lambda rank: rank.kv_cache_stats.used_num_blocks),
+        (
+            "kv_cache_hit_rate",
+            "Reused fraction of the blocks of prompts",
+            lambda rank: rank.kv_cache_stats.cache_hit_rate,
+        ),
+    ]
+    for name, text, value in rows:
+        family = GaugeMetricFamily(f"trtllm_rank_{name}", text, labels=["model_name", "dp_rank"])
+        for rank in ranks:
+            family.add_metric([model_name, str(rank.rank)], value(rank))
+        yield family
 
 
 def _families(kind: type[GaugeMetricFamily | CounterMetricFamily], rows: Rows, model_name: str) -> Iterator[Metric]:

@@ -64,8 +64,8 @@ class RoutingMetrics(PushedMetrics):
     def update(self, fleet: Fleet) -> None:
         """Bring gauges and counts of events up to date."""
         for replica in fleet.replicas:
-            blocks = fleet.index.blocks(replica.number)
-            self._set(replica.number, replica.available, blocks, replica.load.requests, replica.load.tokens)
+            load = replica.load
+            self._set(replica.number, replica.available, fleet.blocks(replica), load.requests, load.tokens)
         numbers = {replica.number for replica in fleet.replicas}
         for number in self._numbers - numbers:  # it may become another replica's
             self._set(number, False, 0, 0, 0)

@@ -26,6 +26,8 @@ async def raw(url: str, head: bytes, body: bytes = b"{}") -> bytes:
         (b"proxy-authorization: Basic x", b"proxy-auth"),
         (b"upgrade: h2c", b"upgrade"),
         (b"x-trellis-replica: 7", b"x-trellis"),
+        (b"x-trellis-dp-rank: 1", b"x-trellis"),
+        (b"x-trellis-internal: secret", b"x-trellis"),
         (b"expect: 100-continue", b"expect"),
         (b"x-a: \x01\x02", b"x-a"),
         (b"x-request-id: a b\x7f", b"a b"),

@@ -79,6 +79,16 @@ class Sender:
         self._router.close()
 
 
+async def two_senders() -> list[Sender]:
+    """Of a replica's two data-parallel ranks, which have one port after the other."""
+    while True:
+        first = Sender(replays=False)
+        try:
+            return [first, Sender(replays=False, port=first.port + 1, rank=1)]
+        except zmq.ZMQError:  # somebody else has that port
+            await first.close()
+
+
 def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
     deadline = time.monotonic() + 20
     while port:

@@ -65,15 +65,25 @@ def _dataclass(name: str) -> dict[str, str]:
 
 
 _RESULT = API["classes"]["tensorrt_llm.llmapi.RequestOutput"]
+_MEASURED = API["json_schemas"]["perf_metrics_item"]["perf_metrics"]
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "LLM": {"args": "TorchLlmArgs"},  # a public member, by the prose of the contract
     "MultimodalEncoder": {"args": "TorchLlmArgs"},
     "RequestOutput": {name: text for name, text in _RESULT["attributes"].items() if name not in _RESULT["methods"]},
     "IterationResult": {},
+    "RequestPerfMetrics": {name: name if isinstance(value, dict) else "value" for name, value in _MEASURED.items()},
+    **{name: dict.fromkeys(value, "value") for name, value in _MEASURED.items() if isinstance(value, dict)},
     "RequestError": {},
     **{
         name: _dataclass(name)
-        for name in ("CompletionOutput", "DisaggregatedParams", "Logprob", "SamplingParams", "GuidedDecodingParams")
+        for name in (
+            "CompletionOutput",
+            "DisaggregatedParams",
+            "Logprob",
+            "SamplingParams",
+            "SchedulingParams",
+            "GuidedDecodingParams",
+        )
     },
     **{name: _fields(name) for name in API["models"] if not name.startswith(("newer-only", "serve.", "auto_deploy"))},
 }
@@ -95,6 +105,10 @@ def imported(module: str, name: str) -> Kind | None:
         module == "tensorrt_llm.llmapi" or (module == PACKAGE and name in ("LLM", "SamplingParams"))
     ):
         return Kind(name, "class")
+    if (module, name) == ("tensorrt_llm._torch.auto_deploy", "LLM"):
+        return Kind("LLM", "class")
+    if (module, name) == ("tensorrt_llm.scheduling_params", "SchedulingParams"):
+        return Kind("SchedulingParams", "class")
     if f"{module}.{name}" == "tensorrt_llm.executor.result.Logprob":
         return Kind(name, "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None

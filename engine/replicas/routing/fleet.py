@@ -16,7 +16,7 @@ from engine.replicas.routing.events import CacheEvent
 from engine.replicas.routing.index import PrefixIndex
 from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.policy import Policy
-from engine.replicas.routing.replica import RoutedReplica
+from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from engine.replicas.routing.sessions import Sessions
 from engine.replicas.routing.subscriber import EventCounts, Subscriber
 
@@ -96,42 +96,51 @@ class Fleet(ReplicaPool[RoutedReplica]):
         self._policy = policy
         self._headers = headers
         self._sessions = sessions or Sessions(1 << 16, 3600.0)
+        self._numbers: set[int] = set()
+        """Of ranks in the index."""
 
     @property
     def healthy(self) -> bool:
         """Whether a request made now would be sent somewhere."""
         return any(replica.available for replica in self.replicas)
 
-    def assign(self, prompt: RoutedPrompt, session: str) -> Iterator[tuple[RoutedReplica, Assignment]]:
-        """Yield replicas for a request, each when the one before has failed, and the work assigned to it.
+    def assign(self, prompt: RoutedPrompt, session: str) -> Iterator[tuple[RoutedRank, Assignment]]:
+        """Yield a rank of a replica for a request, each when the one before has failed, and the work assigned to it.
 
         The caller ends the work.
         """
         overlap = 0
+        chosen: RoutedRank
 
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
-            nonlocal overlap
+            nonlocal overlap, chosen
             started = time.perf_counter()
             overlaps = self.index.overlaps(prompt.tokens, prompt.namespace) if self._policy.name == "kv" else {}
             url = self._sessions.replica(session) if session else None
-            replica = next((candidate for candidate in candidates if candidate.url == url), None)
-            if replica is not None:
+            known = [candidate for candidate in candidates if candidate.url == url]
+            if known:
                 self.observer.affine()
-            else:
-                replica = self._policy.choose(candidates, prompt.count, overlaps)
+            ranks = [rank for replica in known or candidates for rank in replica.ranks]
+            chosen = self._policy.choose(ranks, prompt.count, overlaps)
+            replica = chosen.replica
             if session:
                 self._sessions.assign(session, replica.url)
-            overlap = min(overlaps.get(replica.number, 0), prompt.count - 1)
+            overlap = min(overlaps.get(chosen.number, 0), prompt.count - 1)
             self.observer.chosen(replica.number, len(prompt.tokens), overlap, time.perf_counter() - started)
             return replica
 
-        for replica in self.in_turn(lambda one: one.available, choose):
-            yield replica, Assignment(replica.load, prompt.count, overlap)
+        for _ in self.in_turn(lambda one: one.available, choose):
+            yield chosen, Assignment(chosen.load, prompt.count, overlap)
+
+    def blocks(self, replica: RoutedReplica) -> int:
+        """Return how many blocks of a replica are known, of all its ranks."""
+        return sum(self.index.blocks(rank.number) for rank in replica.ranks)
 
     def _new(self, url: str) -> RoutedReplica:
         taken = {replica.number for replica in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         replica = RoutedReplica(number, url, self._headers)
+        self._add_rank(replica)
         place = self._addresses.fixed.index(url) if url in self._addresses.fixed else None
         endpoint, replay = self._sources.of(url, place)
         if endpoint and self._policy.name == "kv":
@@ -142,25 +151,30 @@ class Fleet(ReplicaPool[RoutedReplica]):
         replica = super()._remove(url)
         if replica.learning is not None:
             replica.learning.cancel()
-        self.index.remove(replica.number)
+        for rank in replica.ranks:
+            self.index.remove(rank.number)
+            self._numbers.discard(rank.number)
         return replica
 
+    def _add_rank(self, replica: RoutedReplica) -> RoutedRank:
+        number = next(number for number in range(len(self._numbers) + 1) if number not in self._numbers)
+        self._numbers.add(number)
+        rank = RoutedRank(replica, len(replica.ranks), number)
+        replica.ranks.append(rank)
+        return rank
+
     async def _learn(self, replica: RoutedReplica, endpoint: str, replay: str) -> None:
-        """Listen to the replica's first rank, and to the others once it says that it has some.
-
-        Blocks of any rank count as the replica's.
-        """
-
+        """Listen to the replica's first rank, and to the others once it says that it has some."""
         counts = self.event_counts[replica.number]
 
-        def apply(event: CacheEvent) -> None:
-            counts.unattached += self.index.apply(replica.number, event)
+        async def listen(rank: RoutedRank) -> None:
+            def apply(event: CacheEvent) -> None:
+                counts.unattached += self.index.apply(rank.number, event)
 
-        async def listen(rank: int) -> None:
-            own = (of_rank(endpoint, rank), of_rank(replay, rank))
-            await Subscriber(*own, self._sources.topic, rank, apply, counts).run()
+            own = (of_rank(endpoint, rank.rank), of_rank(replay, rank.rank))
+            await Subscriber(*own, self._sources.topic, rank.rank, apply, counts).run()
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(listen(0))
-            for rank in range(1, await replica.ranks()):
-                group.create_task(listen(rank))
+            group.create_task(listen(replica.ranks[0]))
+            for _ in range(1, await replica.count_ranks()):
+                group.create_task(listen(self._add_rank(replica)))

@@ -15,8 +15,11 @@ class Candidate(Protocol):
 
     number: int
     load: Load
-    last_asked: int
-    """Grows with each choice."""
+
+    @property
+    def last_asked(self) -> int:
+        """Grows with each choice."""
+        ...
 
 
 C = TypeVar("C", bound=Candidate)

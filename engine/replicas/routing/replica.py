@@ -30,6 +30,27 @@ class _InfoAnswer(msgspec.Struct):
 _info = msgspec.json.Decoder(_InfoAnswer)
 
 
+class RoutedRank:
+    """A data-parallel rank of a replica: what a policy chooses among. `number` is its own in the index of blocks."""
+
+    __slots__ = ("load", "number", "rank", "replica")
+
+    def __init__(self, replica: "RoutedReplica", rank: int, number: int) -> None:
+        self.replica = replica
+        self.rank = rank
+        self.number = number
+        self.load = Load()
+
+    @property
+    def last_asked(self) -> int:
+        return self.replica.last_asked
+
+    @property
+    def wanted(self) -> int | None:
+        """The rank to name in a request; None where there is no choice."""
+        return self.rank if len(self.replica.ranks) > 1 else None
+
+
 class RoutedReplica(Replica):
     """The replica `number` at `url`. `headers` go with its probes."""
 
@@ -38,7 +59,8 @@ class RoutedReplica(Replica):
     def __init__(self, number: int, url: str, headers: Sequence[Header]) -> None:
         super().__init__(url, f"replica {number} at {url}")
         self.number = number
-        self.load = Load()
+        self.ranks: list[RoutedRank] = []
+        """The ranks that are known, the first from the start."""
         self.learning: asyncio.Task[None] | None = None
         """Listens to its KV events."""
         self._headers = headers
@@ -59,7 +81,17 @@ class RoutedReplica(Replica):
         if status != 200:
             raise EngineNotReady(f"one answers {status} when asked whether it is ready")
 
-    async def ranks(self) -> int:
+    @property
+    def load(self) -> Load:
+        """The work of all its ranks."""
+        loads = [rank.load for rank in self.ranks]
+        return Load(
+            sum(load.requests for load in loads),
+            sum(load.prefilling for load in loads),
+            sum(load.held for load in loads),
+        )
+
+    async def count_ranks(self) -> int:
         """Return how many data-parallel ranks the replica has, once it is ready; 1 if it does not say."""
         while True:
             await self.ready.wait()

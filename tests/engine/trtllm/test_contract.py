@@ -28,12 +28,15 @@ HELD = {
 """Expressions of the adapter's that hold TensorRT-LLM's objects, by their text."""
 HELD_IN = {
     "outputs.py": {"value": "Logprob", "item[1]": "Logprob"},
+    "performance.py": {"metrics": "RequestPerfMetrics"},
+    "probe.py": {"context": "LLM"},
     "polling.py": {"self._call": "LLM.get_kv_cache_events"},  # or get_stats, of the same signature
     "watching.py": {"self._llm": "LLM"},
 }
 NOT_THEIRS = {
     "arguments.py": {"value"}, "engine.py": {"work"}, "polling.py": {"value"}, "library.py": {"bias"},
     "outputs.py": {"entry"}, "processors.py": {"logits"},
+    "probe.py": {"arguments", "fields", "logits", "stream_ptr", "client_id"},
 }  # fmt: skip
 """What is said to be `Any` and is not TensorRT-LLM's, or a container of what is."""
 

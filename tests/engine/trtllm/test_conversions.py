@@ -112,6 +112,7 @@ class Output:
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    request_perf_metrics: Any = None
 
 
 class Run:

@@ -15,6 +15,7 @@ from engine.trtllm import engine as engine_module
 from engine.trtllm import watching
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
+from engine.trtllm.library import is_alive
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import BOTH_VERSIONS, NEWEST, PROMPT, faults, found, handed_over, llm, picture, sampling
 from tests.support.trtllm_gotchas import arguments_of, request, running, tokens
@@ -55,7 +56,7 @@ async def test_the_stand_in_is_silent_once_a_worker_is_killed(monkeypatch: pytes
         async with asyncio.timeout(0.3):
             async for _ in result:
                 pass
-    assert engine._check_health() and engine.get_stats(0.05) == []
+    assert is_alive(engine) and engine.get_stats(0.05) == []
     ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
     assert not (await asyncio.wait([ending], timeout=0.1))[0]
     stand_in().reset()
@@ -77,7 +78,7 @@ async def test_a_killed_worker_ends_the_engine_though_its_executor_stays_healthy
         why = f"worker process {pid} has ended"
         with pytest.raises(EngineDied, match=f"{why}|worker was killed|shut itself down" if told else why):
             await all_of(stream)
-        assert not engine.healthy and engine.llm._check_health() != told
+        assert not engine.healthy and is_alive(engine.llm) != told
         with pytest.raises(EngineNotReady):
             await tokens(engine, request())
 
@@ -88,7 +89,7 @@ async def test_an_engine_that_hangs_ends(folder: Path) -> None:
         stream = engine.generate(request(max_tokens=4000))
         with pytest.raises(EngineDied, match=r"no progress for 0\.5 s"):
             await all_of(stream)
-        assert not engine.healthy and engine.llm._check_health()
+        assert not engine.healthy and is_alive(engine.llm)
 
 
 async def test_an_engine_that_hangs_ends_though_its_clients_have_left(

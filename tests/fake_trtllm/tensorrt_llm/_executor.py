@@ -1,4 +1,6 @@
-"""The executor behind an LLM: one of our engines, on an event loop in a thread of its own."""
+"""The executor behind an LLM: one of our engines for each rank with a KV cache of its own, on an event loop in a thread
+of its own.
+"""
 
 import asyncio
 import contextlib
@@ -7,6 +9,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -39,7 +42,10 @@ class Executor:
         self.stats = Buffer(args.max_stats_len) if args.enable_iter_perf_stats else Buffer(0)
         self.events = Buffer(cache.event_buffer_max_size if cache.enable_block_reuse else 0)
         self._config = config
-        self._engine: Engine | None = None
+        self._ranks = args.tensor_parallel_size if getattr(args, "enable_attention_dp", False) else 1
+        self._engines: list[Engine] = []
+        self._active: Counter[int] = Counter()
+        """Jobs of each rank."""
         self.jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
         self._filled: set[tuple[str, tuple[int, ...]]] = set()
@@ -142,19 +148,21 @@ class Executor:
     async def _start(self) -> None:
         if self._config is None:
             return
-        self._engine = create_engine(self._config)
-        await self._engine.start()
-        self.info = self._engine.info
-        self._spawn(self._collect_stats(self._engine))
-        self._spawn(self._collect_events(self._engine))
+        for rank in range(self._ranks):
+            engine = create_engine(self._config)
+            self._engines.append(engine)
+            await engine.start()
+            self._spawn(self._collect_stats(engine, rank))
+            self._spawn(self._collect_events(engine, rank))
+        self.info = self._engines[0].info
 
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._engine is not None:
-            await self._engine.close()
+        for engine in self._engines:
+            await engine.close()
         await self._loop.shutdown_default_executor()
 
     def _stop(self) -> None:
@@ -177,21 +185,49 @@ class Executor:
             self.die(error)
 
     def _run(self, job: Job) -> None:
-        assert self._engine is not None
-        self._spawn(job.run(self._engine, self), lambda: self.jobs.pop(job.id, None))
+        try:
+            rank = self._rank(job.scheduling)
+        except (IndexError, TypeError) as error:  # the workers' loop has no rank of that number
+            self.die(RuntimeError(f"Error in event loop: {error}"))
+            return
+        job.rank = rank
+        self._active[rank] += 1
+
+        def ended() -> None:
+            self._active[rank] -= 1
+            self.jobs.pop(job.id, None)
+
+        self._spawn(job.run(self._engines[rank], self), ended)
+
+    def _rank(self, scheduling: Any) -> int:
+        """The rank that is asked for, else the one with the fewest requests.
+
+        Requests are sorted by `attention_dp_relax`, which must not be None (#14276).
+        """
+        least = min(range(self._ranks), key=lambda rank: self._active[rank])
+        if self._ranks == 1 or scheduling is None or scheduling.attention_dp_rank is None:
+            return least
+        if scheduling.attention_dp_relax is None:
+            raise TypeError("'<' not supported between instances of 'NoneType' and 'bool'")
+        return range(self._ranks)[scheduling.attention_dp_rank]
 
     def _abort(self, request_id: int) -> None:
         if job := self.jobs.get(request_id):
             self._spawn(job.abort(self))
 
-    async def _collect_stats(self, engine: Engine) -> None:
+    async def _collect_stats(self, engine: Engine, rank: int) -> None:
+        """Of the first rank alone, as 1.2.1 does; newer versions have a row for each rank, with its number (#13199)."""
         async for stats in engine.stats():
-            if stats.iteration:
-                self.stats.put(stats_item(stats, self.args))
+            if stats.iteration and (rank == 0 or _test.stats_of_all_ranks):
+                item = stats_item(stats, self.args)
+                self.stats.put(item | {"attentionDpRank": rank} if _test.stats_of_all_ranks else item)
 
-    async def _collect_events(self, engine: Engine) -> None:
+    async def _collect_events(self, engine: Engine, rank: int) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             async for batch in engine.kv_events():
                 for event in batch:
                     assert not isinstance(event.data, Cleared), "TensorRT-LLM has no such event"
-                    self.events.put(event_item(event, self.args, engine.info.vocab_size))
+                    item = event_item(event, self.args, engine.info.vocab_size)
+                    if self._ranks > 1:
+                        item["attention_dp_rank"] = rank
+                    self.events.put(item)

@@ -5,6 +5,7 @@ A job has the sequences that it asks our engine for, and what their deltas say i
 
 import asyncio
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from tensorrt_llm._results import GenerationResult, Response
 from tensorrt_llm._test import faults
 from tensorrt_llm._translate import MinLength, Processor, PromptCounts, Sampler, sampling_of, stop_ids
 
+KV_BYTES = 16
+"""Bytes of the keys and values of a token that move between context and generation workers."""
 _LOST = "Error in kv cache transfer for generation requests"
 
 
@@ -41,10 +44,14 @@ class Job:
     own_processors: Sequence[MinLength | PromptCounts] = ()
     """What the sampler does, and our engines do otherwise."""
     images: tuple[MediaSpan, ...] = ()
+    scheduling: Any = None
+    """The request's SchedulingParams."""
+    rank: int = 0
     disaggregated: Any = None
     """The request's DisaggregatedParams, if it has a type."""
     aborted: bool = False
     begun: bool = False
+    begun_at: float = 0.0
     scored: set[int] = field(default_factory=set)
     """Sequences that have had a response."""
     fault: str | None = None
@@ -54,6 +61,8 @@ class Job:
     silent: bool = False
     """Whether it was aborted in the waiting queue, of which nobody is told."""
     streams: list[DeltaStream] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    steps: int = 0
 
     @property
     def id(self) -> int:
@@ -149,6 +158,7 @@ class Job:
             if not self.begun:
                 self._check_first(delta, index)
                 self.begun = True
+                self.begun_at = time.monotonic()
             if faults.device_error is not None:
                 await stream.aclose()
                 raise RequestError(faults.device_error)
@@ -189,6 +199,8 @@ class Job:
         if delta.prompt is not None:
             response.cached_tokens, response.queue_seconds = delta.prompt.cached_tokens, delta.prompt.queue_seconds
             response.prompt_logprobs = self._prompt_scores(delta.prompt.logprobs or ())
+        response.times = self._transfer()
+        response.drafts = self._drafts(len(delta.token_ids))
         if self.kind == "context_only":
             response.finish_reason = (
                 faults.context_finish_reason if response.finish_reason == "length" else response.finish_reason
@@ -197,6 +209,19 @@ class Job:
             if NEWEST:
                 self._place(response.disaggregated_params, response.logprobs)
         return response
+
+    def _transfer(self) -> dict[str, float]:
+        """When a generation worker had fetched the prompt's KV blocks: before the first response."""
+        if self.kind != "generation_only":
+            return {}
+        size = KV_BYTES * len(self.result.prompt_token_ids)
+        return {"transfer_start": self.started, "transfer_end": self.begun_at, "transfer_bytes": size}
+
+    def _drafts(self, tokens: int) -> tuple[int, int]:
+        """Speculation drafts `max_draft_len` tokens for each new one; none of them is ever accepted here."""
+        speculative = self.result._executor.args.speculative_config
+        self.steps += tokens if speculative is not None else 0
+        return self.steps * (getattr(speculative, "max_draft_len", None) or 1), 0
 
     def _prompt_scores(self, tokens: Sequence[TokenLogprobs | None]) -> list[dict[int, Any]]:
         """Entry i is of the logits at position i, which are about token i + 1. Cached positions have no logits.

@@ -241,6 +241,7 @@ class LLM(BaseLLM):
                     )
                     if processor is not None
                 ],
+                scheduling=call.scheduling_params,
                 disaggregated=call.disaggregated_params if typed else None,
                 images=images,
             )

@@ -8,9 +8,11 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from tensorrt_llm import _test
 from tensorrt_llm._contract import NEWEST
 from tensorrt_llm._metrics import metrics_dict, perf_metrics
 from tensorrt_llm._outputs import CompletionOutput
+from tensorrt_llm.metrics import MetricNames
 
 _NO_LOOP = "The asyncio event loop was not present during initialization, so async operations are not available."
 
@@ -30,6 +32,10 @@ class Response:
     """Whether the last token is a stop token that is not to be shown."""
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)
+    """Moments of a KV transfer, and its bytes."""
+    drafts: tuple[int, int] = (0, 0)
+    """Draft tokens so far, and those of them that were accepted."""
     disaggregated_params: Any = None
     mm_embedding_handle: dict[str, Any] | None = None
     encoded: Any = None
@@ -138,8 +144,10 @@ class GenerationResult:
         if self._tokenizer is not None and self.sampling_params.detokenize:
             self._detokenize(output)
         self._done = all(output.finish_reason is not None for output in self.outputs)
-        if self._done and self.sampling_params.return_perf_metrics:
-            self.metrics_dict = metrics_dict(self._times, output)
+        if self._done:
+            if self.sampling_params.return_perf_metrics:
+                self.metrics_dict = metrics_dict(self._times, output)
+            self._trace(output)
 
     def _describe(self, output: Any, response: Response) -> None:
         """What the response says besides tokens."""
@@ -154,8 +162,24 @@ class GenerationResult:
         if response.mm_embedding_handle is not None:
             self.mm_embedding_handle = response.mm_embedding_handle  # type: ignore[assignment]
             self.disaggregated_params = response.encoded
-        if response.finish_reason is not None and self.sampling_params.return_perf_metrics:
-            output.request_perf_metrics = perf_metrics(self._times, self.decoding_iter, self.cached_tokens)
+        if self.sampling_params.return_perf_metrics:  # in every response
+            self._times.update(response.times)
+            output.request_perf_metrics = perf_metrics(
+                self._times, self.decoding_iter, self.cached_tokens, response.drafts
+            )
+
+    def _trace(self, output: Any) -> None:
+        """`do_tracing`: a span if there is a collector, a warning and no span if there are no metrics."""
+        if not self._executor.args.otlp_traces_endpoint:
+            return
+        if not self.metrics_dict:
+            _test.untraced += 1
+            return
+        attributes = {
+            "gen_ai.latency.e2e": self.metrics_dict.get(MetricNames.E2E, 0.0),
+            "gen_ai.usage.completion_tokens": output.length,
+        }
+        _test.spans.append({"name": "llm_request", "context": dict(self.trace_headers or {}), **attributes})
 
     def _detokenize(self, output: Any) -> None:
         """The text so far, cut where a stop string begins: that ends the request, and its tokens stay as they are."""

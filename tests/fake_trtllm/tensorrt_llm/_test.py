@@ -16,6 +16,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from tensorrt_llm._contract import NEWEST
+
 
 @dataclass
 class Faults:
@@ -51,6 +53,12 @@ class Faults:
 
 
 faults = Faults(**json.loads(os.environ.get("FAKE_TRTLLM_FAULTS", "{}")))
+spans: list[dict[str, Any]] = []
+"""Spans that the package's own tracer has sent."""
+stats_of_all_ranks = NEWEST
+"""Statistics have a row for each attention-DP rank, as in newer versions."""
+untraced = 0
+"""Requests without metrics, of which the tracer has warned and sent nothing."""
 executors: weakref.WeakSet[Any] = weakref.WeakSet()
 """The executors of all LLMs and encoders that have not shut down."""
 
@@ -88,7 +96,11 @@ def kill_executors(error: Exception | None = None) -> None:
 
 
 def reset() -> None:
-    """No faults, no executor that hangs, and no embeddings that nobody took."""
+    """No faults, no spans, no executor that hangs, and no embeddings that nobody took."""
+    global stats_of_all_ranks, untraced
+    stats_of_all_ranks = NEWEST
+    spans.clear()
+    untraced = 0
     for executor in list(executors):
         executor.thaw()
     if (shared := sys.modules.get("tensorrt_llm._torch.shared_tensor")) is not None:

@@ -22,7 +22,7 @@ CONTEXT = FakeConfig().context_length
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with application(max_body_mb=0.001, body_timeout_seconds=0.2) as (client, _):
+    async with application(max_body_mb=0.001, body_timeout_seconds=0.2, page=False) as (client, _):
         yield client
 
 

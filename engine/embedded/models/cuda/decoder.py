@@ -3,7 +3,6 @@ changed in place."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -72,12 +71,6 @@ class LlamaDecoder:
         self._products = Fp8Products(self._fetch)
         for layer in self._layers:
             layer.convert(self._products)
-
-    def first_layer(self) -> LlamaDecoder:
-        """Return a decoder of the first layer alone, which takes the same kernels as all of them."""
-        decoder = copy.copy(self)
-        decoder._layers = self._layers[:1]
-        return decoder
 
     def load_products(self, max_rows: int, max_sampled: int) -> None:
         """Have cuBLAS load its kernels for as many rows as steps of prompts have, and as are sampled from after these,

@@ -13,7 +13,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
-from engine.embedded.models.cuda.compiling import compile_together, warn_of_compilation
+from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
@@ -53,6 +53,7 @@ class CudaRunner(TorchRunner):
 
     def __init__(self, config: EmbeddedConfig) -> None:
         begun = time.monotonic()
+        expect_compilation()
         _check(config)
         super().__init__(config)
         log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
@@ -66,16 +67,10 @@ class CudaRunner(TorchRunner):
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
         started = time.monotonic()
-        compile_together(partial(self._try_kernels, largest))
-        compiled = time.monotonic()
         self._warm_up()
         with torch.inference_mode():
             self._decoder.load_products(config.max_num_tokens, largest)
-        log.info(
-            "compiled and loaded kernels in %.1f s, and those of libraries in %.1f s more",
-            compiled - started,
-            time.monotonic() - compiled,
-        )
+        log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
             self._capture(largest)
         warn_of_compilation()
@@ -144,7 +139,6 @@ class CudaRunner(TorchRunner):
 
     def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
         """Return whether the decoder's logits are these within a tolerance relative to the largest and to each."""
-        compile_together(partial(trial, self._decoder.first_layer(), self.cache_dtype, self.device))
         found = trial(self._decoder, self.cache_dtype, self.device)
         return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
@@ -201,19 +195,6 @@ class CudaRunner(TorchRunner):
 
     def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
         return to_device(indices, torch.int64, self.device)
-
-    @torch.inference_mode()
-    def _try_kernels(self, largest: int) -> None:
-        """Launch every kernel that a request may need, for the first layer alone."""
-        whole, self._decoder = self._decoder, self._decoder.first_layer()
-        try:
-            self._warm_up()
-            for size in _sizes(largest):
-                inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
-                inputs[2:] = self._spare_slot
-                self._run_whole(inputs)
-        finally:
-            self._decoder = whole
 
     def _warm_up(self) -> None:
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that

@@ -5,14 +5,13 @@ from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 
 import pytest
-import zmq
 
 from engine.replicas import pool as pool_module
 from engine.replicas.client import ConnectionFailed
 from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet, RoutedPrompt
 from engine.replicas.routing.policy import Policy
-from tests.support.routing import Bare, Seen, Sender, stored, tokens_of
+from tests.support.routing import Bare, Seen, Sender, stored, tokens_of, two_senders
 from tests.support.waiting import until
 
 TWO_RANKS = b'HTTP/1.1 200 OK\r\ncontent-length: 38\r\n\r\n{"runtime": {"data_parallel_size": 2}}'
@@ -68,7 +67,8 @@ async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch
     async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
         addresses = Changing([bare.url])
         async with running(addresses) as (fleet, _):
-            replica, work = next(fleet.assign(PROMPT, ""))
+            rank, work = next(fleet.assign(PROMPT, ""))
+            replica = rank.replica
             connection = await replica.client.request(replica.client.head("POST", b"/v1/x", (), 0))
             addresses.urls = []
             await until(lambda: bare.url not in {replica.url for replica in fleet.replicas})
@@ -107,49 +107,62 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
             await sender.send(stored([1, 2]))
             await until(lambda: fleet.index.blocks(0) == 2)
             for _ in range(5):
-                replica, work = next(fleet.assign(PROMPT, ""))
-                assert replica.url == one.url
+                rank, work = next(fleet.assign(PROMPT, ""))
+                assert rank.replica.url == one.url
                 assert seen.overlaps[-1] == (0, 5, 4)
                 work.end()
             await sender.send({"type": "AllBlocksCleared"})
             await until(lambda: fleet.index.blocks(0) == 0)
             chosen = set()
             for _ in range(20):
-                replica, work = next(fleet.assign(PROMPT, ""))
-                chosen.add(replica.number)
+                rank, work = next(fleet.assign(PROMPT, ""))
+                chosen.add(rank.replica.number)
                 work.end()
             assert chosen == {0, 1}
     await sender.close()
 
 
-async def two_senders() -> list[Sender]:
-    """Of a replica's two data-parallel ranks, which have one port after the other."""
-    while True:
-        first = Sender(replays=False)
-        try:
-            return [first, Sender(replays=False, port=first.port + 1, rank=1)]
-        except zmq.ZMQError:  # somebody else has that port
-            await first.close()
-
-
-async def test_a_replica_has_what_any_of_its_data_parallel_ranks_has() -> None:
+async def test_requests_go_to_the_data_parallel_rank_that_has_their_prompt() -> None:
     senders = await two_senders()
     async with (
         Bare(TWO_RANKS) as bare,
-        running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, _),
+        running(Addresses((bare.url,)), EventSources((senders[0].endpoint,))) as (fleet, seen),
     ):
         for sender in senders:
             await sender.subscribed()
+        (replica,) = fleet.replicas
         await senders[0].send(stored([1]))
         await senders[1].send(stored([1, 2]))
-        await until(lambda: fleet.index.blocks(0) == 3)
-        assert fleet.index.overlaps(PROMPT.tokens) == {0: 4}
+        await until(lambda: fleet.blocks(replica) == 3)
+        assert fleet.index.overlaps(PROMPT.tokens) == {0: 2, 1: 4}
+        rank, work = next(fleet.assign(PROMPT, ""))
+        assert (rank.replica, rank.wanted) == (replica, 1) and seen.overlaps[-1] == (0, 5, 4)
+        assert replica.load.requests == 1 and replica.ranks[0].load.requests == 0
+        others = [next(fleet.assign(RoutedPrompt([7] * 4, count=40), "")) for _ in range(3)]
+        assert {rank.wanted for rank, _ in others} == {0, 1}, "unknown prompts go where there is less work"
+        for _, assignment in [(rank, work), *others]:
+            assignment.end()
+        assert replica.load.tokens == 0
         await senders[1].send({"type": "AllBlocksCleared"})
-        await until(lambda: fleet.index.blocks(0) == 1)
-        assert fleet.index.overlaps(PROMPT.tokens) == {0: 2}
+        await until(lambda: fleet.blocks(replica) == 1)
+        assert next(fleet.assign(PROMPT, ""))[0].wanted == 0
         assert [request.split(b" ")[1] for request in bare.requests] == [b"/server_info"]
     for sender in senders:
         await sender.close()
+
+
+async def test_numbers_of_ranks_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index has a bit for each, so they stay dense while replicas come and go."""
+    monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
+    async with Bare(TWO_RANKS) as one, Bare(OK) as two, Bare(OK) as three:
+        addresses = Changing([one.url, two.url])
+        async with running(addresses, EventSources(port=1)) as (fleet, _):
+            await until(lambda: sum(len(replica.ranks) for replica in fleet.replicas) == 3)
+            assert {rank.number for replica in fleet.replicas for rank in replica.ranks} == {0, 1, 2}
+            assert [[rank.wanted for rank in replica.ranks] for replica in fleet.replicas] == [[0, 1], [None]]
+            addresses.urls = [two.url, three.url]
+            await until(lambda: {replica.url for replica in fleet.replicas} == {two.url, three.url})
+            assert {rank.number for replica in fleet.replicas for rank in replica.ranks} == {0, 1}
 
 
 async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
@@ -157,7 +170,8 @@ async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
         pauses = []
         for _ in range(2):
             await until(lambda: fleet.healthy)
-            replica, work = next(fleet.assign(PROMPT, ""))
+            rank, work = next(fleet.assign(PROMPT, ""))
+            replica = rank.replica
             began = asyncio.get_running_loop().time()
             with pytest.raises(ConnectionFailed):
                 await replica.client.request(replica.client.head("POST", b"/v1/x", (), 0))

@@ -1,6 +1,5 @@
 """When Triton compiles, with a driver that runs nothing: no GPU is needed."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from engine.embedded.models.cuda.compiling import compile_together, warn_of_compilation  # noqa: E402
+from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation  # noqa: E402
 from tests.support.cuda import ON_GPU  # noqa: E402
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the driver is a stand-in")
@@ -64,29 +63,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(driver, "_active", found)
     yield found
-    triton.knobs.runtime.jit_post_compile_hook = None
+    expect_compilation()
 
 
-def test_what_is_compiled_together_is_not_compiled_again(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_compilation_is_told(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
     kernel = JITFunction(_copy)
 
-    def compute(*sizes: int) -> None:
-        for size in sizes:
-            kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, size)
+    def compute(size: int) -> None:
+        kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, size)
 
-    compile_together(lambda: compute(16, 32, 32, 16))
-    assert (gpu.loaded, gpu.launched) == (2, 0)
+    compute(16)
     warn_of_compilation()
-    compute(16, 32)
-    assert (gpu.loaded, gpu.launched) == (2, 2) and not caplog.records
+    compute(16)
+    assert gpu.loaded == 1 and not caplog.records
     compute(64)
     assert "waited for kernel" in caplog.text and "_copy" in caplog.text
-
-
-def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    kernel = JITFunction(_copy)
-    with caplog.at_level(logging.WARNING):
-        compile_together(lambda: kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, 48))  # no power of two
-    assert "one after the other" in caplog.text
-    with pytest.raises(triton.CompilationError):
-        kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, 48)
+    caplog.clear()
+    expect_compilation()
+    compute(32)
+    assert gpu.launched == 4 and not caplog.records
