@@ -27,10 +27,12 @@ def free_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -
 
 def _limits(cgroup: Path) -> list[tuple[int, int]]:
     """Return the container's limit and what it uses of it; nothing without a limit."""
-    found = []
-    for limit, used in _LIMITS:
-        try:
-            found.append((int((cgroup / limit).read_text()), int((cgroup / used).read_text())))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return found
+    found = ((_number(cgroup / limit), _number(cgroup / used) or 0) for limit, used in _LIMITS)
+    return [(limit, used) for limit, used in found if limit is not None]
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None

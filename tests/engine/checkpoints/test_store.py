@@ -227,8 +227,8 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     (tmp_path / f".{folder.name}.part").mkdir()
     (tmp_path / f".{folder.name}.part" / "model.safetensors").write_bytes(b"half")
     code = (
-        "import sys; from pathlib import Path; from engine.checkpoints.store import *; "
-        "print(resolve_model(BUILTIN, Path(sys.argv[1])))"
+        "import logging, sys; from pathlib import Path; from engine.checkpoints.store import *; "
+        "logging.basicConfig(level='INFO'); print(resolve_model(BUILTIN, Path(sys.argv[1])))"
     )
     with ThreadPoolExecutor() as pool:
         results = list(
@@ -240,7 +240,7 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
             )
         )
     assert {result.stdout.strip() for result in results} == {str(folder)}
-    assert sorted("Converting" in result.stderr for result in results) == [False, True]
+    assert sorted(":converting " in result.stderr for result in results) == [False, True]
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, f".{folder.name}.lock"}
 
 
