@@ -18,7 +18,9 @@ class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
-    """The deterministic engine without a model. `token_delay` is in seconds."""
+    """The deterministic engine without a model. `token_delay` is in seconds. `script` has the tokens of its answers,
+    which requests get in turn, whatever they ask for; without, it echoes the prompt.
+    """
 
     model: str = "fake"
     vocab_size: int = 512
@@ -28,6 +30,7 @@ class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
     num_blocks: int = 65536
     max_num_seqs: int = 1024
     token_delay: float = 0.0
+    script: tuple[tuple[int, ...], ...] = ()
 
 
 class _ModelConfig(_BackendConfig, frozen=True, kw_only=True):

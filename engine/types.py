@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that never complete in the output."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch."""
+    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch and after a restart."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Further ids that end the sequence, besides the model's end-of-sequence ids."""

@@ -17,9 +17,11 @@ _TOKENS = (1, 2, 5, *(base * 10**power for power in range(1, 6) for base in (1, 
 
 
 class GenerationMetrics:
-    """Prometheus metrics of one model; a `ChoiceTimer` follows one choice."""
+    """Prometheus metrics of one model; a `ChoiceTimer` follows one choice. `parsers` are the names of those of tool
+    calls and of reasoning; empty for none.
+    """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, parsers: tuple[str, str] = ("", "")) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
             return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(
                 model_name
@@ -27,6 +29,10 @@ class GenerationMetrics:
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"trtllm_{name}", text, ["model_name"], registry=registry).labels(model_name)
+
+        def parsed(name: str, text: str, parser: str) -> Counter:
+            family = Counter(f"trtllm_{name}", text, ["model_name", "parser"], registry=registry)
+            return family.labels(model_name, parser or "none")
 
         self.first_token = histogram("time_to_first_token_seconds", "From the request's arrival to its first token")
         self.inter_token = histogram("inter_token_latency_seconds", "Between a token and the next")
@@ -67,6 +73,9 @@ class GenerationMetrics:
         success = Counter(
             "trtllm_request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
         )
+        self.tool_calls = parsed("tool_calls", "Tool calls in answers", parsers[0])
+        self.malformed_calls = parsed("malformed_tool_calls", "Tool calls that began and never completed", parsers[0])
+        self.reasoning_tokens = parsed("reasoning_tokens", "Tokens of reasoning", parsers[1])
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
 
     def requested(self, request: GenerateRequest) -> None:
@@ -75,6 +84,12 @@ class GenerationMetrics:
             self.image_requests.inc()
         if request.sampling.guide is not None:
             self.structured_requests.inc()
+
+    def parsed(self, calls: int, malformed: int, reasoning: int) -> None:
+        """Count what a parser found in a choice that finished."""
+        self.tool_calls.inc(calls)
+        self.malformed_calls.inc(malformed)
+        self.reasoning_tokens.inc(reasoning)
 
 
 class ChoiceTimer:

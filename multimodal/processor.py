@@ -12,11 +12,11 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.work import NATIVE, off_loop
 from engine.types import GenerateRequest, SamplingParams
 from multimodal.answers.choices import Choice, Piece, usage
-from multimodal.answers.parts import ParserFactory, PlainText
+from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
-from multimodal.request import Ask, Conversation, Limits, Sampling
+from multimodal.request import Ask, Conversation, Limits, Sampling, check_tools
 from multimodal.text.prompts import Prompts
 
 
@@ -24,8 +24,8 @@ from multimodal.text.prompts import Prompts
 class Processor:
     """Prepares requests for one engine.
 
-    Every request names the logits processors `logits`. `parser` finds the parts in answers to chats; other answers are
-    plain text.
+    Every request names the logits processors `logits`. `format` says what the parts of answers to chats are; other
+    answers are plain text.
     """
 
     engine: Engine
@@ -34,7 +34,7 @@ class Processor:
     model_name: str
     metrics: GenerationMetrics
     logits: tuple[str, ...] = ()
-    parser: ParserFactory = PlainText
+    format: AnswerFormat = field(default_factory=AnswerFormat)
     _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
     async def prepare(self, ask: Ask, shape: type[Shape], request_id: str, dp_rank: int | None = None) -> "Generation":
@@ -45,6 +45,8 @@ class Processor:
         """
         self._check_count(ask)  # before images are fetched
         info = self.engine.info
+        self.format.check(ask, info.guides)
+        check_tools(ask, self.limits)
         async with self._in_time():
             prompts = await self.prompts.of(ask, info, self.limits)
         if not all(prompt.ids for prompt in prompts):
@@ -52,9 +54,10 @@ class Processor:
         tokenizer = self.prompts.tokenizer
         sampling = Sampling(info, tokenizer, self.limits, self.logits)
         lengths = [len(prompt.ids) for prompt in prompts]
+        asked, parser = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
+        ask = self.format.guided(ask, info.guides, parser)
         params = await off_loop(sum(map(len, ask.bad_words)), lambda: sampling.params(ask, lengths))
         sampling.check_stops(ask)
-        parser = self.parser if isinstance(ask.prompt, Conversation) else PlainText
         unique = uuid4().hex
         choices: list[Choice] = []
         for index, sampled in enumerate(params):
@@ -71,7 +74,9 @@ class Processor:
                 dp_rank=dp_rank,
                 trace=trace.headers(),
             )
-            choices.append(Choice(index, request, ask, tokenizer, parser(tokenizer)))
+            if index:
+                parser = self.format.parser(asked, info.guides, tokenizer, prompt.opening)
+            choices.append(Choice(index, request, ask, tokenizer, parser))
         answer = shape(
             AnswerContext(ask, choices, tokenizer, ask.request_id or request_id, self.model_name, self._fingerprint)
         )
@@ -183,6 +188,7 @@ class Generation:
                 if piece.finish_reason is not None:
                     await stream.aclose()
                     timer.finish(piece.finish_reason)
+                    self.metrics.parsed(choice.tool_calls, choice.malformed, choice.reasoning_tokens)
                     stages.end(choice.completion_tokens)
                     self._reasons.append(piece.finish_reason)
                     yield piece

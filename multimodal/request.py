@@ -37,6 +37,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """Smallest and largest value of each field; `top_p` excludes the smallest."""
+_TAG_DEPTH = 12
+"""Levels that a structural tag may have around a schema."""
 _MARKUP = 32
 """Characters that templates write for a message, or a part of one, besides its text."""
 
@@ -51,6 +53,30 @@ class MediaRef:
     kind: MediaKind = "image"
 
 
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    """Whether arguments must fit the schema."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """The tools of a request that the model may call, by name. The prompt may show more."""
+
+    offered: Mapping[str, Tool]
+    mode: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+    """Whether one answer may have several calls."""
+    guided: str = ""
+    """The field that asks for calls which are valid by construction; empty for none."""
+    param: str = "tools"
+    """The field that lists the tools."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The messages of a request, whichever API they came by.
@@ -62,6 +88,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     media: list[MediaRef] = field(default_factory=list)
     """The media of all messages, in order."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools that the template shows, as OpenAI's requests have them."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -71,8 +99,9 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """Rough length of all contents, of which each message and part has some."""
-        return sum(map(_length, (message["content"] for message in self.messages)))
+        """Rough length of all contents, of which each message and part has some, and of the tools."""
+        tools = len(json.dumps(self.tools)) if self.tools else 0
+        return tools + sum(map(_length, (message["content"] for message in self.messages)))
 
 
 class AskedGuide(NamedTuple):
@@ -94,6 +123,7 @@ class Ask:
 
     prompt: Conversation | Sequence[str | list[int]]
     """A chat, or one or several texts to continue, as text or token ids."""
+    tools: Tools | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     model: str | None = None
     request_id: str | None = None
@@ -143,6 +173,7 @@ class Ask:
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     skip_special_tokens: bool = True
+    include_reasoning: bool = True
 
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""
@@ -156,6 +187,7 @@ class Limits:
     max_n: int = 128
     min_priority: int = 0
     max_messages: int = 4096
+    max_tools: int = 128
     max_stop: int = 16
     max_logit_bias: int = 1024
     max_top_logprobs: int = 20
@@ -169,6 +201,20 @@ class Limits:
     def tokens(self, info: EngineInfo) -> int:
         """Return how many tokens /tokenize makes at most, and /detokenize takes."""
         return self.max_tokenize_tokens or 4 * info.context_length
+
+
+def check_tools(ask: Ask, limits: Limits) -> None:
+    """Raise RequestError for more tools, or larger or deeper schemas, than the limits allow."""
+    if not isinstance(ask.prompt, Conversation) or not (tools := ask.prompt.tools):
+        return
+    name = ask.tools.param if ask.tools is not None else "tools"
+    if len(tools) > limits.max_tools:
+        raise RequestError(f"{name!r} may have {limits.max_tools} entries at most.", name)
+    for place, tool in enumerate(tools):
+        spelled = f"tools.{place}.function.parameters" if name == "tools" else f"{name}.{place}.parameters"
+        spec = _spec(spelled, "json_schema", tool["function"].get("parameters") or {}, limits.max_schema_depth)
+        if len(spec.encode(errors="surrogatepass")) > limits.max_schema_kb * 1024:
+            raise RequestError(f"{spelled!r} may have {limits.max_schema_kb} KiB at most.", spelled)
 
 
 @dataclass(frozen=True)
@@ -308,6 +354,7 @@ def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{name!r} is not valid JSON.", name) from error
+    max_depth += _TAG_DEPTH * (kind == "structural_tag")
     if _depth(value, max_depth) > max_depth:
         raise RequestError(f"{name!r} is nested more than {max_depth} levels deep.", name)
     return json.dumps(value, ensure_ascii=False)

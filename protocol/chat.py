@@ -40,6 +40,29 @@ class ContentPart(Wire):
     """Not supported."""
 
 
+class FunctionDefinition(Wire):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.:/@-]{1,128}$")]
+    """Its name. Example: "get_weather" """
+    description: str | None = None
+    """What it does, for the model. Example: "Current weather in a city" """
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments. Default: any object.
+    Example: {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}"""
+    strict: bool | None = None
+    """Hold arguments to the schema by a grammar. Example: false"""
+
+
+class FunctionTool(Wire):
+    """A tool of the request."""
+
+    type: str
+    """Always `function`. Example: "function" """
+    function: FunctionDefinition | None = None
+    """The function. Example: {"name": "get_weather", "parameters": {"type": "object"}}"""
+
+
 class ChatMessage(Wire):
     """A message as clients send it."""
 
@@ -50,7 +73,7 @@ class ChatMessage(Wire):
     name: str | None = None
     """Name of the author, for templates that show it. Example: "Ann" """
     tool_calls: list[dict[str, Any]] | None = None
-    """Calls that an assistant made; `function.arguments` is JSON text.
+    """Calls that an assistant made; `function.arguments` is JSON text of an object.
     Example: [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]"""
     tool_call_id: str | None = None
     """The call that a tool answers. Example: "1" """
@@ -64,9 +87,9 @@ class ChatMessage(Wire):
     # What OpenAI's answers carry, and clients send back.
     annotations: Any = None
     """Accepted and ignored. Example: []"""
+    function_call: dict[str, Any] | None = None
+    """The call that an assistant made, as OpenAI's old interface has it. Example: {"name": "f", "arguments": "{}"}"""
     audio: Any = None
-    """Not supported."""
-    function_call: Any = None
     """Not supported."""
 
 
@@ -93,15 +116,21 @@ class ChatCompletionRequest(GenerationFields):
     documents: list[dict[str, Any]] | None = None
     """Handed to the chat template, if it has this variable. Example: [{"title": "A", "text": "…"}]"""
 
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """Functions that the model may call. Example: [{"type": "function", "function": {"name": "get_time"}}]"""
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    """`auto`, `none` (as without tools), `required`, one function, or `allowed_tools`. What requires a call makes it
+    valid by a grammar. Default: auto. Example: "auto" """
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may have several calls. Default: true. Example: true"""
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """OpenAI's old name of `tools`; the answer has `function_call` then. Example: [{"name": "get_time"}]"""
+    function_call: Literal["auto", "none"] | dict[str, Any] | None = None
+    """`auto`, `none` or one function, for `functions`. Example: "auto" """
+    include_reasoning: bool | None = None
+    """Whether the answer has the model's reasoning, if it has a parser for that. Default: true. Example: true"""
+
     # Refused by name when they are set (`routers/fields.py`).
-    tools: Any = None
-    """Not supported yet, unless `tool_choice` is "none"; they are then ignored."""
-    tool_choice: Any = None
-    """"none" and, without tools, "auto" are ignored; others are not supported."""
-    functions: Any = None
-    """Not supported."""
-    function_call: Any = None
-    """Not supported."""
     modalities: Any = None
     """Only text is supported."""
     audio: Any = None
@@ -145,15 +174,41 @@ class ChoiceLogprobs(BaseModel):
     """Always null."""
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments."""
+
+    name: str
+    """Name of the tool."""
+    arguments: str
+    """JSON text of an object."""
+
+
+class CalledTool(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    """Id of the call, which the tool's message repeats."""
+    type: Literal["function"] = "function"
+    """Kind of the tool."""
+    function: CalledFunction
+    """The function and its arguments."""
+
+
 class AssistantMessage(BaseModel):
     """The model's answer."""
 
     role: Literal["assistant"] = "assistant"
     """Role of the author."""
     content: str | None
-    """The text."""
+    """The text; null if there are calls alone."""
     refusal: str | None = None
     """Always null."""
+    reasoning_content: str | None = None
+    """The model's reasoning, if any."""
+    tool_calls: list[CalledTool] | None = None
+    """Calls of tools, if any."""
+    function_call: CalledFunction | None = None
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(BaseModel):
@@ -165,8 +220,9 @@ class ChatChoice(BaseModel):
     """The answer."""
     logprobs: ChoiceLogprobs | None
     """Null unless the request asks for them."""
-    finish_reason: Literal["stop", "length"]
-    """`stop` at the end of the sequence or a stop string, `length` at `max_tokens` or the context's end."""
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    """`stop` at the end of the sequence or a stop string, `length` at `max_tokens` or the context's end, `tool_calls`
+    (or `function_call`) for an answer that calls tools."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None

@@ -39,6 +39,28 @@ class AnyChunk(BaseModel):
     """There only if `stream_options` ask for it."""
 
 
+class FunctionDelta(BaseModel):
+    """What is new in a function's call."""
+
+    name: str | None = None
+    """Name of the tool, in the first piece of a call."""
+    arguments: str | None = None
+    """Text that continues the arguments."""
+
+
+class ToolCallDelta(BaseModel):
+    """What is new in a call."""
+
+    index: int
+    """Place among the calls."""
+    id: str | None = None
+    """Id of the call, in its first piece."""
+    type: Literal["function"] | None = None
+    """Kind of the tool, in its first piece."""
+    function: FunctionDelta
+    """Name, then arguments."""
+
+
 class ChatDelta(BaseModel):
     """What is new in a choice. The first has the role, the last is empty."""
 
@@ -46,6 +68,12 @@ class ChatDelta(BaseModel):
     """Role of the author."""
     content: str | None = None
     """Text that continues the text before."""
+    reasoning_content: str | None = None
+    """Reasoning that continues the reasoning before."""
+    tool_calls: list[ToolCallDelta] | None = None
+    """What is new in calls."""
+    function_call: FunctionDelta | None = None
+    """What is new in the call, if the request has `functions`."""
 
 
 class ChunkChoice(BaseModel):
@@ -53,7 +81,7 @@ class ChunkChoice(BaseModel):
 
     index: int
     """Place among the choices."""
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
     """Why the choice has ended, in its last chunk; null before."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""

@@ -105,7 +105,7 @@ class StructuredOutputs(Wire):
     json_object: bool | None = None
     """Any JSON object. Example: true"""
     structural_tag: dict[str, Any] | str | None = None
-    """A structural tag of xgrammar, as an object or as text; with TensorRT-LLM.
+    """A structural tag of xgrammar, as an object or as text.
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 

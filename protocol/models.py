@@ -47,8 +47,10 @@ class Runtime(BaseModel):
     """Kinds of guided decoding."""
     refused_parameters: dict[str, str] = {}
     """Sampling parameters that the engine refuses, always or under conditions, each with the reason."""
-    parsers: list[str] = []
-    """Parsers of tool calls and reasoning; there are none yet."""
+    tool_call_parser: str | None = None
+    """Parser of tool calls, by TOOL_CALL_PARSER."""
+    reasoning_parser: str | None = None
+    """Parser of reasoning, by REASONING_PARSER."""
     peers: dict[str, Peers]
     """Replicas that this one asks, by what for."""
     kv_events_port: int | None

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from protocol.chat import ChatMessage
+from protocol.chat import ChatMessage, FunctionTool
 from protocol.common import MAX_MESSAGES, TokenIds, Wire
 
 
@@ -24,6 +24,8 @@ class TokenizeRequest(Wire):
     Example: true"""
     continue_final_message: bool | None = None
     """End a chat where its last message ends. Example: false"""
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """Tools of the chat. Example: [{"type": "function", "function": {"name": "get_time"}}]"""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template that the server's settings let requests set. Example: {}"""
     return_token_strs: bool | None = None

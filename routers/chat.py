@@ -11,6 +11,7 @@ from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, Co
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
+from routers.tools import tools_of
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
 REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
@@ -28,16 +29,22 @@ def convert(body: ChatCompletionRequest) -> Ask:
     if body.max_completion_tokens is not None:
         own["max_tokens"] = body.max_completion_tokens
         fields["max_tokens"] = "max_completion_tokens"
-    return to_ask(body, conversation(body, body.messages, variables), fields, **own)
+    own["tools"], shown_tools = tools_of(body)
+    own["include_reasoning"] = body.include_reasoning is not False
+    return to_ask(body, conversation(body, body.messages, variables, shown_tools), fields, **own)
 
 
 def conversation(
-    body: ChatCompletionRequest | TokenizeRequest, messages: Sequence[ChatMessage], variables: dict[str, Any]
+    body: ChatCompletionRequest | TokenizeRequest,
+    messages: Sequence[ChatMessage],
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]],
 ) -> Conversation:
     """Return the conversation of a body. Raises RequestError."""
     return Conversation(
         messages=[to_template(message, place) for place, message in enumerate(messages)],
         media=list(_media_refs(messages)),
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
@@ -47,14 +54,18 @@ def conversation(
 
 def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
     """Return the message at `place` as templates expect it (`Conversation`). Raises RequestError."""
-    for name in ("audio", "function_call"):
-        if getattr(message, name) is not None:
-            raise _unsupported(f"This server does not support {name!r} in a message.")
-    found: dict[str, Any] = {"role": message.role, "content": _content(message, f"messages.{place}.content")}
+    if message.audio is not None:
+        raise _unsupported("This server does not support 'audio' in a message.")
+    role = "tool" if message.role == "function" else message.role
+    found: dict[str, Any] = {"role": role, "content": _content(message, f"messages.{place}.content")}
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
     found |= {name: value for name, value in given.items() if value is not None}
-    if message.tool_calls is not None:
-        found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    spelled = f"messages.{place}.tool_calls"
+    if message.tool_calls:
+        found["tool_calls"] = [_tool_call(call, f"{spelled}.{index}") for index, call in enumerate(message.tool_calls)]
+    elif message.function_call is not None:
+        call = {"type": "function", "function": message.function_call}
+        found["tool_calls"] = [_tool_call(call, f"messages.{place}.function_call")]
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
     return found
@@ -111,15 +122,20 @@ def _unsupported(message: str, param: str = "messages") -> RequestError:
     return RequestError(message, param, "unsupported_content")
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], param: str) -> dict[str, Any]:
     """Return a call as templates expect it: with its arguments as an object, which OpenAI writes as JSON text."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
-    except (ValueError, RecursionError):
-        raise RequestError("The arguments of a tool call are not valid JSON.", "messages") from None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"'{param}' must have a function with a name.", param)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise RequestError(f"The arguments of '{param}' are not valid JSON.", param) from None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"The arguments of '{param}' must be a JSON object.", param)
+    return call | {"function": function | {"arguments": arguments}}
 
 
 ENDPOINT = Endpoint(

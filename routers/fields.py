@@ -22,8 +22,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "lora_request": (),
     "disaggregated_params": (),
     "kv_transfer_params": (),
-    "functions": ([],),
-    "function_call": ("none",),
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
@@ -90,7 +88,6 @@ class FieldCheck:
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
-        _check_tools(body)
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
         if body.stream_options is not None and not body.stream:
@@ -136,19 +133,6 @@ def _unknown_fields(value: object) -> Iterator[str]:
     elif isinstance(value, list) and value and isinstance(value[0], Wire):
         for child in value:
             yield from _unknown_fields(child)
-
-
-def _check_tools(body: GenerationFields) -> None:
-    tools: Any = getattr(body, "tools", None)
-    choice: Any = getattr(body, "tool_choice", None)
-    if tools and choice != "none":
-        raise RequestError(
-            "This server does not support 'tools' yet; send tool_choice 'none' to have them ignored.",
-            "tools",
-            "unsupported_parameter",
-        )
-    if not tools and choice not in (None, "none", "auto"):
-        raise RequestError("'tool_choice' needs 'tools'.", "tool_choice")
 
 
 def _guides(body: GenerationFields) -> Iterator[AskedGuide]:

@@ -11,6 +11,7 @@ from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeReq
 from routers.body import converted, json_body, request_body, while_connected
 from routers.chat import conversation
 from routers.state import ChatServiceDep, StateDep
+from routers.tools import shown_tools
 
 router = APIRouter(tags=["tokens"])
 PATHS = ("/tokenize", "/detokenize")
@@ -58,7 +59,8 @@ async def detokenize(
 def convert(body: TokenizeRequest) -> Ask:
     """Return the request whose prompt is to be tokenised. Raises RequestError."""
     if body.messages is not None and body.prompt is None:
-        return Ask(prompt=conversation(body, body.messages, {}), add_special_tokens=body.add_special_tokens is True)
+        chat = conversation(body, body.messages, {}, shown_tools(body.tools))
+        return Ask(prompt=chat, add_special_tokens=body.add_special_tokens is True)
     if body.messages is None and body.prompt is not None:
         return Ask(prompt=[body.prompt], add_special_tokens=body.add_special_tokens is not False)
     raise RequestError("Give either 'prompt' or 'messages'.", "prompt")

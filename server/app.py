@@ -8,6 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from protocol.errors import ErrorEnvelope
 from routers import operations
+from routers.page import page_router
 from server import __version__
 from server.compose.model import served_name
 from server.http import errors, openapi
@@ -35,9 +36,12 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (*role_of(settings).routers(), operations.router):
+    role = role_of(settings)
+    for router in (*role.routers(), operations.router):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
-    if settings.docs:
+    chat = settings.shows_page and role.has_text
+    app.include_router(page_router(chat, settings.docs, direct_only=settings.page is None))
+    if settings.docs or chat:
         openapi.install(app, settings)
     errors.install(app)
     _add_middleware(app, settings, server_metrics)
@@ -75,4 +79,6 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
             allow_headers=["*"],
             expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(RequestMiddleware, access_log=_logs_access(settings))
+    app.add_middleware(
+        RequestMiddleware, access_log=_logs_access(settings), logs_probes=settings.access_log is not None
+    )

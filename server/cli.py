@@ -243,7 +243,6 @@ def _check_instruction_set(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
-    from server.compose.sizing import api_processes, this_machine  # noqa: PLC0415
     from server.process import banner, launch, logs, serving  # noqa: PLC0415
 
     ours = {} if settings.engine == "trtllm" else _ENVIRONMENT_OF_OUR_TRANSFERS
@@ -254,8 +253,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         log.warning("%s", sentence)
     if role_of(settings).has_text and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
-    processes = api_processes(settings, this_machine()).value
-    settings, share = settings.model_copy(update={"api_processes": processes}), processes > 1
+    share = settings.api_processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
     except OSError as error:

@@ -29,7 +29,6 @@ DEFAULTS = {
     "attention": "flashinfer",
     "max-batch-size": "256",
     "max-num-tokens": "8448",  # 8192 prompt tokens and one token per decoding sequence
-    "max-seq-len": "8192",
     "engine-on-death": "exit",
 }
 CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "1024"}
@@ -54,11 +53,18 @@ def main() -> int:
         args.logs = args.logs or Path(folder)
         args.logs.mkdir(parents=True, exist_ok=True)
         run = GpuRun(args, report, Path(folder))
-        for wanted, part in ((args.http, run.over_http), (args.in_process, run.in_process), (args.check, run.check)):
-            if wanted:
-                run.attempt(part)
-    print("\n" + report.markdown())
-    print(f"written to {report.write(args.output)}")
+        try:
+            for wanted, part in (
+                (args.http, run.over_http),
+                (args.in_process, run.in_process),
+                (args.check, run.check),
+            ):
+                if wanted:
+                    run.attempt(part)
+        finally:  # one that is ended early has measured something, too
+            print("\n" + report.markdown())
+            print(report.compact())
+            print(f"written to {report.write(args.output)}", flush=True)
     return 1 if run.failed else 0
 
 
@@ -74,6 +80,7 @@ def parse() -> argparse.Namespace:
         "--rows", default="", help=f"further kinds of requests for each of them: {', '.join(ROWS)}, or all"
     )
     parser.add_argument("--repeats", type=int, default=3, help="measurements per workload, after a warm-up")
+    parser.add_argument("--row-repeats", type=int, help="measurements of each further kind; default: --repeats")
     parser.add_argument(
         "--starts", type=int, default=2, help="starts of the server, all timed; the last one is measured"
     )
@@ -109,9 +116,13 @@ def parse() -> argparse.Namespace:
     wrong = [name for name in args.cells.split(",") if name not in WORKLOADS]
     if wrong:
         parser.error(f"no such cells: {', '.join(wrong)}; choose from {', '.join(GREEDY)} and rows {', '.join(ROWS)}")
+    args.row_repeats = args.repeats if args.row_repeats is None else args.row_repeats
     args.shape = SHAPES[args.shape_name]
     args.flags = (
-        DEFAULTS | ({"load-format": "dummy"} if args.load_format == "dummy" else {}) | settings_of(flags, parser)
+        DEFAULTS
+        | {"max-seq-len": str(min(8192, args.shape.max_position))}
+        | ({"load-format": "dummy"} if args.load_format == "dummy" else {})
+        | settings_of(flags, parser)
     )
     return args
 
@@ -173,9 +184,9 @@ class GpuRun:
         args = self._args
         config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
         greedy = [workload for workload in self._workloads if not workload.row]
-        cells = [(workload, repeat) for workload in greedy for repeat in range(args.repeats + 1)]
+        cells = [(workload, repeat) for workload in greedy for repeat in ("warm-up", *range(1, args.repeats + 1))]
         asked = [
-            (workload.cell if repeat else workload.warm_up(), self._seed(workload, repeat))
+            (workload.warm_up() if repeat == "warm-up" else workload.cell, self._seed(workload, repeat))
             for workload, repeat in cells
         ]
         queue = iter(cells)
@@ -205,33 +216,43 @@ class GpuRun:
         self._report.write(args.output)
 
     def _load(self, server: Server, clients: Clients) -> None:
-        target = replace(server.target, endpoint="completions")
+        greedy = [workload for workload in self._workloads if not workload.row]
+        for workload in greedy:
+            self._run(server, clients, workload, "first")
         for workload in self._workloads:
-            for repeat in range(self._args.repeats + 1):
-                cell = workload.cell if repeat else workload.warm_up()
-                cpu = server.cpu_seconds()
-                rounds = ROUNDS if repeat and not workload.prefill else 1
-                summary = clients.run(target, workload, cell, self._seed(workload, repeat), rounds)
-                if summary.errors:
-                    time.sleep(1)  # wait for the end of the server's log
-                    self._say(f"{summary.errors} errors; the server's log ends with\n{tail(server.log)}")
-                if server.process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {server.process.poll()}")
-                cores = (server.cpu_seconds() - cpu) / summary.seconds
-                self._note(f"HTTP (server on {cores:.1f} cores)", workload, repeat, summary, self._report.http)
+            repeats = self._args.row_repeats if workload.row else self._args.repeats
+            for repeat in (*(["warm-up"] if workload.row else []), *range(1, repeats + 1)):
+                self._run(server, clients, workload, repeat)
+
+    def _run(self, server: Server, clients: Clients, workload: Workload, repeat: int | str) -> None:
+        """Measure a workload once. Repetition "first" is the server's first sight of it, and reported as such."""
+        target = replace(server.target, endpoint="completions")
+        cell = workload.warm_up() if repeat == "warm-up" else workload.cell
+        cpu = server.cpu_seconds()
+        rounds = 1 if repeat == "warm-up" or workload.prefill else ROUNDS
+        summary = clients.run(target, workload, cell, self._seed(workload, repeat), rounds)
+        if summary.errors:
+            time.sleep(1)  # wait for the end of the server's log
+            self._say(f"{summary.errors} errors; the server's log ends with\n{tail(server.log)}")
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended with {server.process.poll()}")
+        cores = (server.cpu_seconds() - cpu) / summary.seconds
+        self._note(f"HTTP (server on {cores:.1f} cores)", workload, repeat, summary, self._report.http)
 
     def _note(
-        self, where: str, workload: Workload, repeat: int, summary: Summary, runs: dict[str, list[Summary]]
+        self, where: str, workload: Workload, repeat: int | str, summary: Summary, runs: dict[str, list[Summary]]
     ) -> None:
         self.failed |= summary.errors > 0
-        if repeat:
+        if repeat == "first":
+            self._report.first[workload.name] = summary
+        elif repeat != "warm-up":
             runs.setdefault(workload.name, []).append(summary)
             self._report.write(self._args.output)  # keep results if a later part fails
-        what = f"{where} {workload.name} " + (f"run {repeat}" if repeat else "warm-up")
+        what = f"{where} {workload.name} run {repeat}"
         self._say(
             f"{what}: {workload.rate(summary):,.0f} tok/s in {summary.seconds:.2f} s, "
             f"TTFT {summary.ttft_p50:.0f} / {summary.ttft_p99:.0f} ms, "
-            f"gap {summary.gap_p50:.1f} / {summary.gap_p99:.1f} ms, "
+            f"gap {summary.gap_p50:.1f} / {summary.gap_p99:.1f}, at most {summary.gap_max:.0f} ms, "
             f"{summary.chunks:,} chunks for {summary.completion_tokens:,} tokens"
             + (f", {summary.cached_tokens} tokens found in the cache" if summary.cached_tokens else "")
             + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else "")
@@ -247,7 +268,7 @@ class GpuRun:
             self._say(f"made {folder.name}")
         return folder
 
-    def _seed(self, workload: Workload, repeat: int) -> str:
+    def _seed(self, workload: Workload, repeat: int | str) -> str:
         return f"{self._args.seed}/{workload.name}/{repeat}"
 
     def _config(self, model: Path, flags: dict[str, str]) -> EmbeddedConfig:

@@ -26,6 +26,8 @@ class GpuReport:
     anchored: bool
     starts: list[tuple[float, float]] = field(default_factory=list)
     """Seconds until ready, and until the first token."""
+    first: dict[str, Summary] = field(default_factory=dict)
+    """The first run of greedy workloads after the start, over HTTP."""
     http: Runs = field(default_factory=dict)
     in_process: Runs = field(default_factory=dict)
     agreements: list["Agreement"] = field(default_factory=list)
@@ -36,19 +38,41 @@ class GpuReport:
 
     def markdown(self) -> str:
         facts = "\n".join(f"- {key}: {value}" for key, value in self.facts().items())
-        parts = [f"# GPU benchmark: {self.label}", facts, self._workloads(), self._starts(), self._agreements()]
+        parts = [
+            f"# GPU benchmark: {self.label}",
+            facts,
+            self._workloads(),
+            self._starts(),
+            self._first_runs(),
+            self._agreements(),
+        ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, folder: Path) -> Path:
         """Write the .json and the .md file; return the path of the latter."""
         return save(folder, self.label, self.markdown(), asdict(self))
 
+    def compact(self) -> str:
+        """Return the rates over HTTP alone: a line for each kind of requests, a column for each number of streams."""
+        cells = [name for name in WORKLOADS if name in self.http and not WORKLOADS[name].row]
+        rows = list(dict.fromkeys(WORKLOADS[name].row for name in WORKLOADS if name in self.http))
+        lines = []
+        for row in rows:
+            names = [f"{cell}-{row}" if row else cell for cell in cells]
+            found = [(WORKLOADS[name], self.http[name]) if name in self.http else None for name in names]
+            lines.append([row or "greedy", *(self._in_short(*each) if each else "-" for each in found)])
+        return table(["tok/s, of greedy, longest gap in ms", *cells], lines) if lines else ""
+
+    def _in_short(self, workload: Workload, runs: list[Summary]) -> str:
+        rate = median(map(workload.rate, runs))
+        return f"{rate:,.0f} {self._of_greedy(workload, rate)} {max(run.gap_max for run in runs):.0f}"
+
     def _workloads(self) -> str:
         names = [name for name in WORKLOADS if name in self.http or name in self.in_process]
         if not names:
             return ""
-        head = ["streams x (prompt, output)", "HTTP tok/s", "of greedy", "TTFT p50 / p99", "gap p50 / p99"]
-        head += ["in process tok/s", "TTFT p50 / p99", "gap p50 / p99", "HTTP / in process"]
+        head = ["streams x (prompt, output)", "HTTP tok/s", "of greedy", "TTFT p50 / p99", "gap p50 / p99 / max"]
+        head += ["in process tok/s", "TTFT p50 / p99", "gap p50 / p99 / max", "HTTP / in process"]
         head += ["limit", "of limit", "vLLM tok/s", "TTFT p50 / p99", "ours / vLLM", "target"] if self.anchored else []
         rows = [self._row(WORKLOADS[name]) for name in names]
         note = (
@@ -95,6 +119,12 @@ class GpuReport:
         note = f"Target for the second start: ready within {READY_SECONDS:g} s. vLLM took {low:g} to {high:g} s."
         return f"{table(['start', 'ready, s', 'first answer, s'], rows)}\n\n{note}"
 
+    def _first_runs(self) -> str:
+        if not self.first:
+            return ""
+        rows = [[name, *_figures(WORKLOADS[name], [run])] for name, run in self.first.items()]
+        return table(["first run after the start", "tok/s", "TTFT p50 / p99", "gap p50 / p99 / max"], rows)
+
     def _agreements(self) -> str:
         head = ["against float32", "max error", "mean error", "same tokens", "same continuations", "worst margin"]
         rows = [
@@ -121,7 +151,8 @@ def _figures(workload: Workload, runs: list[Summary]) -> list[str]:
     errors = sum(run.errors for run in runs)
     speed = f"{median(map(workload.rate, runs)):,.0f}" + (f" ({errors} errors)" if errors else "")
     first = _pair(median(run.ttft_p50 for run in runs), median(run.ttft_p99 for run in runs))
-    return [speed, first, _pair(median(run.gap_p50 for run in runs), median(run.gap_p99 for run in runs), digits=1)]
+    gaps = _pair(median(run.gap_p50 for run in runs), median(run.gap_p99 for run in runs), digits=1)
+    return [speed, first, f"{gaps} / {max(run.gap_max for run in runs):.0f}"]
 
 
 def _pair(low: float, high: float, digits: int = 0) -> str:

@@ -1,6 +1,7 @@
 """The engine's step: schedule, launch, finish. Synchronous and owned by one thread; `engine/embedded/engine.py`
 drives it."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, Held, PromptReport
+
+log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
 """Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""

@@ -263,7 +263,7 @@ class EmbeddedEngine:
             load_seconds=time.monotonic() - started,
             kv_bytes=sum(blocks.nbytes for blocks in runner.memory.blocks),
             threads=compute_threads(config.threads) if runner.device.type == "cpu" else 0,
-            guides=tuple(kind for kind in GUIDE_KINDS if kind != "structural_tag"),
+            guides=GUIDE_KINDS,
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
         )

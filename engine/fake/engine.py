@@ -3,7 +3,8 @@
 It echoes the prompt: output token i is `prompt_token_ids[i % len(prompt)]`. End-of-sequence ids, which a chat template
 puts into every prompt, are skipped unless the request ignores them or lists them in `stop_token_ids`. Other sampling
 parameters have no effect. For a prompt with images, the echo starts with the first eight digits of each image's key,
-one token each. Its handoff is a digest of prompt, images and first token, which the receiving engine checks.
+one token each. With a script, requests get its answers in turn, each with an end of sequence, and guides have no effect
+either. Its handoff is a digest of prompt, images and first token, which the receiving engine checks.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from engine.kit.checks import check_prompt, output_here
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest, Held, Logprob, PromptReport, TokenLogprobs
+from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Held, Logprob, PromptReport, TokenLogprobs
 
 
 class FakeEngine:
@@ -40,6 +41,8 @@ class FakeEngine:
         self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
         self._stats: Latest[IterationStats] = Latest()
         self._received = 0
+        self._scripted = 0
+        """Requests that have got an answer of the script."""
         self._iteration = 0
         self._completed = 0
         self._aborted = 0
@@ -62,6 +65,7 @@ class FakeEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_seqs * config.context_length,
             capacity=self._capacity if self._capacity < config.context_length else 0,
+            guides=GUIDE_KINDS if config.script else (),
         )
 
     @property
@@ -125,12 +129,14 @@ class FakeEngine:
         """Raises InvalidRequest and EngineUnavailable."""
         config, sampling = self._config, request.sampling
         check_prompt(request, config.vocab_size, self._capacity)
-        if sampling.guide is not None:
+        if sampling.guide is not None and not config.script:
             raise InvalidRequest(f"the fake engine cannot do guided decoding ({sampling.guide.kind})", "guide")
         check_media(request)
         check_handoff(request)
         most = len(request.prompt_token_ids) + output_here(request)
-        return sequence_of(request, config, num_blocks=-(-most // config.block_size))
+        sequence = sequence_of(request, config, self._scripted, num_blocks=-(-most // config.block_size))
+        self._scripted += 1
+        return sequence
 
     async def _run(self) -> None:
         while True:

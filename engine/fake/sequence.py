@@ -53,17 +53,20 @@ class FakeSequence:
         return None, None
 
 
-def sequence_of(request: GenerateRequest, config: FakeConfig, num_blocks: int) -> FakeSequence:
-    """Return the sequence of a request that has passed the checks."""
+def sequence_of(request: GenerateRequest, config: FakeConfig, number: int, num_blocks: int) -> FakeSequence:
+    """Return the sequence of the request `number`, which has passed the checks."""
     prompt, sampling = request.prompt_token_ids, request.sampling
     stops = frozenset(sampling.stop_token_ids)
     eos = frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids)
+    answer = config.script[number % len(config.script)] if config.script else ()
     full = (*_digits_of_images(request, config.vocab_size), *prompt)
     sequence = FakeSequence(
         request=request,
         received=time.monotonic(),
         tokens=list(prompt),
-        echo=tuple(token for token in full if token not in eos or token in stops) or full,
+        echo=(*answer, *config.eos_token_ids[:1])
+        if config.script
+        else tuple(token for token in full if token not in eos or token in stops) or full,
         stops=stops | eos,
         num_blocks=num_blocks,
     )

@@ -82,12 +82,19 @@ class Choice:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens = 0
-        self.calls_tools = False
+        self.tool_calls = 0
         self._include = ask.include_stop_str_in_output
         self._detokenizer = Detokenizer(tokenizer, ask.skip_special_tokens)
         self._stops = StopMatcher(ask.stop, self._include) if ask.stop else None
         self._parser = parser
         self._plain = type(self._parser) is PlainText
+        self._single = ask.tools is not None and not ask.tools.parallel
+        self._thinks_aloud = ask.include_reasoning
+
+    @property
+    def malformed(self) -> int:
+        """Calls that began and never completed."""
+        return self._parser.malformed
 
     def feed(self, delta: Delta) -> Piece:
         """Return the piece of a delta. It has a finish reason if the engine or a stop string has ended the choice."""
@@ -136,15 +143,19 @@ class Choice:
         if finish is not None:
             parts += self._parser.finish()
         if not self._plain:
-            self._note(parts)
+            parts = [part for part in parts if self._shows(part)]
         return Piece(self.index, parts, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)
 
-    def _note(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            if isinstance(part, Reasoning):
-                self.reasoning_tokens += part.tokens
-            elif isinstance(part, ToolCall):
-                self.calls_tools = True
+    def _shows(self, part: Part) -> bool:
+        """Count a part, and tell whether the answer has it."""
+        if isinstance(part, Reasoning):
+            self.reasoning_tokens += part.tokens
+            return self._thinks_aloud and bool(part.text)
+        if isinstance(part, ToolCall):
+            if self._single and part.index:
+                return False
+            self.tool_calls = max(self.tool_calls, part.index + 1)
+        return True
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

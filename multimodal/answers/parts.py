@@ -1,6 +1,6 @@
 """The parts of an answer. Parsers find them in a model's output; shapes turn them into JSON."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,9 @@ class Parser(Protocol):
     special tokens. A parser may hold text back until it knows what it is part of; parts are never taken back.
     """
 
+    malformed: int
+    """Calls that began and never completed."""
+
     def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
         """Return the parts that the next output completes or continues."""
         ...
@@ -50,12 +53,10 @@ class Parser(Protocol):
         ...
 
 
-ParserFactory = Callable[[Tokenizer], Parser]
-"""Return the parser of one choice."""
-
-
 class PlainText:
     """All output is text."""
+
+    malformed = 0
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pass

@@ -232,6 +232,11 @@ class ChatShape(Shape):
     closing = {"delta": {}}
     reports_prompt_in_choice = False
 
+    @property
+    def _old(self) -> bool:
+        """Whether the request has OpenAI's old `functions`, and so the answer `function_call`."""
+        return self._ask.tools is not None and self._ask.tools.param == "functions"
+
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any]:
         return self.choice(choice.index, {"delta": {"role": "assistant", "content": ""}})
 
@@ -243,6 +248,8 @@ class ChatShape(Shape):
                     delta["content"] = delta.get("content", "") + part.text
                 case Reasoning():
                     delta["reasoning_content"] = delta.get("reasoning_content", "") + part.text
+                case ToolCall() if self._old:
+                    delta["function_call"] = _piece_of_call(part)["function"]
                 case ToolCall():
                     delta.setdefault("tool_calls", []).append(_piece_of_call(part))
         return {"delta": delta or {"content": ""}}
@@ -254,13 +261,17 @@ class ChatShape(Shape):
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
+        if calls and self._old:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
             message["tool_calls"] = calls
         return {"message": message}
 
     def finish_reason(self, piece: Piece) -> str | None:
-        calls = self._choices[piece.index].calls_tools
-        return "tool_calls" if calls and piece.finish_reason == "stop" else piece.finish_reason
+        calls = self._choices[piece.index].tool_calls
+        if not calls or piece.finish_reason != "stop":
+            return piece.finish_reason
+        return "function_call" if self._old else "tool_calls"
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """Return `choices[].logprobs`. The `bytes` of all tokens, joined, are the text's UTF-8."""

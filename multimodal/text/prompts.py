@@ -1,8 +1,10 @@
 """Prompts: chats rendered by the model's template, texts tokenised."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Protocol
 
 from engine.errors import ContextOverflow
 from engine.kit.work import off_loop
@@ -28,6 +30,8 @@ class Prompt:
 
     ids: list[int]
     media: PromptMedia | None = None
+    opening: str = ""
+    """Of a chat, the text behind the last message, or that of the last message if it is continued; if asked for."""
 
 
 class MediaPrompts(Protocol):
@@ -53,6 +57,8 @@ class Prompts:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     images: MediaPrompts | None = None
+    openings: bool = False
+    """Whether to find the prompts' openings, for which chats are rendered once more."""
 
     async def of(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[Prompt]:
         """Return the prompts of a request: messages rendered, their images fetched and encoded, text tokenised.
@@ -61,14 +67,15 @@ class Prompts:
         """
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
-        text = await self._rendered(ask.prompt, limits)
+        text, opening = await self._rendered(ask.prompt, limits)
 
         async def tokenise(text: str) -> list[int]:
             return await self._encoded(text, ask, info)
 
         if self.images is not None and ask.prompt.media:
-            return [await self.images.prompt(text, ask.prompt.media, tokenise, ask.n)]
-        return [Prompt(await tokenise(text))]
+            prompt = await self.images.prompt(text, ask.prompt.media, tokenise, ask.n)
+            return [replace(prompt, opening=opening)]
+        return [Prompt(await tokenise(text), opening=opening)]
 
     async def tokens(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[int]:
         """Return the token ids of a request's one prompt, up to the limit for them. Raises as `of` does."""
@@ -85,13 +92,13 @@ class Prompts:
         if not isinstance(ask.prompt, Conversation):
             (prompt,) = ask.prompt
             return await tokenise(prompt) if isinstance(prompt, str) else prompt
-        text = await self._rendered(ask.prompt, limits)
+        text, _ = await self._rendered(ask.prompt, limits)
         if self.images is not None and ask.prompt.media:
             return await self.images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
-    async def _rendered(self, chat: Conversation, limits: Limits) -> str:
-        """Return the text of a chat. Raises RequestError."""
+    async def _rendered(self, chat: Conversation, limits: Limits) -> tuple[str, str]:
+        """Return the text of a chat, and its opening. Raises RequestError."""
         template = self.template
         if template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -102,11 +109,11 @@ class Prompts:
         variables = template_variables(chat, limits.chat_template_kwargs)
         control = template.control
 
-        def render() -> str:
+        def render() -> tuple[str, str]:
             text = template.render(chat.messages, **variables)
             if limits.special_tokens_in_content == "refuse" and control is not None:
-                check_forged(chat.messages, control.forged(text))
-            return text
+                check_forged(chat, control.forged(text))
+            return text, _opening(template, text, chat, variables) if self.openings else ""
 
         return await off_loop(chat.characters, render)
 
@@ -145,6 +152,20 @@ class Prompts:
         """Return the length of a text that has more than `most` tokens however it is tokenised; 0 for others."""
         length = len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)  # a chat's may have marks
         return length if length > (most + _OWN_TOKENS) * self.tokenizer.longest_token else 0
+
+
+def _opening(template: ChatTemplate, text: str, chat: Conversation, variables: dict[str, Any]) -> str:
+    """Return what a rendered chat has more than without the answer's beginning."""
+    messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
+    before = ""
+    if messages:
+        without = {**variables, "add_generation_prompt": False, "continue_final_message": False}
+        with suppress(RequestError):  # it refuses such a chat, say one that ends so
+            before = template.render(messages, **without)
+    if not text.startswith(before):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+        before = text[: sum(1 for _ in same)]
+    return unmarked(text[len(before) :])
 
 
 def _kept(ask: Ask, info: EngineInfo) -> int | None:

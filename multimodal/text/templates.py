@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from multimodal.errors import RequestError, shown
 from multimodal.request import Conversation
 from multimodal.text.control import ControlTokens, unmarked
+from multimodal.text.tools import with_tools
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], control: ControlTokens | None = None) -> None:
+        self.source = source
         self.control = control
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
@@ -65,6 +67,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
+        self.shows_tools = "tools" in meta.find_undeclared_variables(tree) or "tool_calls" in source
+        """Whether it has a place for tools or their calls."""
         self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
         """Whether it reads contents as lists only."""
         if control is not None and (composed := self._composes(control)):
@@ -81,10 +85,13 @@ class ChatTemplate:
         """Return the prompt. With `continue_final_message` it ends where the last message's text ends, so that the
         model continues that text.
 
+        A template without a place for `tools` gets them, their calls and results as texts (`multimodal/text/tools.py`).
         A message's content is a text or a list of parts. A template that reads only lists, as those of some vision
         models do, gets every text as a list. OpenAI's developer messages become system messages for a template that
         does not know them. Raises RequestError.
         """
+        if not self.shows_tools:
+            messages = with_tools(messages, variables.pop("tools", None) or ())
         if self.wants_parts:
             messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
@@ -145,16 +152,17 @@ def template_variables(chat: Conversation, allowed: Sequence[str]) -> dict[str, 
             "'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message"
         )
     prompts = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
-    own = {"add_generation_prompt": prompts, "continue_final_message": continues}
-    return {**chat.variables, **chat.template_kwargs, **own}
+    own: dict[str, Any] = {"add_generation_prompt": prompts, "continue_final_message": continues}
+    return {**chat.variables, **chat.template_kwargs, **own, "tools": chat.tools or None}
 
 
-def check_forged(messages: Sequence[dict[str, Any]], forged: Sequence[str]) -> None:
-    """Raise RequestError if messages have control tokens: `forged`."""
+def check_forged(chat: Conversation, forged: Sequence[str]) -> None:
+    """Raise RequestError if messages or tools have control tokens: `forged`."""
     for token in forged[:1]:
-        holds = (place for place, message in enumerate(messages) if token in json.dumps(message, ensure_ascii=False))
-        place = next(holds, None)  # none if several texts make it, or a variable of the template has it
-        where = "messages" if place is None else f"messages.{place}"
+        parts = {f"messages.{place}": message for place, message in enumerate(chat.messages)}
+        parts |= {f"tools.{place}": tool for place, tool in enumerate(chat.tools)}
+        holds = (name for name, part in parts.items() if token in json.dumps(part, ensure_ascii=False))
+        where = next(holds, "messages")  # several texts make it, or a variable of the template has it
         raise RequestError(f"{where!r} must not have {token!r}, which controls the model.", where, "special_token")
 
 

@@ -46,6 +46,7 @@ class Summary:
     gap_p50: float
     """Time between chunks of a stream."""
     gap_p99: float
+    gap_max: float = 0.0
 
     def asdict(self) -> dict[str, float | int | str]:
         return asdict(self)
@@ -80,4 +81,5 @@ def summarise(samples: Sequence[Sample], seconds: float) -> Summary:
         ttft_p99=percentile(ttfts, 99) * 1e3,
         gap_p50=percentile(gaps, 50) * 1e3,
         gap_p99=percentile(gaps, 99) * 1e3,
+        gap_max=max(gaps, default=0.0) * 1e3,
     )

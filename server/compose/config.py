@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -9,7 +10,7 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
 from server.compose.model import served_name
 from server.compose.sizing import sizes, this_machine
 from server.preflight import too_long
@@ -17,6 +18,7 @@ from server.roles import role_of
 from server.settings import Settings
 
 _HELLO_WORLD = "hello_world"
+_Script = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
             token_delay=settings.fake_token_delay_ms / 1e3,
             context_length=settings.max_seq_len or default.context_length,
             max_num_seqs=settings.max_batch_size or default.max_num_seqs,
+            script=_script(settings, folder),
         )
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without
@@ -51,6 +54,18 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):
         raise EngineFailure(sentence)
     return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+
+
+def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the answers in FAKE_SCRIPT. Raises EngineFailure if it is no list of texts."""
+    if settings.fake_script is None:
+        return ()
+    try:
+        answers = msgspec.json.decode(settings.fake_script.read_bytes(), type=_Script)
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineFailure(f"FAKE_SCRIPT: {error}") from error
+    tokenizer = Tokenizer.load(folder) if folder is not None else byte_tokenizer()
+    return tuple(tuple(tokenizer.encode(answer)) for answer in answers)
 
 
 def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:

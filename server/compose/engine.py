@@ -26,7 +26,7 @@ from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
-from server.compose.model import load_text, model_folder
+from server.compose.model import answer_format, load_text, model_folder
 from server.compose.publishing import publish_events
 from server.health.canary import engine_probe
 from server.metrics.peers import PeerMetrics
@@ -136,14 +136,16 @@ def _chat_service(
         images = image_prompts(to, folder, encoders, tokenizer, control, engine.info)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
+    answers = answer_format(settings, folder, template)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
     processor = Processor(
         engine,
-        Prompts(tokenizer, template, images),
+        Prompts(tokenizer, template, images, openings=answers.reads_prompts),
         Limits(**limits),
         name,
-        GenerationMetrics(to.metrics.registry, name),
+        GenerationMetrics(to.metrics.registry, name, answers.parser_names),
         default_processors(settings),
+        answers,
     )
     return ChatService(
         engine=engine,

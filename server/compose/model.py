@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
+from multimodal.answers.formats import AnswerFormat
+from multimodal.answers.parsers.choose import choose, family
 from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer
@@ -53,6 +55,23 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
         return tokenizer, None
     control = ControlTokens(tokenizer, _control_texts(settings, folder, tokenizer))
     return tokenizer, ChatTemplate(source, tokenizer.special_tokens, control)
+
+
+def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:
+    """Return how the model writes tool calls and reasoning, by the settings or, where they say auto, by its template
+    and type. A template without a place for tools gets them in Hermes' form, so that calls have it, too.
+    """
+    source = template.source if template is not None else None
+    kind = read_model_facts(folder).text_type if folder is not None and settings.engine != "fake" else None
+    tools, reasoning = choose(source, kind)
+    if tools is None and template is not None and not template.shows_tools:
+        tools = "hermes"
+    asked = {"auto": (tools, reasoning), "none": (None, None)}
+    chosen = family(
+        asked.get(settings.tool_call_parser, (settings.tool_call_parser, None))[0],
+        asked.get(settings.reasoning_parser, (None, settings.reasoning_parser))[1],
+    )
+    return AnswerFormat(chosen, settings.stream_tool_arguments)
 
 
 def _control_texts(settings: Settings, folder: Path | None, tokenizer: Tokenizer) -> frozenset[str]:

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
-from routers.state import ReplicaState
+from routers.state import ChatService, ReplicaState
 from server import __version__
 from server.roles import role_of
 from server.settings import Settings
@@ -32,6 +32,9 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
         kv_events_replay_port=_port(settings.kv_events_replay_endpoint) if publishes else None,
         versions=versions(),
     )
+    if isinstance(replica.service, ChatService):
+        tools, reasoning = replica.service.processor.format.parser_names
+        runtime = runtime.model_copy(update={"tool_call_parser": tools or None, "reasoning_parser": reasoning or None})
     engine = replica.engine
     return runtime if engine is None else runtime.model_copy(update=_facts(engine.info))
 

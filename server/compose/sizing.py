@@ -28,7 +28,6 @@ _CPU_STEP = 1024
 _UNKNOWN_KV = 384
 """MiB for the KV cache of a model whose layers are not known to be alike."""
 _LEAST_KV = 64
-_CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,6 @@ def survey() -> Machine:
 def on_gpu(settings: Settings, machine: Machine) -> bool:
     """Return whether the embedded engine computes on a GPU."""
     return machine.has_cuda if settings.device == "auto" else settings.device.startswith("cuda")
-
-
-def api_processes(settings: Settings, machine: Machine) -> Size:
-    """Return how many API processes serve if the setting leaves it open."""
-    if settings.api_processes:
-        return Size(settings.api_processes, "")
-    role = role_of(settings)
-    if not role.has_text or role.core != "engine" or not settings.engine_process:
-        return Size(1, "the role or the engine has one")
-    computes_on_gpu = bool(machine.gpus) if settings.engine == "trtllm" else on_gpu(settings, machine)
-    if settings.engine == "fake" or not computes_on_gpu:
-        return Size(1, "one keeps up with an engine on a CPU")
-    count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
-    return Size(count, f"one for {_CORES_PER_API_PROCESS} of {machine.cores} cores, at most {_MOST_API_PROCESSES}")
 
 
 def sizes(settings: Settings, folder: Path | None, machine: Machine) -> dict[str, Size]:

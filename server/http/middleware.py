@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -26,6 +27,7 @@ from engine.errors import EngineNotReady
 from engine.kit import logs
 from engine.kit.logs import printable
 from engine.kit.work import begin_request
+from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
 from server.http.routes import INTERNAL, route_path
@@ -40,11 +42,13 @@ OPEN_WHILE_NOT_READY = frozenset(
         "/prometheus/metrics",
         "/server_info",
         "/version",
-        "/docs",
         "/openapi.json",
     }
 )
-"""Routes that need no service, or report its absence themselves."""
+"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
+
+_PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
+"""Routes that machines, and the page at /, ask again and again."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
@@ -60,9 +64,10 @@ access = logging.getLogger("access")
 class RequestMiddleware:
     """Gives each request its id (the client's own, if sane), times it, and answers 500 where nothing else did."""
 
-    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, access_log: bool, logs_probes: bool = True) -> None:
         self._app = app
         self._access_log = access_log
+        self._quiet = frozenset() if logs_probes else _PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,13 +97,13 @@ class RequestMiddleware:
                 raise
             await render(error).response()(scope, receive, send_with_headers)
         finally:
-            if self._access_log:
+            if self._access_log and (status != HTTPStatus.OK or route_path(scope) not in self._quiet):
                 _log_access(scope, status, time.perf_counter() - started)
             logs.request_id.reset(token)
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness is open to all, and without keys everything is.
+    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
@@ -132,7 +137,7 @@ class ApiKeyMiddleware:
         path = route_path(scope)
         if path in INTERNAL:
             return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or not self._keys or _has_one_of(self._keys, scope)
+        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -160,7 +165,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPEN_WHILE_NOT_READY:
+        if scope["type"] != "http" or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]

@@ -1,11 +1,10 @@
-"""The OpenAPI document of this server, and the page that shows it."""
+"""The OpenAPI document of this server."""
 
 import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -40,7 +39,7 @@ _EVENTS = "The JSON of one event's `data:` line. After the last chunk comes `dat
 
 
 def install(app: FastAPI, settings: Settings) -> None:
-    """Serve the document at /openapi.json, and /docs. It is made when it is first asked for."""
+    """Serve the document at /openapi.json. It is made when it is first asked for."""
     made: dict[EngineInfo | None, dict[str, Any]] = {}
     lock = asyncio.Lock()
 
@@ -55,12 +54,8 @@ def install(app: FastAPI, settings: Settings) -> None:
         root: str = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(document | ({"servers": [{"url": root}]} if root else {}))
 
-    async def docs(request: Request) -> HTMLResponse:
-        return get_swagger_ui_html(openapi_url=f"{request.scope.get('root_path', '')}/openapi.json", title=app.title)
-
     app.description = _DESCRIPTION
     app.add_api_route("/openapi.json", openapi, include_in_schema=False)
-    app.add_api_route("/docs", docs, include_in_schema=False)
 
 
 def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict[str, Any]:

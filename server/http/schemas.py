@@ -80,6 +80,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
     "StructuredOutputs": {"maxProperties": 1},
+    "FunctionTool": {"oneOf": [_needs(type={"enum": ["function"]}, function=_OBJECT)]},
     "TokenizeRequest": {
         "oneOf": [
             _needs(prompt=_TEXT) | {"not": _needs(messages=_ARRAY)},
@@ -97,7 +98,7 @@ _DEPENDENT: Schema = {
 
 
 _REFUSED: dict[type[Wire], Collection[str]] = {
-    chat.ChatMessage: ("audio", "function_call"),
+    chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
 """Fields, besides those of requests, that are not supported."""
@@ -226,6 +227,8 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
         "prompt_logprobs": alternatives,
         "truncate_prompt_tokens": {"minimum": -1, "maximum": context, "not": {"const": 0}},
         "messages": {"maxItems": settings.max_messages},
+        "tools": {"maxItems": settings.max_tools},
+        "functions": {"maxItems": settings.max_tools},
         "prompt": prompt | {"items": ids | prompt | {"items": ids}},
         "chat_template_kwargs": {"propertyNames": {"enum": list(settings.chat_template_kwargs)}},
         **dict.fromkeys(("choice", "choices", "guided_choice"), choices),
@@ -235,10 +238,7 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
     """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
     if issubclass(cls, GenerationFields):
-        tools: dict[str, tuple[object, ...]] = (
-            {"tools": ([],), "tool_choice": ("none", "auto")} if "tools" in cls.model_fields else {}
-        )
-        return refused(cls) | tools
+        return refused(cls)
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 
 

@@ -1,6 +1,5 @@
 """What a ready server says of itself: a banner on a terminal, one line elsewhere."""
 
-import ipaddress
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from engine.types import EngineInfo
 from routers.state import ReplicaState, RouterService
 from server import __version__
+from server.roles import role_of
 from server.settings import Settings
 
 _LABEL = 10
@@ -15,20 +15,12 @@ _LABEL = 10
 
 def warning(settings: Settings) -> str:
     """Return why the server is open to strangers; empty if it is not."""
-    if settings.api_keys or is_local(settings.host):
+    if settings.api_keys or settings.is_local:
         return ""
     return (
         f"HOST={settings.host} without API_KEYS: whoever reaches this machine can use the server; set API_KEYS, "
         "or HOST=127.0.0.1"
     )
-
-
-def is_local(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def on_terminal(settings: Settings) -> bool:
@@ -68,12 +60,14 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         yield "KV cache", f"{memory}{info.num_blocks * info.block_size:,} tokens"
         yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
     yield "API", f"{url}{replica.entrance}"
+    if settings.shows_page and role_of(settings).has_text:
+        yield "page", f"{url}/"
     if settings.docs:
         yield "docs", f"{url}/docs"
     yield "metrics", f"{url}/metrics"
     keys = len(settings.api_keys)
     needed = f"{keys} API key{'s' if keys > 1 else ''}: every request needs one" if keys else ""
-    reach = "this machine" if is_local(settings.host) else "whoever reaches this machine"
+    reach = "this machine" if settings.is_local else "whoever reaches this machine"
     yield "access", needed or f"no API key needed, by {reach}"
     yield "stop", f"Ctrl-C; running requests get {settings.shutdown_grace_seconds:g} s"
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
 from engine.config import TrtllmConfig
+from multimodal.answers.parsers.choose import family
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
@@ -30,8 +31,26 @@ class ModelSettings(Section):
     """Name in /v1/models and in requests; empty takes the model's own."""
     chat_template: PathOrNone = None
     """Jinja file used instead of the model's chat template."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
+    chat template and model type, none has no tools.
+    """
+    reasoning_parser: str = "auto"
+    """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
+    template and model type, none takes reasoning for text.
+    """
+    stream_tool_arguments: bool = True
+    """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
+    """
     cache_dir: ExpandedPath = Path("~/.cache/trellis")
     """Folder for converted models."""
+
+    @field_validator("tool_call_parser", "reasoning_parser", mode="after")
+    @classmethod
+    def _known_parser(cls, value: str, info: ValidationInfo) -> str:
+        if value not in ("auto", "none"):
+            family(**{"tools" if info.field_name == "tool_call_parser" else "reasoning": value})
+        return value
 
 
 class EngineSettings(Section):
@@ -176,6 +195,8 @@ class SettingsForTests(Section):
 
     fake_token_delay_ms: float = Field(0.0, ge=0)
     """Pause between two tokens of the fake engine, in milliseconds."""
+    fake_script: PathOrNone = None
+    """JSON file with a list of texts: the fake engine's answers, which requests get in turn."""
     enable_test_logits_processor: bool = Field(
         False, validation_alias=AliasChoices("enable_test_logits_processor", "dyn_enable_test_logits_processor")
     )

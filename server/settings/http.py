@@ -1,12 +1,13 @@
 """Settings of the HTTP server, and limits of requests."""
 
+from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from multimodal.request import Limits
 from protocol.common import MAX_BODY_VALUES, MAX_MESSAGES, MAX_TEXT_BYTES
-from server.settings.types import EMBEDDED, Names, Secret, Secrets, Section
+from server.settings.types import EMBEDDED, Names, OptionalBool, Secret, Secrets, Section
 
 
 class HttpSettings(Section):
@@ -18,12 +19,14 @@ class HttpSettings(Section):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    api_processes: int = Field(0, ge=0, le=64)
-    """Number of API processes that share the port and the engine; 0 takes 1 on a CPU, and up to 4 beside a GPU."""
+    api_processes: int = Field(1, ge=1, le=64)
+    """Number of API processes that share the port and the engine."""
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
-    """Comma-separated keys, one of which every route except liveness requires; empty leaves the server open."""
+    """Comma-separated keys, one of which every route requires, except liveness and the files of the pages; empty leaves
+    the server open.
+    """
     internal_secret: Secret = None
     """Secret of the internal routes between replicas, and of the ranks that routers choose."""
     cors_origins: Names = ()
@@ -32,6 +35,10 @@ class HttpSettings(Section):
     """
     docs: bool = True
     """Serve /docs and /openapi.json."""
+    page: OptionalBool = None
+    """Serve a page to chat at /, and /openapi.json, from which it takes its fields. Empty serves it if HOST is a
+    loopback address, but not through proxies.
+    """
     keep_alive_seconds: int = Field(75, ge=1)
     """Seconds that an idle connection stays open; must exceed the limit of a proxy in front."""
     sse_ping_seconds: float = Field(15.0, ge=0)
@@ -47,6 +54,19 @@ class HttpSettings(Section):
                 "several API processes share an engine in a process of its own: engine_process must be true"
             )
         return value
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address. Names besides localhost are taken for public ones."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def shows_page(self) -> bool:
+        """Whether the page at / is served, by a role that answers chats."""
+        return self.is_local if self.page is None else self.page
 
 
 class LimitSettings(Section):
@@ -84,6 +104,8 @@ class LimitSettings(Section):
     """
     max_messages: int = Field(Limits.max_messages, ge=1, le=MAX_MESSAGES)
     """Maximum number of messages in a chat. MAX_BODY_VALUES bounds them, too."""
+    max_tools: int = Field(Limits.max_tools, ge=0)
+    """Maximum number of tools in a chat. The schema of each is bounded as other schemas are."""
     max_tokenize_tokens: int = Field(Limits.max_tokenize_tokens, ge=0)
     """Maximum number of tokens that /tokenize returns and /detokenize takes; 0 takes four times the context length."""
     max_stop: int = Field(Limits.max_stop, ge=0)

@@ -32,7 +32,7 @@ class LogSettings(Section):
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text for people, or JSON."""
     access_log: Annotated[bool | None, BeforeValidator(none_if_empty)] = None
-    """Log every request; empty does so on a terminal."""
+    """Log every request; empty does so on a terminal, but leaves out probes of health and metrics that succeed."""
 
 
 class EventSettings(Section):

@@ -69,6 +69,7 @@ def none_if_empty(value: object) -> object:
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secret = Annotated[SecretStr | None, BeforeValidator(none_if_empty)]
+OptionalBool = Annotated[bool | None, BeforeValidator(none_if_empty)]
 Urls = Annotated[Names, AfterValidator(_replica_urls)]
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 ConnectAddresses = Annotated[Names, AfterValidator(_connect_addresses)]

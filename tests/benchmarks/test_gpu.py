@@ -215,6 +215,7 @@ OPTIONS = [
     "--load-format",
     "auto",
     "--max-num-tokens=256",
+    "--max-seq-len=2048",
     "--no-in-process",
 ]
 
@@ -242,6 +243,8 @@ def test_one_run_starts_the_server_loads_it_and_writes_the_table(tmp_path: Path)
     assert found["machine"]["commit"] == "abc"
     assert "--max-num-tokens 256" in found["settings"]["server"]
     assert [run["completion_tokens"] for run in found["http"]["1"]] == [768]
+    assert found["first"]["1"]["gap_max"] >= found["first"]["1"]["gap_p99"] > 0
+    assert "first run after the start" in told.stdout and "tok/s, of greedy, longest gap in ms" in told.stdout
     assert found["starts"][0][1] >= found["starts"][0][0] > 0
     assert (tmp_path / "logs" / "server-1.log").stat().st_size > 0
 

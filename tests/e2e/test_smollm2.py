@@ -5,10 +5,12 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from engine.embedded.models.native.levels import available
 from tests.support.servers import ServerProcess, serving
@@ -61,6 +63,40 @@ def test_a_message_forges_no_turn(server: ServerProcess) -> None:
     assert [ids.count(token) for token in (start, end)] == [plain.count(token) for token in (start, end)]
     text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
     assert f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+class Forecast(BaseModel):
+    """Get the weather forecast of a city."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: str
+    unit: Literal["celsius", "fahrenheit"]
+    days: int
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
+def test_a_small_model_calls_a_tool_by_its_schema(client: openai.OpenAI, choice: Any, temperature: float) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What will the weather be in Paris in the next three days?"}],
+        "tools": [openai.pydantic_function_tool(Forecast)],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": temperature,
+        "seed": 3,
+        "max_tokens": 400,
+    }
+    whole = client.chat.completions.parse(**asked).choices[0]
+    (call,) = whole.message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Forecast)
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    if temperature == 0:
+        assert "Paris" in call.function.parsed_arguments.city
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    (same,) = streamed.message.tool_calls or ()
+    assert same.function.arguments == call.function.arguments
 
 
 def test_logprobs_of_greedy_tokens_are_the_best(client: openai.OpenAI) -> None:

@@ -269,17 +269,25 @@ def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "param"),
     [
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-        {"role": "assistant", "content": None, "audio": {"id": "a"}},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "messages"),
+        ({"role": "assistant", "function_call": {"arguments": "{}"}}, "messages.1.function_call"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.1.tool_calls.0"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages.1.tool_calls.0",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]},
+            "messages.1.tool_calls.0",
+        ),
     ],
 )
-async def test_messages_that_cannot_be_shown_are_refused(setup: Setup, message: dict[str, Any]) -> None:
+async def test_messages_that_cannot_be_shown_are_refused(setup: Setup, message: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         await setup.prepare({**CHAT, "messages": [*CHAT["messages"], message]})
-    assert caught.value.param == "messages"
+    assert caught.value.param == param
 
 
 def test_half_a_surrogate_pair_in_a_tool_call_is_refused() -> None:

@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from engine.config import FakeConfig
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.fake.engine import FakeEngine
+from multimodal.answers.formats import AnswerFormat
+from multimodal.answers.parsers.choose import family
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Generation, Processor
@@ -54,6 +56,7 @@ class Setup:
             Limits(**{"chat_template_kwargs": ("enable_thinking",), **limits}),
             "fake",
             GenerationMetrics(self.registry, "fake"),
+            format=AnswerFormat(family("hermes")),
         )
 
     async def prepare(self, body: dict[str, Any]) -> Generation:
@@ -78,11 +81,13 @@ async def setup() -> AsyncIterator[Setup]:
     await engine.close()
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HONOURED_BY_TYPE = {
     "model": "fake", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": 1,
     "presence_penalty": 0.1,
     "frequency_penalty": -0.1, "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": True,
-    "top_logprobs": 2,
+    "top_logprobs": 2, "tools": TOOLS, "tool_choice": "auto", "functions": [{"name": "f"}],
+    "parallel_tool_calls": False,
     "max_completion_tokens": 3, "reasoning_effort": "low", "stream": False, "messages": CHAT["messages"],
     "prompt": "hi", "echo": True,
 }  # fmt: skip
@@ -91,14 +96,12 @@ IGNORED = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h", "prompt_cache_options": {}, "verbosity": "low",
     "prediction": {"type": "content", "content": "x"},
-    "parallel_tool_calls": False, "tool_choice": "none", "modalities": ["text"], "function_call": "none",
-    "functions": [], "tools": [],
+    "modalities": ["text"], "function_call": "none",
     "best_of": 1, "suffix": "",
 }  # fmt: skip
 REFUSED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
+    "function_call": {"name": "f"}, "modalities": ["text", "audio"],
     "audio": {"voice": "a", "format": "wav"},
     "web_search_options": {}, "moderation": {"type": "x"}, "suffix": "tail", "best_of": 3, "use_beam_search": True,
     "prompt_embeds": "AAAA",
@@ -116,12 +119,16 @@ EXTENSIONS = {
 
 
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_every_field_of_openai_is_honoured_ignored_or_refused(setup: Setup, base: dict[str, Any]) -> None:
+async def test_every_field_of_openai_is_honoured_ignored_or_refused(base: dict[str, Any]) -> None:
+    engine = FakeEngine(FakeConfig(vocab_size=259, context_length=1024))
+    await engine.start()
+    setup = Setup(engine)
     schema = ChatParams if base is CHAT else CompletionParams
     for name in schema.__annotations__:
         if name == "stream_options":
             continue
-        body = {**base, "logprobs": True} if name == "top_logprobs" else dict(base)
+        needed = {"top_logprobs": {"logprobs": True}, "tool_choice": {"tools": TOOLS}}
+        body = {**base, **needed.get(name, {})}
         value = IGNORED.get(name, HONOURED_BY_TYPE.get(name))
         if base is COMPLETION and name == "logprobs":
             value = 2
@@ -132,6 +139,7 @@ async def test_every_field_of_openai_is_honoured_ignored_or_refused(setup: Setup
                 await setup.prepare({**body, name: REFUSED[name]})
             assert caught.value.param == name
         assert value is not None or name in REFUSED, f"{name} is in OpenAI's schema and nobody knows what becomes of it"
+    await engine.close()
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.process.banner import banner, is_local, warning
+from server.process.banner import banner, warning
 from server.settings import Settings
 from tests.support.servers import application
 
@@ -16,11 +16,13 @@ async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
         assert found["model"] == "fake" and found["API"] == "http://127.0.0.1:1/v1"
         assert found["KV"] == "cache  2,097,152 tokens"
         assert found["limits"] == "context 32,768 tokens, 1024 sequences at once"
+        assert found["page"] == "http://127.0.0.1:1/"
         assert found["docs"] == "http://127.0.0.1:1/docs" and found["metrics"] == "http://127.0.0.1:1/metrics"
         assert found["access"] == "2 API keys: every request needs one"
         assert found["stop"].startswith("Ctrl-C")
         bare = banner(Settings(engine="fake", docs=False, host="0.0.0.0"), state["replica"], "http://127.0.0.1:1", 1.0)
-        assert "/docs" not in bare and "no API key needed, by whoever reaches this machine" in bare
+        assert "/docs" not in bare and "page" not in bare
+        assert "no API key needed, by whoever reaches this machine" in bare
 
 
 @pytest.mark.parametrize(
@@ -37,4 +39,4 @@ async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
 )
 def test_an_open_door_is_warned_about(settings: dict[str, str], warns: bool) -> None:
     assert bool(warning(Settings(**settings))) == warns
-    assert is_local(Settings(**settings).host) == (settings.get("host", "localhost") in ("localhost", "::1"))
+    assert Settings(**settings).is_local == (settings.get("host", "localhost") in ("localhost", "::1"))

@@ -75,6 +75,24 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     changed.restore()
 
 
+class FixedMask:
+    """A matcher that allows the same ids for every token."""
+
+    error = ""
+
+    def __init__(self, ids: set[int]) -> None:
+        self._ids = ids
+
+    def fill(self, bitmask: torch.Tensor, row: int) -> None:
+        bits = torch.zeros(bitmask.shape[1] * 32, dtype=torch.int64)
+        bits[list(self._ids)] = 1
+        words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+        bitmask[row] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+    def accept(self, token_id: int) -> bool:
+        return token_id in self._ids
+
+
 class _Replayed:
     """In the place of a CUDA graph: computes again, into the same memory."""
 
@@ -120,6 +138,8 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     )  # as many as are worth dividing a sequence for when they run in turn
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(runner, "capture", _capture)
+    monkeypatch.setattr(runner, "compile_together", lambda compute: None)  # nothing is compiled
+    monkeypatch.setattr(runner, "warn_of_compilation", lambda: None)
     monkeypatch.setattr(
         sampler, "to_host", torch.clone
     )  # from the device that is a copy: the next step may write where these are

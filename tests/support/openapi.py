@@ -164,4 +164,14 @@ def shows_images(value: Any) -> bool:
 
 def contradicts(body: dict[str, Any]) -> bool:
     """Whether the fields of a body exclude each other in a way that no schema says."""
-    return bool(body.get("continue_final_message") and body.get("add_generation_prompt"))
+    names = [tool["function"]["name"] for tool in body.get("tools") or ()]
+    names += [function["name"] for function in body.get("functions") or ()]
+    chooses = any(body.get(name) not in (None, "none", "auto") for name in ("tool_choice", "function_call"))
+    guided = any(tool["function"].get("strict") for tool in body.get("tools") or ())
+    return bool(
+        (body.get("continue_final_message") and body.get("add_generation_prompt"))
+        or (body.get("tools") is not None and body.get("functions") is not None)
+        or len(set(names)) < len(names)
+        or chooses
+        or guided
+    )

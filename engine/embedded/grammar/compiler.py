@@ -7,7 +7,6 @@ refused; one that passes is safe to build here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
 from collections import OrderedDict
@@ -148,8 +147,7 @@ class GrammarCompiler:
                 await self._prepare("xgrammar", 1)
 
     async def _prepare(self, name: LibraryName, workers: int) -> None:
-        with contextlib.suppress(Exception):
-            await asyncio.gather(self._pools[name].start(workers), asyncio.shield(self._load(name)))
+        await asyncio.gather(self._pools[name].start(workers), asyncio.shield(self._load(name)), return_exceptions=True)
 
     def matcher(self, guide: Guide) -> Matcher:
         """Return a matcher, ready if the guide has been compiled before."""

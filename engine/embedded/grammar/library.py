@@ -2,7 +2,7 @@
 
 llguidance takes JSON schemas, regular expressions and choices: it compiles them in milliseconds, and computes masks on
 demand under limits of its own. xgrammar takes EBNF, whose rules llguidance's lexer would not match character by
-character.
+character, and structural tags, which are its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.types import Guide
+
+MAX_WHITESPACE = 16
+"""Maximum whitespace characters between two JSON tokens.
+
+This is enough for indented output, and stops a model that generates whitespace forever."""
 
 LibraryName = Literal["llguidance", "xgrammar"]
 Bitmask = NDArray[np.int32]
@@ -64,7 +69,7 @@ class Library(Protocol):
     """Compiles grammars for one tokenizer.
 
     A grammar never allows ids without text (padding of the vocabulary, special tokens), except for the end-of-sequence
-    ids where the output may end.
+    ids where the output may end, and special tokens whose text a structural tag has.
     """
 
     def prepare(self, guide: Guide) -> tuple[Compiled, bytes]:
@@ -79,7 +84,7 @@ class Library(Protocol):
 
 def library_of(guide: Guide) -> LibraryName:
     """Return the library that compiles a guide."""
-    return "xgrammar" if guide.kind == "grammar" else "llguidance"
+    return "xgrammar" if guide.kind in ("grammar", "structural_tag") else "llguidance"
 
 
 def choices_of(spec: str) -> list[str]:

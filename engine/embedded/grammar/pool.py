@@ -58,7 +58,7 @@ class WorkerPool:
     async def start(self, most: int) -> None:
         """Start up to `most` workers that are idle, so that the first guides do not wait for them."""
         workers = [self._idle.pop() for _ in range(min(most, len(self._idle)))]
-        await asyncio.gather(*map(self._restart, workers))
+        await asyncio.gather(*map(self._restart, workers), return_exceptions=True)  # all end, if one is cancelled too
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:
         """Return a worker's reply, after waiting for a turn; cancelling kills a compilation under way.

@@ -12,13 +12,8 @@ from tokenizers import Tokenizer
 
 from engine.embedded.grammar.json_exclusion import Schema
 from engine.embedded.grammar.json_schema import prepare
-from engine.embedded.grammar.library import Bitmask, Setup, UnsupportedGuideError, choices_of
+from engine.embedded.grammar.library import MAX_WHITESPACE, Bitmask, Setup, UnsupportedGuideError, choices_of
 from engine.types import Guide
-
-MAX_WHITESPACE = 16
-"""Maximum whitespace characters between two JSON tokens.
-
-This is enough for indented output, and stops a model that generates whitespace forever."""
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False)
 """A state takes 1 or 2 kB. An object of 1,000 optional properties has 4,000 items in a row."""
@@ -141,8 +136,8 @@ def _grammars(guide: Guide) -> Iterator[str]:
             yield _regex_grammar(guide.spec)
         case "choice":
             yield _regex_grammar("|".join(_SPECIAL.sub(_escaped, choice) for choice in choices_of(guide.spec)))
-        case "grammar":
-            raise AssertionError("xgrammar compiles EBNF")
+        case "grammar" | "structural_tag":
+            raise AssertionError("xgrammar compiles these")
 
 
 def _json_grammar(schema: Schema) -> str:

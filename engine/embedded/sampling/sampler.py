@@ -158,10 +158,14 @@ class Report:
     logit and rank, then the n largest logits or fewer, and their ids, which float32 holds up to 2^24.
     """
 
-    def __init__(self, values: torch.Tensor, counts: Sequence[int], spare: int = 0) -> None:
-        """`spare`: the logits listed beyond `counts`, among which ties with the last one may be."""
+    def __init__(
+        self, values: torch.Tensor, counts: Sequence[int], spare: int = 0, rows: Sequence[int] | None = None
+    ) -> None:
+        """`spare`: the logits listed beyond `counts`, among which ties with the last one may be. `rows`: those of
+        `values` that are reported, if not all: so few values are copied sooner than picked."""
         self._counts = counts
         self._spare = spare
+        self._rows = rows
         self._values = to_host(values)
 
     @classmethod
@@ -177,14 +181,19 @@ class Report:
         """Return for each row the chosen token, then its alternatives; ties are listed by id. To be called when the
         stream has come this far."""
         report: list[TokenLogprobs] = []
-        half = (self._values.shape[1] - 3) // 2
-        for token, (norm, value, own_rank, *best), count in zip(
-            tokens, self._values.tolist(), self._counts, strict=True
+        values = self._values.numpy()
+        if self._rows is not None:
+            values = values[self._rows]
+        listed = (values.shape[1] - 3) // 2
+        half = min(listed, max(self._counts) + self._spare)
+        lists = values[:, 3 : 3 + half].tolist(), values[:, 3 + listed : 3 + listed + half].tolist()
+        for token, (norm, value, own_rank), best, ids, count in zip(
+            tokens, values[:, :3].tolist(), *lists, self._counts, strict=True
         ):
             entries = [_logprob(token, value - norm, int(own_rank))]
             if count:
-                pairs = list(zip(best[:half], best[half:], strict=True))[: count + self._spare]
-                alternatives = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
+                pairs = list(zip(best, ids, strict=True))[: count + self._spare]
+                alternatives = sorted(pairs, key=_by_logit) if len(pairs) > 1 else pairs
                 rank = 1
                 for index, (other, token_id) in enumerate(alternatives[:count]):
                     if other < alternatives[index - 1][0]:
@@ -192,6 +201,11 @@ class Report:
                     entries.append(_logprob(int(token_id), other - norm, rank))
             report.append(tuple(entries))
         return report
+
+
+def _by_logit(pair: tuple[float, float]) -> tuple[float, float]:
+    logit, token_id = pair
+    return -logit, token_id
 
 
 def _logprob(token_id: int, logprob: float, rank: int) -> Logprob:

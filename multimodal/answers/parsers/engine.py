@@ -50,6 +50,11 @@ class FamilyParser(CallReader):
         self._reading = self._read()
         self._start(family.reasoning, prompt)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the output is inside reasoning now."""
+        return self._inside
+
     def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
         """Return the parts that the next output completes or continues."""
         return self._feed(self._tokens.place(token_ids, text))

@@ -368,6 +368,7 @@ MESSAGES = (
         unfinished=r"\s*(?:«<|start|>»)?\s?(?:assistant)?(?:\s?to=[^\s<]*)?\s?(?:«<|channel|>»\s?\w*\s?(?:to=[^\s<]*)?\s?)?(?:«<|constrain|>»)?\s?\w*\Z",
         restart="(?=«<|start|>»|«<|channel|>»)",
         write="<|start|>assistant to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>ARGUMENTS<|call|>",
+        write_reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
         aliases=("gpt-oss", "harmony", "openai", "openai_gptoss"),
     ),
 )

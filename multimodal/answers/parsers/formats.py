@@ -141,6 +141,8 @@ class MessagesFormat:
     """Where to look for the next header after a malformed one."""
     write: str = ""
     """A call as the model writes it."""
+    write_reasoning: tuple[str, str] = ("", "")
+    """What a model writes before and after its reasoning, at the start of its answer."""
     xgrammar: str = "json"
     aliases: tuple[str, ...] = ()
 

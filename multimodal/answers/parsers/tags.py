@@ -1,5 +1,6 @@
 """Calls that are valid by construction: what a grammar lets a model write, from the description its parser reads."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ class Tag:
 
     def xgrammar(self) -> dict[str, Any]:
         """Return this as xgrammar's tag."""
-        content: dict[str, Any] = {"type": "json_schema", "json_schema": self.schema, "style": self.style}
+        content: dict[str, Any] = {"type": "json_schema", "json_schema": self.schema}
+        if self.style != "json":  # older versions of xgrammar do not know the key
+            content["style"] = self.style
         if self.number is not None:
             counted = [{"type": "regex", "pattern": "[0-9]{1,9}"}, {"type": "const_string", "value": self.number}]
             content = {"type": "sequence", "elements": [*counted, content]}
@@ -41,28 +44,29 @@ class StructuralTags:
     separator: str = ""
 
     def xgrammar(self, at_least_one: bool = False, stop_after_first: bool = False) -> dict[str, Any]:
-        """Return this as xgrammar's structural tag: text with calls; one may be demanded, or only one allowed."""
+        """Return this as xgrammar's structural tag: text with calls, or calls alone if one is demanded. With
+        `stop_after_first` there is one at most.
+        """
         tags = [tag.xgrammar() for tag in self.tags]
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": stop_after_first,
+        }
         if self.begin or self.end:
-            calls = {
-                "type": "tags_with_separator",
-                "tags": tags,
-                "separator": self.separator,
-                "at_least_one": True,
-                "stop_after_first": stop_after_first,
-            }
-            tags = [{"type": "tag", "begin": self.begin, "content": calls, "end": self.end}]
+            calls = {"type": "tag", "begin": self.begin, "content": calls, "end": self.end}
+            tags = [calls]
             stop_after_first = True
-        return {
-            "type": "structural_tag",
-            "format": {
+        if not at_least_one:
+            calls = {
                 "type": "triggered_tags",
                 "triggers": list(self.triggers),
                 "tags": tags,
-                "at_least_one": at_least_one,
                 "stop_after_first": stop_after_first,
-            },
-        }
+            }
+        return {"type": "structural_tag", "format": calls}
 
 
 def structural_tags(family: OutputFormat, tools: Mapping[str, Schema]) -> StructuralTags | None:
@@ -72,9 +76,23 @@ def structural_tags(family: OutputFormat, tools: Mapping[str, Schema]) -> Struct
         return None
     begin, end = ("", "") if family.tools is None else family.tools.write_section
     separator = "" if family.tools is None else family.tools.separator
-    before = form.write.partition("NAME")[0]
-    tags = tuple(_tag(form.write, name, schema, form.xgrammar) for name, schema in tools.items())
-    return StructuralTags((begin or before,), tags, begin, end, separator)
+    written = form.write if family.messages is None else _up_to_end(form.write)
+    tags = tuple(_tag(written, name, schema, form.xgrammar) for name, schema in tools.items())
+    return StructuralTags((_trigger(family, begin or written.partition("NAME")[0]),), tags, begin, end, separator)
+
+
+def _trigger(family: OutputFormat, written: str) -> str:
+    """Return the shortest start of `written` that begins a call for the parser: its first marker, if it has one."""
+    if family.tools is None:
+        return written
+    pattern = family.tools.section[0] if family.tools.section is not None else family.tools.begin
+    markers = re.findall("(?s)«(.*?)»", pattern)
+    return next((marker for marker in markers if written.startswith(marker)), written)
+
+
+def _up_to_end(written: str) -> str:
+    """Return a call without the last marker, which ends the output: it is the model's end-of-sequence token."""
+    return written.partition("ARGUMENTS")[0] + "ARGUMENTS"
 
 
 def _tag(written: str, name: str, schema: Schema, style: str) -> Tag:

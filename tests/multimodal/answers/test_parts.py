@@ -1,7 +1,7 @@
 """Answers from parts: reasoning and tool calls in chats, streamed and whole, from a scripted parser."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
+from engine.types import GuideKind
+from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parts import Part, PlainText, Reasoning, Text, ToolCall
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
-from multimodal.request import Limits
+from multimodal.request import Ask, Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML, Tokenizer, byte_tokenizer
@@ -33,6 +35,8 @@ CALLS: list[list[Part]] = [
 class Scripted:
     """Returns the parts of a script for one token after the other, and the rest at the end."""
 
+    malformed = 0
+
     def __init__(self, script: Sequence[list[Part]]) -> None:
         self._script = list(script)
 
@@ -43,18 +47,27 @@ class Scripted:
         return [part for parts in self._script for part in parts]
 
 
+class ScriptedFormat(AnswerFormat):
+    """All chats have the parts of a script; without one, text."""
+
+    def __init__(self, script: Sequence[list[Part]] | None) -> None:
+        super().__init__()
+        object.__setattr__(self, "script", script)
+        self.script: Sequence[list[Part]] | None
+
+    def parser(self, ask: Ask, kinds: Collection[GuideKind], tokenizer: Tokenizer, opening: str) -> Any:
+        return PlainText(tokenizer) if self.script is None else Scripted(self.script)
+
+
 async def answers(script: Sequence[list[Part]] | None, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The answer to one chat, whole and as chunks."""
     engine = FakeEngine(FakeConfig(vocab_size=259))
     await engine.start()
     tokenizer = byte_tokenizer()
 
-    def parser(_: Tokenizer) -> Any:
-        return PlainText(tokenizer) if script is None else Scripted(script)
-
     prompts = Prompts(tokenizer, ChatTemplate(CHATML, tokenizer.special_tokens))
     metrics = GenerationMetrics(CollectorRegistry(), "fake")
-    processor = Processor(engine, prompts, Limits(), "fake", metrics, parser=parser)
+    processor = Processor(engine, prompts, Limits(), "fake", metrics, format=ScriptedFormat(script))
     whole = json.loads(await (await prepare(processor, {**CHAT, **fields})).complete())
     generation = await prepare(processor, {**CHAT, **fields, "stream": True})
     chunks = [json.loads(chunk) async for chunk in generation.stream()]
@@ -126,16 +139,3 @@ async def test_the_fast_path_gives_what_the_slow_one_gives() -> None:
     for chunk in (*fast_chunks, *slow_chunks):
         chunk["id"] = chunk["created"] = chunk["system_fingerprint"] = None
     assert fast_chunks == slow_chunks
-
-
-async def test_completions_are_plain_text_whatever_the_parser() -> None:
-    engine = FakeEngine(FakeConfig(vocab_size=259))
-    await engine.start()
-    tokenizer = byte_tokenizer()
-    metrics = GenerationMetrics(CollectorRegistry(), "fake")
-    processor = Processor(
-        engine, Prompts(tokenizer, None), Limits(), "fake", metrics, parser=lambda _: Scripted([[Text("other")]])
-    )
-    answer = json.loads(await (await prepare(processor, {"prompt": "abc", "max_tokens": 3})).complete())
-    assert answer["choices"][0]["text"] == "abc"
-    await engine.close()

@@ -30,7 +30,12 @@ async def chat(**fields: Any) -> RoutedPrompt:
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, {"truncate_prompt_tokens": 7}])
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"add_generation_prompt": False}, {"truncate_prompt_tokens": 7}, {"tools": TOOLS}]
+)
 async def test_chats_have_the_tokens_that_a_replica_gives_them(fields: dict[str, Any]) -> None:
     body = {"messages": MESSAGES, **fields}
     async with application() as (client, _):

@@ -9,7 +9,7 @@ import pytest
 
 from server.cli import main
 from server.compose.config import embedded_config
-from server.compose.sizing import GIB, MIB, Machine, api_processes, sizes
+from server.compose.sizing import GIB, MIB, Machine, sizes
 from server.process.gpus import Gpu
 from server.settings import Settings
 
@@ -73,26 +73,6 @@ def test_layers_with_windows_get_a_fixed_amount(folder: Path) -> None:
     assert chosen(LAPTOP, folder)["kv_cache_memory_mb"] == 384
 
 
-@pytest.mark.parametrize(
-    ("settings", "machine", "count"),
-    [
-        ({}, LAPTOP, 1),
-        ({}, H200, 4),
-        ({}, replace(H200, cores=2), 1),
-        ({"device": "cpu"}, H200, 1),
-        ({"engine": "trtllm"}, replace(H200, torch=""), 4),
-        ({"engine": "trtllm"}, replace(H200, gpus=()), 1),
-        ({"engine": "fake"}, H200, 1),
-        ({"engine_process": False}, H200, 1),
-        ({"disaggregation_mode": "router"}, H200, 1),
-        ({"disaggregation_mode": "encode"}, H200, 1),
-        ({"api_processes": 7}, LAPTOP, 7),
-    ],
-)
-def test_api_processes_follow_the_engine_and_the_cores(settings: dict[str, Any], machine: Machine, count: int) -> None:
-    assert api_processes(Settings(**settings), machine).value == count
-
-
 def test_the_engine_gets_them_and_config_says_why(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,5 +85,4 @@ def test_the_engine_gets_them_and_config_says_why(
     sized = {line.split("  # ")[0].strip(): line.split("  # ")[1] for line in lines if "  # " in line}
     assert sized["MAX_BATCH_SIZE=64"] == "chosen by device: 16 for each of 4 cores"
     assert sized["KV_CACHE_MEMORY_MB=512"] == "chosen by device: 1/4 of 2.0 GiB of free memory"
-    assert sized["API_PROCESSES=1"].startswith("chosen by device: one keeps up")
     assert sized["MAX_NUM_TOKENS=77"] == "flag"

@@ -367,7 +367,9 @@ def test_malformed_heads(server: ServerThread, line: bytes) -> None:
 
 def test_head_is_get_without_the_body(server: ServerThread) -> None:
     """Also in the length that it gives, on a connection that serves further requests."""
-    paths = "/health/live /health/ready /health /metrics /prometheus/metrics /server_info /version /docs /openapi.json"
+    paths = (
+        "/ /health/live /health/ready /health /metrics /prometheus/metrics /server_info /version /docs /openapi.json"
+    )
     with connect(server) as connection:
         answers = Answers(connection)
         for path in (*paths.split(), "/v1/models", "/v1/models/fake", "/v1/models/other", "/nowhere"):

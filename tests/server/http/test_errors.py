@@ -22,7 +22,7 @@ CONTEXT = FakeConfig().context_length
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with application(max_body_mb=0.001, body_timeout_seconds=0.2) as (client, _):
+    async with application(max_body_mb=0.001, body_timeout_seconds=0.2, page=False) as (client, _):
         yield client
 
 
@@ -193,7 +193,7 @@ async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: 
         ({"prompt": "a", "response_format": {"type": "choice"}}, "'response_format.choices' is missing."),
         ({"prompt": "a", "response_format": {"type": "ebnf"}}, "'response_format.grammar' is missing."),
         ({"prompt": "a", "response_format": {"type": "xml"}},
-         "'response_format.type' must be text, json_object, json_schema, regex, grammar or choice."),
+         "'response_format.type' must be text, json_object, json_schema, regex, grammar, choice or structural_tag."),
         ({"prompt": "a", "temperature": 2.5}, "'temperature' must be from 0 to 2."),
         ({"prompt": "a", "top_k": -2}, "'top_k' must be from -1 to 1073741824."),
         ({"prompt": "a", "repetition_penalty": 0}, "'repetition_penalty' must be from 0.01 to 100."),

@@ -16,7 +16,7 @@ sequences."""
 _MAX_SPLITS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # they follow any number of tokens in a step's inputs
 def _attend(
     query, keys, values, tables, positions, out, partial, counters, scale, width, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,10 +108,15 @@ class DecodeAttention:
         are there already. Keys and values are of the query's type or float8_e4m3fn.
         """
         rows = len(query)
-        splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * self._kv_heads)))
+        splits = _splits(_PROGRAMS // (rows * self._kv_heads))
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1],
             keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile,
             splits, 3, keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
+
+
+def _splits(most: int) -> int:
+    """Return a power of two, so that graphs of 1, 2, 4, ... rows have every variant compiled."""
+    return min(_MAX_SPLITS, 1 << max(0, most.bit_length() - 1))

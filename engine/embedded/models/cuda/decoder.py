@@ -72,13 +72,17 @@ class LlamaDecoder:
         for layer in self._layers:
             layer.convert(self._products)
 
-    def load_products(self, max_rows: int) -> None:
-        """Have cuBLAS load its kernels for as many rows as steps of prompts have, which costs tens of milliseconds
-        each."""
+    def load_products(self, max_rows: int, max_sampled: int) -> None:
+        """Have cuBLAS load its kernels for as many rows as steps of prompts have, and as are sampled from after these,
+        which costs tens of milliseconds each."""
         layer = self._layers[0]
         for rows in range(256, max_rows + 1, 256):
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 self._products.load(weight, rows)
+        for rows in (*range(2, 32, 2), *range(32, max_sampled + 1, 8)):
+            for weight in (layer.out, layer.gate_up, layer.down):
+                self._products.load(weight, rows)
+            functional.linear(self._head.new_zeros((rows, self._head.shape[1])), self._head)
 
     def show(self, embeddings: torch.Tensor) -> None:
         """Set the embeddings, [rows, hidden size], that token ids from `vocabulary` on stand for."""

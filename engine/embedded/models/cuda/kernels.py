@@ -65,7 +65,7 @@ def _clamped(value):
     return tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # they follow any number of tokens in a step's inputs
 def _rotate_and_store(
     qkv, query, rotations, positions, slots, keys, values,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,

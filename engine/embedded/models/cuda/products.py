@@ -16,7 +16,7 @@ MAX_ROWS = 64
 _MAX_PROGRAMS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # any number of rows is sampled from after prompts
 def _product(
     x, weight, out, partial, counters, rows, N, K,
     ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

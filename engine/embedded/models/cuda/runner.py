@@ -13,6 +13,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
+from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
@@ -51,8 +52,11 @@ class CudaRunner(TorchRunner):
     compute_path = "cuda"
 
     def __init__(self, config: EmbeddedConfig) -> None:
+        begun = time.monotonic()
+        expect_compilation()
         _check(config)
         super().__init__(config)
+        log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
         heads, scale = self._decoder.heads[0], self._decoder.scale
         self._attention = CudaAttention(
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
@@ -61,13 +65,15 @@ class CudaRunner(TorchRunner):
         largest = max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
         with torch.inference_mode():
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
-            self.sampler.warm_up(self.dtype, self._spare_slot)
         self._graphs: dict[int, _Graph] = {}
+        started = time.monotonic()
         self._warm_up()
         with torch.inference_mode():
-            self._decoder.load_products(config.max_num_tokens)
+            self._decoder.load_products(config.max_num_tokens, largest)
+        log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
             self._capture(largest)
+        warn_of_compilation()
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -115,6 +121,7 @@ class CudaRunner(TorchRunner):
         if set(attends.windows) != {None}:
             raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
         with torch.inference_mode():
+            log.info("transformers has the weights")
             expected = trial_by_transformers(self.module)
             self._decoder = LlamaDecoder(
                 self.module, self.context_length, config.max_num_tokens if self.takes_images else 0
@@ -191,8 +198,8 @@ class CudaRunner(TorchRunner):
 
     def _warm_up(self) -> None:
         """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that
-        decodes."""
-        started, size = time.monotonic(), self.cache.block_size
+        decodes. Then those of guided rows."""
+        size = self.cache.block_size
         spare_block = len(self.cache.data) - 1
         for starts in ((0, 0), (2 * size - 1, size)):
             lengths = [2 * size - start for start in starts]
@@ -210,8 +217,9 @@ class CudaRunner(TorchRunner):
                     rows=[0, 1],
                 )
             )
+        with torch.inference_mode():
+            self.sampler.warm_up(self.dtype, self._spare_slot)
         torch.cuda.synchronize()
-        log.info("kernels of prompts are ready after %.1f s", time.monotonic() - started)
 
     def _capture(self, largest: int) -> None:
         """Capture a graph for each size, the largest first, so that the others find its memory."""

@@ -151,8 +151,7 @@ class CudaSampler(Sampler):
         fast = [row for row in asked if not states[row].by_reference and (states[row].sampling.logprobs or 0) <= TOP]
         found: list[tuple[Sequence[int], Report]] = []
         if fast:
-            part = reports if len(fast) == len(reports) else reports[to_device(fast, torch.int64, self._device)]
-            found.append((fast, Report(part, [states[row].sampling.logprobs or 0 for row in fast])))
+            found.append((fast, Report(reports, [states[row].sampling.logprobs or 0 for row in fast], rows=fast)))
         if len(fast) < len(asked):
             slow = sorted(set(asked).difference(fast))
             rows = to_device(slow, torch.int64, self._device)

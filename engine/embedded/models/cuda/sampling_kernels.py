@@ -23,6 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
 """Ids of a row that one program works on."""
+SEARCHED = 4096
+"""Ids that the one program of a row looks at together when it searches."""
 LEVELS = 16
 CANDIDATES = 8192
 """Most ids that are collected for a row; if more may be kept, the whole row is searched."""
@@ -465,6 +467,6 @@ class Kernels:
         _choose[(count,)](
             logits, *of_rows, table, self._edited, *self._best, *self._scores, self._counts, self._masses,
             self._totals, *self._found, *self._raw, *self._top, chosen, sampled, reports, vocab, chunks,
-            indexed, FIELDS, width, LEVELS, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT, 2048,
-            num_warps=8, launch_pdl=True,
+            indexed, FIELDS, width, LEVELS, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT, SEARCHED,
+            num_warps=16, launch_pdl=True,
         )  # fmt: skip

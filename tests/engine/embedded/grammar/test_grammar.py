@@ -34,6 +34,15 @@ KINDS: list[tuple[GuideKind, Any, list[str], list[str]]] = [
         ["[]", "1", '{"a"}', "{} ", '{"a":' + " " * 17 + "1}"],
     ),
 ]
+CALL = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+    "end": "</f>",
+}
+CALLS = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f>"], "tags": [CALL]}}
+KINDS.append(("structural_tag", CALLS, ["", "é", 'x<f>{"a": 1}</f>y<f>{}</f>'], ["<f>", "<f>1</f>", "<f>{</f>"]))
+KINDS.append(("structural_tag", CALLS, [], ['<f>{"a":' + " " * 17 + "1}</f>"]))
 
 
 @pytest.mark.parametrize(
@@ -45,12 +54,27 @@ async def test_kinds(
     await check(compiler, tokenizer, kind, spec, good, bad)
 
 
+async def test_special_tokens_that_a_tag_has_are_allowed_there(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    tag = {"type": "tag", "begin": "<|special|>", "content": {"type": "regex", "pattern": "a"}, "end": "<|special|>"}
+    guide = await compiler.compile(Guide("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))
+    matcher = started(guide)
+    assert SPECIAL in allowed(matcher)
+    (letter,) = tokenizer.encode("a", add_special_tokens=False).ids
+    for token in (SPECIAL, letter, SPECIAL, EOS):
+        assert token in allowed(matcher) and (token != letter or SPECIAL not in allowed(matcher))
+        matcher.accept(token)
+    assert matcher.finished
+    other = await compiler.compile(Guide("structural_tag", json.dumps(CALLS)))
+    assert SPECIAL not in allowed(started(other))
+
+
 REFUSED: list[tuple[GuideKind, Any, str]] = [
     ("regex", "(a", "unclosed group"),
     ("regex", "(?!a)b", "look-around"),
     ("regex", "a$b", "only around a whole"),
     ("grammar", "root ::= foo", '"foo" is not defined'),
     ("grammar", "", "."),
+    ("structural_tag", {"type": "structural_tag", "format": {"type": "nonsense"}}, "."),
     ("choice", [], "non-empty array"),
     ("choice", ["a", 1], "array of strings"),
     ("choice", "x", "not valid JSON"),

@@ -121,6 +121,18 @@ async def test_all_libraries_are_warm_before_a_request_needs_them(
         assert {process.pid for process in own.processes()} == warm
 
 
+async def test_no_worker_is_left_if_the_warm_up_is_cancelled(tokenizer_folder: Path) -> None:
+    before = {process.pid for process in workers()}
+    for delay in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2):
+        compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=60.0)
+        task = asyncio.create_task(compiler.warm_up())
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert {process.pid for process in workers()} <= before
+        await compiler.close()
+
+
 async def test_a_worker_that_is_killed_while_idle_is_replaced_silently(
     tokenizer_folder: Path, tokenizer: Tokenizer
 ) -> None:

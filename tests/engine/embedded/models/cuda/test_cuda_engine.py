@@ -138,6 +138,41 @@ async def test_a_step_ahead_changes_nothing_at_all(folder: Path, prompts: list[l
         assert ahead == [await outputs(folder, [prompt], sampling, overlap_scheduler="off") for prompt in prompts[:3]]
 
 
+async def test_no_request_waits_for_a_kernel(
+    folder: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches of any size, prompts beside decodes, and every kind of row: all was compiled before."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "logprobs": 2},
+        {"frequency_penalty": 0.5, "min_tokens": 3},
+    ]
+    engine = EmbeddedEngine(
+        EmbeddedConfig(
+            model=str(folder), device="cuda", attention="flashinfer", dtype="bfloat16", num_blocks=2000,
+            max_num_tokens=2048, max_batch_size=100,
+        )
+    )  # fmt: skip
+    await engine.start()
+    rng = random.Random(5)
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(rng.uniform(0, 0.3) * (index >= 50))
+        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **kinds[index % 4]})
+        prompt = tuple(rng.randrange(2, 2048) for _ in range(rng.randrange(1, 200)))
+        async for _ in engine.generate(
+            GenerateRequest(request_id=str(index), prompt_token_ids=prompt, sampling=params)
+        ):
+            pass
+
+    try:
+        await asyncio.gather(*map(one, range(200)))
+    finally:
+        await engine.close()
+    assert not [record.getMessage() for record in caplog.records if "waited for kernel" in record.getMessage()]
+
+
 async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
     """A prompt of many steps does not let the host run far ahead.
 

@@ -19,10 +19,11 @@ if torch.cuda.is_available():
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.models.runner import StepInput
+from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
-from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda import FixedMask, cuda_runner, interpreter  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 
@@ -113,8 +114,14 @@ class Run:
         return sum(deltas[0].prompt.cached_tokens for deltas in self.deltas if deltas[0].prompt is not None)
 
 
-def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None = None, **options: Any) -> Run:
-    """All prompts at once, to their end; nothing may be held afterwards."""
+def run(
+    folder: Path,
+    prompts: list[list[int]],
+    sampling: dict[str, Any] | list[dict[str, Any]] | None = None,
+    masks: dict[int, set[int]] | None = None,
+    **options: Any,
+) -> Run:
+    """All prompts at once, to their end; nothing may be held afterwards. `masks`: the ids that some of them allow."""
     core = EngineCore(EmbeddedConfig(model=str(folder), **{**OPTIONS, **options}), lambda _: None)
     forward, kinds = core.runner.forward, set()
 
@@ -128,14 +135,16 @@ def run(folder: Path, prompts: list[list[int]], sampling: dict[str, Any] | None 
 
     core.runner.forward = note
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **(sampling or {})})
+        own = sampling[index] if isinstance(sampling, list) else sampling or {}
+        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **own})
         request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
+        matcher: Any = FixedMask(masks[index]) if masks and index in masks else None
         state = SamplerState(
             params,
             prompt,
             core.runner.eos_token_ids,
             params.seed or 0,
-            None,
+            matcher,
             core.runner.vocab_size,
             core.runner.device,
         )
@@ -210,6 +219,36 @@ def test_a_step_ahead_changes_nothing_of_what_is_drawn(
         for overlap in ("on", "off")
     )
     assert ahead.tokens == after.tokens != expected[:2]
+
+
+def test_requests_that_all_differ_get_the_tokens_of_the_reference(
+    folder: Path,
+    prompts: list[list[int]],
+    reference: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guided ones among them, which wait for their masks while the others do not; the kernels are tried before."""
+    monkeypatch.setattr("engine.embedded.models.cuda.runner.compile_together", lambda compute: compute())
+    masks = {0: {5, 6, 40}, 3: set(range(0, 64, 5))}
+    sampling: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"frequency_penalty": 1.5, "logprobs": 2},
+        {"temperature": 1.3, "seed": 4, "presence_penalty": 1.0},
+        {"min_tokens": 3, "ignore_eos": False, "logit_bias": {1: 50.0}},
+    ]
+    found = run(folder, prompts, sampling, masks)
+    for index, (prompt, own, tokens) in enumerate(zip(prompts, sampling, found.tokens, strict=True)):
+        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, **own})
+        matcher: Any = FixedMask(masks[index]) if index in masks else None
+        state = SamplerState(params, prompt, (1,), params.seed or 0, matcher, 64, torch.device("cpu"))
+        for token in tokens:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([state.tokens])).logits[0, -1:]
+                (expected,) = Sampler(64, torch.device("cpu")).sample(logits, [state])
+            assert (token,) == expected.token_ids, f"request {index}, token {state.position}"
+            state.accept(token)
+    assert len(found.tokens[4]) == OUTPUT and found.tokens[4][-1] == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from engine.embedded.models.cuda.sampler import CudaSampler
 from engine.embedded.sampling.sampler import Sampled, Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.types import Logprob, SamplingParams
-from tests.support.cuda import ON_GPU, interpreter  # noqa: F401 - a fixture
+from tests.support.cuda import ON_GPU, FixedMask, interpreter  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), *([pytest.mark.gpu] if ON_GPU else [])]
 
@@ -208,7 +208,7 @@ def test_guided_rows_are_drawn_by_their_masks(temperature: float) -> None:
         made = []
         for index, (each, ids) in enumerate(zip(values, allowed, strict=True)):
             sampling = SamplingParams(**{"max_tokens": 100, "seed": index, **each})
-            matcher: Any = None if ids is None else _Fixed(ids)
+            matcher: Any = None if ids is None else FixedMask(ids)
             made.append(SamplerState(sampling, (3,), EOS, index, matcher, VOCAB, DEVICE))
         return made
 
@@ -222,24 +222,6 @@ def test_guided_rows_are_drawn_by_their_masks(temperature: float) -> None:
             assert ids is not None and sampled.token_ids[0] in ids
         for each, sampled in zip([*mine, *theirs], [*expected, *expected], strict=True):
             each.accept(sampled.token_ids[0])
-
-
-class _Fixed:
-    """A matcher that allows the same ids for every token."""
-
-    error = ""
-
-    def __init__(self, ids: set[int]) -> None:
-        self._ids = ids
-
-    def fill(self, bitmask: torch.Tensor, row: int) -> None:
-        bits = torch.zeros(bitmask.shape[1] * 32, dtype=torch.int64)
-        bits[list(self._ids)] = 1
-        words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
-        bitmask[row] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-    def accept(self, token_id: int) -> bool:
-        return token_id in self._ids
 
 
 @torch.inference_mode()

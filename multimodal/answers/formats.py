@@ -1,0 +1,166 @@
+"""What a request makes of the way its model writes: the parser of an answer, and the grammar of its tool calls."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.types import GuideKind
+from multimodal.answers.parsers.engine import FamilyParser
+from multimodal.answers.parsers.formats import OutputFormat
+from multimodal.answers.parsers.tags import structural_tags
+from multimodal.answers.parts import Parser, PlainText
+from multimodal.errors import RequestError
+from multimodal.request import Ask, AskedGuide, Conversation, Tools
+from multimodal.text.tokenizer import Tokenizer
+
+_TEXT: dict[str, Any] = {"type": "any_text"}
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes reasoning and tool calls.
+
+    With `stream_arguments`, a stream has the arguments of a call as they come. Without, it has whole calls, and a call
+    that never completes is text there too.
+    """
+
+    family: OutputFormat = field(default_factory=OutputFormat)
+    stream_arguments: bool = True
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the end of the prompt decides where the answer begins: inside reasoning, say."""
+        return self.family.reasoning is not None or self.family.messages is not None
+
+    @property
+    def calls(self) -> bool:
+        """Whether the model can call tools."""
+        return self.family.tools is not None or self.family.messages is not None
+
+    @property
+    def parser_names(self) -> tuple[str, str]:
+        """The parser of tool calls and that of reasoning; empty for none."""
+        messages = self.family.messages
+        if messages is not None:
+            return messages.name, messages.name
+        tools, reasoning = self.family.tools, self.family.reasoning
+        return tools.name if tools is not None else "", reasoning.name if reasoning is not None else ""
+
+    def parser(self, ask: Ask, kinds: Collection[GuideKind], tokenizer: Tokenizer, opening: str) -> Parser:
+        """Return the parser of one choice. `opening` is what the prompt has behind the last message; `kinds` are those
+        of grammars that the engine follows.
+        """
+        tools = ask.tools.offered if ask.tools is not None else {}
+        if not isinstance(ask.prompt, Conversation) or not (tools or self.reads_prompts):
+            return PlainText(tokenizer)
+        parser = FamilyParser(
+            self.family,
+            {name: tool.parameters for name, tool in tools.items()},
+            tokenizer=tokenizer,
+            skip_special_tokens=ask.skip_special_tokens,
+            prompt=opening,
+            whole_calls=not (ask.stream and self.stream_arguments),
+        )
+        described = ask.guides and not tools and not (parser.reasons and "structural_tag" in kinds)
+        return PlainText(tokenizer) if described else parser
+
+    def check(self, ask: Ask, kinds: Collection[GuideKind]) -> None:
+        """Raise RequestError for tools that this model cannot call, or cannot be made to."""
+        if (tools := ask.tools) is None:
+            return
+        if not self.calls:
+            raise RequestError(
+                "This server has no parser for tool calls of this model (TOOL_CALL_PARSER).",
+                tools.param,
+                "unsupported_parameter",
+            )
+        if tools.guided and "structural_tag" not in kinds:
+            raise RequestError(
+                f"The engine cannot constrain tool calls, which {tools.guided!r} asks for.",
+                tools.guided,
+                "unsupported_parameter",
+            )
+        if tools.guided and structural_tags(self.family, _schemas(tools)) is None:
+            raise RequestError(
+                f"No grammar describes this model's tool calls, which {tools.guided!r} asks for.",
+                tools.guided,
+                "unsupported_parameter",
+            )
+
+    def guided(self, ask: Ask, kinds: Collection[GuideKind], parser: Parser) -> Ask:
+        """Return the request with the grammar that its tools, or what it asks of its output, need.
+
+        If the answer begins inside reasoning, as its parser says, what the grammar describes comes after that.
+        """
+        reasons = isinstance(parser, FamilyParser) and parser.reasons
+        tools = ask.tools
+        guides = [] if len(ask.guides) != 1 or ask.guides[0].kind == "structural_tag" else [_format(ask.guides[0])]
+        calls = tools is not None and (tools.guided or guides)
+        if "structural_tag" not in kinds or len(ask.guides) > len(guides) or not (calls or (reasons and guides)):
+            return ask
+        if tools is not None and calls:
+            body = self._calls(tools, guides)
+            if body is None:
+                return ask
+        else:
+            (body,) = guides
+        spec = {"type": "structural_tag", "format": self._after_reasoning(body, reasons)}
+        name = ask.guides[0].field if ask.guides else "tools"
+        fields = {**ask.fields, "guide": name}
+        return replace(ask, guides=(AskedGuide(name, "structural_tag", json.dumps(spec)),), fields=fields)
+
+    def _calls(self, tools: Tools, guides: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the format of calls, or of an answer that `guides` describe in place of them."""
+        tags = structural_tags(self.family, _schemas(tools))
+        if tags is None:
+            return None
+        single = not tools.parallel or self.family.messages is not None
+        required = tools.mode == "required" or bool(guides)
+        found: dict[str, Any] = tags.xgrammar(at_least_one=required, stop_after_first=single)["format"]
+        if not guides or tools.mode == "required":
+            return found
+        return {"type": "or", "elements": [*guides, found]}
+
+    def _after_reasoning(self, body: dict[str, Any], reasons: bool) -> dict[str, Any]:
+        if self.family.messages is not None:
+            begin, end = self.family.messages.write_reasoning
+            thoughts = {"type": "tag", "begin": begin, "content": _TEXT, "end": end}
+            return {"type": "sequence", "elements": [thoughts, body]}
+        reasoning = self.family.reasoning
+        if reasoning is None:
+            return body
+        begin, end = reasoning.write[0].strip(), reasoning.write[1].strip()
+        if reasons:
+            thoughts = {"type": "tag", "begin": "", "content": _TEXT, "end": end}
+        elif begin:
+            thoughts = {"type": "tag", "begin": begin, "content": _TEXT, "end": end}
+            thoughts = {"type": "optional", "content": thoughts}
+        else:
+            return body
+        spaces = {"type": "regex", "pattern": r"\s{0,4}"}
+        return {"type": "sequence", "elements": [thoughts, spaces, body]}
+
+
+def _schemas(tools: Tools) -> Mapping[str, dict[str, Any]]:
+    """Return the schemas that a grammar holds calls to. Where the model may choose, only strict tools have theirs."""
+    loose = tools.mode == "auto"
+    return {name: {} if loose and not tool.strict else tool.parameters for name, tool in tools.offered.items()}
+
+
+def _format(guide: AskedGuide) -> dict[str, Any]:
+    """Return a guide as a part of a structural tag."""
+    match guide.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            try:
+                value = json.loads(guide.value) if isinstance(guide.value, str) else guide.value
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"{guide.field!r} is not valid JSON.", guide.field) from error
+            return {"type": "json_schema", "json_schema": value}
+        case "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in guide.value]}
+        case "regex":
+            return {"type": "regex", "pattern": guide.value}
+    return {"type": "grammar", "grammar": guide.value}

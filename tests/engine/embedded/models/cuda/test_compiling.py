@@ -1,0 +1,84 @@
+"""When Triton compiles, with a driver that runs nothing: no GPU is needed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+tl = pytest.importorskip("triton.language")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation  # noqa: E402
+from tests.support.cuda import ON_GPU  # noqa: E402
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the driver is a stand-in")
+
+
+def _copy(x, out, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    place = tl.arange(0, SIZE)
+    tl.store(out + place, tl.load(x + place, place < count, 0.0), place < count)
+
+
+class Driver:
+    """An H200 on which kernels do nothing."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self.launched = 0
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        self.loaded += 1
+        return 1, 2, 30, 0, 1024
+
+    def launcher_cls(self, *_: Any) -> Any:
+        def launch(*_: Any) -> None:
+            self.launched += 1
+
+        return launch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Driver]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    found = Driver()
+    monkeypatch.setattr(driver, "_active", found)
+    yield found
+    expect_compilation()
+
+
+def test_a_late_compilation_is_told(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = JITFunction(_copy)
+
+    def compute(size: int) -> None:
+        kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, size)
+
+    compute(16)
+    warn_of_compilation()
+    compute(16)
+    assert gpu.loaded == 1 and not caplog.records
+    compute(64)
+    assert "waited for kernel" in caplog.text and "_copy" in caplog.text
+    caplog.clear()
+    expect_compilation()
+    compute(32)
+    assert gpu.launched == 4 and not caplog.records
