@@ -77,6 +77,7 @@ SLOW = (
     "engine/transfer/",
     "engine/trtllm/test_hosted_encoder.py",
     "engine/trtllm/test_probe_report.py",
+    "engine/trtllm/test_probe_verdicts.py",
     "engine/trtllm/test_workers.py",
     "multimodal/answers/parsers/test_matrix.py",
     "server/http/test_openapi_fuzz.py",

@@ -21,8 +21,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.process import tree
 from engine.trtllm.disaggregation import context_keywords
 from engine.trtllm.library import installed
+from engine.trtllm.watching import WORKER
 
 SECONDS = 15 * 60.0
 """Most time of all groups together."""
@@ -67,7 +69,7 @@ FACTS: dict[str, str] = {
     "A10": "Handles of mRoPE positions are of memory on this machine",
     "A11": "All images of a request share one handle",
     "A12": "UCX_CUDA_IPC_CACHE=n makes KV transfers slower",
-    "A13": "Workers outlive a process that leaves by os._exit",
+    "A13": "The workers end with a process that leaves by os._exit",
     "A14": "The guided backend xgrammar works with this model",
     "A15": "An abort of a request that waits in the queue gets no answer",
     "A16": "With return_perf_metrics every response has the request's metrics",
@@ -274,15 +276,16 @@ async def killed(model: str, note: Note, begin: Callable[[str], None]) -> None:
     llm = _load(model)
     await _generated(llm, max_tokens=1)
     begin("A5")
-    workers = [process for process in descendants(os.getpid()) if _is_worker(process)]
-    if not workers:
-        note("A5", "not run", "the engine has no process of its own")
+    found = workers()
+    if not found:
+        note("A5", "not run", f"the engine has no process that runs {WORKER}")
         return
-    for process in workers:
-        os.kill(process, signal.SIGKILL)
+    for worker in found:
+        os.kill(worker.pid, signal.SIGKILL)
+    await asyncio.sleep(POLL_SECONDS)
     ended = await _ends(_generated(llm, max_tokens=1))
     healthy = llm._check_health()
-    said = f"workers {workers} killed; a request: {ended[:200]}; _check_health() says {healthy}"
+    said = f"{len(found)} worker(s) killed; a request: {ended[:200]}; _check_health() says {healthy}"
     note("A5", ended.startswith("no answer") and healthy, said)
 
 
@@ -290,17 +293,16 @@ async def orphans(model: str, note: Note, begin: Callable[[str], None]) -> None:
     """Workers whose parent ignores SIGINT, as the server's engine process does, and then leaves at once."""
     begin("A13")
     done = await _part("leave", model)
-    workers = json.loads(done.stdout.splitlines()[-1]) if done.stdout else []
-    if not workers:
-        note("A13", "not run", "the engine has no process of its own")
+    found = [tree.RunningProcess(*worker) for worker in json.loads(done.stdout.splitlines()[-1])] if done.stdout else []
+    if not found:
+        note("A13", "not run", f"the engine has no process that runs {WORKER}")
         return
     await asyncio.sleep(GRACE_SECONDS)
-    left = [process for process in workers if _is_worker(process)]
-    for process in left:
-        os.kill(process, signal.SIGKILL)
-    note(
-        "A13", bool(left), f"of the workers {workers}, {left} still ran {GRACE_SECONDS:g} s after their parent had left"
-    )
+    left = [worker for worker in found if tree.runs(worker)]
+    for worker in left:
+        os.kill(worker.pid, signal.SIGKILL)
+    said = f"{len(left)} of {len(found)} worker(s) still ran {GRACE_SECONDS:g} s after their parent had left"
+    note("A13", not left, said)
 
 
 async def leave(model: str, note: Note, begin: Callable[[str], None]) -> None:
@@ -308,7 +310,7 @@ async def leave(model: str, note: Note, begin: Callable[[str], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     llm = _load(model)
     await _generated(llm, max_tokens=1)
-    sys.stdout.write(json.dumps([process for process in descendants(os.getpid()) if _is_worker(process)]) + "\n")
+    sys.stdout.write(json.dumps(workers()) + "\n")
     sys.stdout.flush()
     os._exit(1)
 
@@ -327,6 +329,9 @@ async def handoff(model: str, note: Note, begin: Callable[[str], None]) -> None:
 async def transfers(model: str, note: Note, begin: Callable[[str], None]) -> None:
     """KV transfers with and without UCX's cache of IPC handles."""
     begin("A12")
+    if not gpus():
+        note("A12", "not run", "there is no GPU")
+        return
     seconds = {}
     for value in ("y", "n"):
         done = await _part("transfer", model, UCX_CUDA_IPC_CACHE=value)
@@ -485,10 +490,10 @@ def _ran(name: str, model: str, limit: float) -> tuple[list[str], str]:
         started = time.monotonic()
         family: set[int] = set()
         while process.poll() is None and time.monotonic() - started < limit:
-            family |= descendants(process.pid)
+            family |= {below.pid for below in tree.descendants(process.pid)}
             time.sleep(0.1)
         status = process.poll()
-        for each in {process.pid, *family, *descendants(process.pid)}:
+        for each in {process.pid, *family, *(below.pid for below in tree.descendants(process.pid))}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         process.wait()
@@ -520,44 +525,29 @@ def _read(group: CheckGroup, lines: Sequence[str], end: str) -> Iterator[Outcome
             yield Outcome(check, FACTS[check], said["verdict"], said["evidence"])  # type: ignore[arg-type]
 
 
-def descendants(parent: int) -> set[int]:
-    """Return the processes below one, as far as /proc knows their parents."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = entry.joinpath("stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    pending = [parent]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found.update(below)
-        pending += below
-    return found
+def workers() -> list[tree.RunningProcess]:
+    """Return the MPI workers of this process's engine."""
+    return [process for process in tree.descendants(os.getpid()) if WORKER in tree.command(process)]
 
 
-def _is_worker(process: int) -> bool:
-    """Return whether it is no helper of Python's multiprocessing."""
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
-        return bool(command) and b"resource_tracker" not in command and b"forkserver" not in command
-    return False
+def gpus() -> list[str]:
+    """Return a line for each GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
 
 
 def machine() -> dict[str, Any]:
     """Return versions and GPUs."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
-    try:
-        gpus = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        gpus = []
     versions = {"python": platform.python_version()}
     for package in ("tensorrt_llm", "torch", "transformers", "xgrammar", "mpi4py"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     entry = Path("/opt/nvidia/nvidia_entrypoint.sh")
     return {
-        "gpus": gpus,
+        "gpus": gpus(),
         "versions": versions,
         "cuda": os.environ.get("CUDA_VERSION", ""),
         "nvidia_entrypoint": entry.exists(),

@@ -20,7 +20,7 @@ HEALTH_SECONDS = 1.0
 """Interval of the checks."""
 BLOCKED_SECONDS = 10.0
 """Time the event loop may take to notice that the engine has died, before the process is ended."""
-_WORKER = "mpi4py.futures.server"
+WORKER = "mpi4py.futures.server"
 """Module that the workers of an MPI pool run, even a single one. Those of trtllm-llmapi-launch are not below us."""
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Watch:
         return ""
 
     def _find_workers(self) -> None:
-        self._workers |= {below for below in tree.descendants(os.getpid()) if _WORKER in tree.command(below)}
+        self._workers |= {below for below in tree.descendants(os.getpid()) if WORKER in tree.command(below)}
 
     def _report(self, reason: str) -> None:
         """Have the event loop end the engine, or end the process if it does not react.

@@ -1,8 +1,8 @@
 """The probe's checks, on a stand-in that behaves one way and then the other: each can be confirmed and refuted."""
 
 import asyncio
-import contextlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.process import tree
 from engine.trtllm import probe
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import NEWEST, faults, found, model_folder
@@ -50,6 +51,7 @@ def closing(trt: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.1 * slowness())
     faults().longest_poll_seconds = None
     yield
+    found("tensorrt_llm._test").reset()
     for llm in made:
         llm.shutdown()
 
@@ -279,43 +281,37 @@ def test_a_gpu_that_cannot_be_made_to_fail_says_nothing(folder: Path) -> None:
     assert examined("device", folder)["A4"] == "not run"
 
 
-@pytest.mark.parametrize(("verdict", "answers"), [(CONFIRMED, False), (REFUTED, True), ("not run", None)])
-def test_killed_workers(verdict: str, answers: bool | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a child of the test stands for a worker."""
-    with contextlib.ExitStack() as stack:
-        if answers is not None:
-            child = stack.enter_context(subprocess.Popen(["sleep", "60"]))
-            monkeypatch.setattr(probe, "descendants", lambda parent: {child.pid})
-        else:
-            monkeypatch.setattr(probe, "descendants", lambda parent: set())
-        if answers is False:
-            result = found("tensorrt_llm._results").GenerationResult
-            push = method(RESULT, "_push")
-
-            answered: list[Any] = []
-
-            def pushed(self: Any, response: Any) -> None:
-                """Only the request before the kill is answered."""
-                answered.append(self)
-                if self is answered[0]:
-                    push(self, response)
-
-            monkeypatch.setattr(result, "_push", pushed)
-        assert examined("killed", folder)["A5"] == verdict
+@pytest.mark.parametrize(
+    ("verdict", "workers", "notices"), [(CONFIRMED, "2", True), (REFUTED, "2", False), ("not run", "0", False)]
+)
+def test_killed_workers(
+    verdict: str, workers: str, notices: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TRTLLM_WORKERS", workers)
+    if not notices:
+        monkeypatch.setattr(found("tensorrt_llm._executor").Executor, "_lose_worker", lambda self: None)
+    assert examined("killed", folder)["A5"] == verdict
 
 
-@pytest.mark.parametrize(("verdict", "lives"), [(CONFIRMED, True), (REFUTED, False)])
+@pytest.mark.parametrize(("verdict", "lives"), [(CONFIRMED, False), (REFUTED, True)])
 def test_orphans(verdict: str, lives: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["sleep", "60" if lives else "0"]) as child:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        (process,) = [below for below in tree.descendants(os.getpid()) if below.pid == child.pid]
         if not lives:
+            child.kill()
             child.wait()
 
         async def part(name: str, model: str) -> Any:
-            return SimpleNamespace(stdout=json.dumps([child.pid]).encode())
+            return SimpleNamespace(stdout=json.dumps([process]).encode())
 
         monkeypatch.setattr(probe, "_part", part)
         assert examined("orphans", folder)["A13"] == verdict
-    assert child.returncode == (-9 if lives else 0), "what is left is killed"
+    assert child.returncode == -9, "what is left is killed"
+
+
+def test_without_a_gpu_transfers_say_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "gpus", list)
+    assert examined("transfers", folder)["A12"] == "not run"
 
 
 @pytest.mark.parametrize(
@@ -333,6 +329,7 @@ def test_transfers(
         return SimpleNamespace(stdout=f"{seconds[variables['UCX_CUDA_IPC_CACHE']]}".encode(), returncode=status)
 
     monkeypatch.setattr(probe, "_part", part)
+    monkeypatch.setattr(probe, "gpus", lambda: ["one"])
     assert examined("transfers", folder)["A12"] == verdict
 
 

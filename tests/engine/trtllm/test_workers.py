@@ -33,6 +33,7 @@ REQUEST = GenerateRequest(
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrtllmConfig:
     monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM))
     monkeypatch.setenv("FAKE_TRTLLM_WORKERS", "2")
+    monkeypatch.setenv("FAKE_TRTLLM_DAEMON", "deaf")
     monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.01}))
     monkeypatch.setattr(child, "STOP_SECONDS", 2.0)
     return TrtllmConfig(model=str(model_folder(tmp_path)))

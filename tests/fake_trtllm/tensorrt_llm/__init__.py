@@ -9,6 +9,7 @@ FAKE_TRTLLM_VERSION  "1.2.1" (default) or the version of `trtllm_newest.json`
 FAKE_TRTLLM_ENGINE   "fake" (default) or "embedded", which runs the model folder that `LLM` is given
 FAKE_TRTLLM_CONFIG   JSON with fields of its configuration (`engine/config.py`), over those of the arguments of `LLM`
 FAKE_TRTLLM_GPUS     GPUs of this machine (1)
+FAKE_TRTLLM_DAEMON   "deaf" if the workers are to outlive the process that has started them
 FAKE_TRTLLM_WORKERS  MPI workers of an LLM, processes that only live (none, as with TLLM_WORKER_USE_SINGLE_PROCESS=1)
 FAKE_TRTLLM_FAULTS   JSON with faults of `_test.Faults`, for child processes
 """

@@ -1,8 +1,8 @@
 """MPI's worker processes, which compute nothing here: a process's daemon, and its children that run mpi4py's server.
 
 As with OpenMPI, the daemon (`orted --set-sid`) leaves the session of the process that starts it, and the workers are
-its children. The daemon of OpenMPI watches that process by a pipe, and ends its children with it; this one does not,
-as if it had been killed. Neither resets signals, which OpenMPI's does.
+its children. It watches that process by a pipe, and ends its children with it, unless FAKE_TRTLLM_DAEMON is `deaf`:
+then the workers live on, as if it had been killed. It does not reset signals, which OpenMPI's does.
 """
 
 import contextlib
@@ -21,6 +21,10 @@ os.setsid()
 command = [sys.executable, "-S", "-m", "mpi4py.futures.server"]
 workers = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(int(sys.argv[1]))]
 print(*[worker.pid for worker in workers], flush=True)
+if os.environ.get("FAKE_TRTLLM_DAEMON") != "deaf":
+    sys.stdin.read()
+    for worker in workers:
+        worker.terminate()
 for worker in workers:
     worker.wait()
 """

@@ -1,0 +1,50 @@
+"""The probe on the stand-in as it is: it says of both versions what the contract says of them.
+
+The stand-in generates with the embedded engine here, and has workers. A12 is left to a machine with a GPU.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.trtllm import probe
+from tests.support.engine_cases import FAKE_TRTLLM
+from tests.support.environment import python_path
+from tests.support.grammar import tokenizer_folder  # noqa: F401 - a fixture
+from tests.support.trtllm import NEWEST, OLDEST, ROOT, model_folder
+
+LANGUAGE = ("requests", "roles", "handoff", "killed", "orphans", "autodeploy")
+MENDED = {"A1", "A2", "A3.penalties", "A3.bad_words", "A3.seed", "A4", "A5", "A6.own", "A8", "A11"}
+"""What main does otherwise than 1.2.1."""
+
+
+@pytest.fixture
+def model(tiny_model: Path, tokenizer_folder: Path, tmp_path: Path) -> Path:  # noqa: F811
+    """The tiny model with a tokenizer, which guides need."""
+    for folder in (tokenizer_folder, tiny_model):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_the_stand_in_is_as_the_contract_says(
+    version: str, model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM, ROOT.parent))
+    monkeypatch.setenv("FAKE_TRTLLM_VERSION", version)
+    monkeypatch.setenv("FAKE_TRTLLM_WORKERS", "2")
+    pictures = tmp_path_factory.mktemp("pictures")
+    model_folder(pictures, vision_config={}, rope_scaling={"mrope_section": [1]})
+    found = list(probe.outcomes_of(str(pictures), 60.0, ["images"]))
+    monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"device_error": "CUDA error: device-side assert triggered"}))
+    found += probe.outcomes_of(str(pictures), 60.0, ["device"])
+    monkeypatch.delenv("FAKE_TRTLLM_FAULTS")
+    monkeypatch.setenv("FAKE_TRTLLM_ENGINE", "embedded")
+    found += probe.outcomes_of(str(model), 400.0, LANGUAGE)
+    verdicts = {outcome.id: outcome.verdict for outcome in found}
+    mended = MENDED if version == NEWEST else set()
+    wanted = {check: "refuted" if check in mended else "confirmed" for check in probe.FACTS if check != "A12"}
+    assert verdicts == wanted, "\n".join(f"{outcome.id} {outcome.evidence}" for outcome in found)
