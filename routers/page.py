@@ -7,6 +7,7 @@ requests. Content security policies confine them to this server.
 import asyncio
 import gzip
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
@@ -32,7 +33,10 @@ _POLICIES = {
     "index.html": _POLICY.format(styles="") + "; require-trusted-types-for 'script'; trusted-types dompurify",
     "docs.html": _POLICY.format(styles=" 'unsafe-inline'"),  # Swagger UI has style attributes
 }
-_FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
+_FORWARDED = re.compile("x-forwarded-.*|forwarded|via|x-real-ip|cf-connecting-ip|true-client-ip")
+"""Names of headers that proxies add."""
+_REFUSED = re.compile(r"\s*q\s*=\s*0(\.0*)?\s*", re.IGNORECASE)
+"""The weight of an encoding that a client does not take."""
 
 
 def needs_no_key(path: str) -> bool:
@@ -42,13 +46,13 @@ def needs_no_key(path: str) -> bool:
 
 def page_router(chat: bool, docs: bool, direct_only: bool) -> APIRouter:
     """Return the routes of the pages that are shown, with their files. With `direct_only` the page at `/` is not shown
-    to requests that a proxy forwards.
+    to requests with headers that proxies add.
     """
     router = APIRouter(include_in_schema=False)
     files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.glob("*/*") if path.suffix in _TYPES}
 
     async def show_chat(request: Request) -> Response:
-        if direct_only and not _FORWARDED.isdisjoint(request.headers.keys()):
+        if direct_only and any(map(_FORWARDED.fullmatch, request.headers.keys())):
             raise HTTPException(HTTPStatus.NOT_FOUND, "The page is not served through proxies unless PAGE=true.")
         return await _answer(request, FOLDER / "index.html")
 
@@ -83,10 +87,14 @@ async def _answer(request: Request, path: Path) -> Response:
     file = await asyncio.to_thread(_read, path)
     if file.headers["ETag"] in (tag.strip() for tag in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=file.headers)
-    encodings = (part.partition(";")[0].strip() for part in request.headers.get("accept-encoding", "").split(","))
-    if "gzip" in encodings:
+    if _takes_gzip(request.headers.get("accept-encoding", "")):
         return Response(file.compressed, headers={**file.headers, "Content-Encoding": "gzip"})
     return Response(file.body, headers=file.headers)
+
+
+def _takes_gzip(accepted: str) -> bool:
+    encodings = (part.partition(";") for part in accepted.split(","))
+    return any(name.strip().lower() == "gzip" and not _REFUSED.fullmatch(weight) for name, _, weight in encodings)
 
 
 @cache

@@ -37,7 +37,7 @@ class HttpSettings(Section):
     """Serve /docs and /openapi.json."""
     page: OptionalBool = None
     """Serve a page to chat at /, and /openapi.json, from which it takes its fields. Empty serves it if HOST is a
-    loopback address, but not through proxies.
+    loopback address, but not to requests with headers that proxies add.
     """
     keep_alive_seconds: int = Field(75, ge=1)
     """Seconds that an idle connection stays open; must exceed the limit of a proxy in front."""

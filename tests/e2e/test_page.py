@@ -18,6 +18,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from tests.routers.test_tools import CALL, THINKING, WEATHER
 from tests.support.servers import ServerThread, serving
 from tests.support.waiting import slowness
 
@@ -307,6 +308,72 @@ async def test_every_supported_field_is_offered_and_sent(opened: Any) -> None:
             await expect(tab.button("Send")).to_be_disabled()
         await tab.button("Reset all").click()
         await expect(tab.button("Send")).to_be_enabled()
+
+
+async def test_reasoning_and_calls_are_shown_and_sent_back(opened: Any, tmp_path: Path) -> None:
+    """The first answer is stopped while it reasons, the second calls a tool, the others follow the tool's result."""
+    script = tmp_path / "script.json"
+    script.write_text(
+        json.dumps(["think " * 1000, f"Hm, **Paris**.</think>{CALL}", "Good.</think>Sunny.", "Bad.</think>Rainy."])
+    )
+    template = tmp_path / "template.jinja"
+    template.write_text(THINKING)
+    with ServerThread(fake_script=script, chat_template=template, fake_token_delay_ms=20) as server:
+        tab: Tab = await opened(server.url)
+        await expect(tab.page.get_by_text("Talk to fake")).to_be_visible()
+        await tab.set(tools=json.dumps([WEATHER]))
+        await tab.write.fill("Think.")
+        await tab.button("Send").click()
+        reasoning = tab.answers.last.locator("details.reasoning")
+        await expect(reasoning.locator(".markdown")).to_contain_text("think think")
+        await expect(reasoning).to_have_attribute("open", "")
+        await tab.button("Stop").click()
+        await expect(tab.answers).to_contain_text("Stopped.")
+
+        await tab.say("How is Paris?")
+        stopped = tab.sent[1]["messages"][1]
+        assert (stopped["role"], stopped["content"]) == ("assistant", "")
+        assert stopped["reasoning_content"].startswith("think think")
+        await expect(reasoning).not_to_have_attribute("open", "")
+        await reasoning.locator("summary").click()
+        await expect(reasoning.locator("strong")).to_have_text("Paris")
+        call = tab.answers.last.locator(".call")
+        await expect(call.locator("figcaption")).to_have_text("Calls get_weather")
+        assert await call.locator("pre").inner_text() == '{\n  "city": "Paris"\n}'
+        await check_accessible(tab.page)
+
+        await tab.field("Result of get_weather").fill("18 °C")
+        await tab.button("Send results").click()
+        await expect(tab.answers.last).to_contain_text("Sunny.")
+        await tab.settled()
+        asked, result = tab.sent[2]["messages"][-2:]
+        function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+        identity = result["tool_call_id"]
+        assert asked == {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm, **Paris**.",
+            "tool_calls": [{"id": identity, "type": "function", "function": function}],
+        }
+        assert identity and result == {
+            "role": "tool",
+            "tool_call_id": identity,
+            "name": "get_weather",
+            "content": "18 °C",
+        }
+
+        await tab.page.reload()
+        await tab.page.get_by_role("navigation").get_by_text("Think.").click()
+        results = tab.page.get_by_label("Results of tools")
+        await expect(results).to_contain_text("18 °C")
+        await check_accessible(tab.page)
+        await results.get_by_role("button", name="Edit").click()
+        await tab.field("Result of get_weather").fill("3 °C")
+        await tab.button("Send as a branch").click()
+        await expect(tab.answers.last).to_contain_text("Rainy.")
+        await tab.settled()
+        await expect(results).to_contain_text("2/2")
+        assert tab.sent[3]["messages"][-1]["content"] == "3 °C"
 
 
 async def test_images_come_by_button_drop_and_paste(opened: Any, tmp_path: Path) -> None:

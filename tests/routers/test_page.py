@@ -47,7 +47,19 @@ async def test_the_page_is_there_on_local_addresses(settings: dict[str, Any], sh
         assert (await client.get("/docs")).status_code == 404
 
 
-@pytest.mark.parametrize("header", ["forwarded", "x-forwarded-for", "X-Real-IP", "Via"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "forwarded",
+        "x-forwarded-for",
+        "X-Forwarded-Server",
+        "X-Forwarded-Prefix",
+        "X-Real-IP",
+        "Via",
+        "CF-Connecting-IP",
+        "True-Client-IP",
+    ],
+)
 async def test_the_page_is_not_there_through_proxies_unless_it_is_set(header: str) -> None:
     """nginx on the same machine would show it to the world."""
     for page, status in ((None, 404), (True, 200)):
@@ -76,6 +88,9 @@ async def test_files_are_sent_compressed_and_once() -> None:
                 assert gzip.decompress(b"".join([part async for part in packed.aiter_raw()])) == plain.content
                 assert packed.headers["vary"] == "Accept-Encoding"
                 assert packed.headers["etag"] == plain.headers["etag"]
+            for refused in ("gzip;q=0", "br, gzip ; Q=0.000"):
+                answer = await client.get(path, headers={"accept-encoding": refused})
+                assert "content-encoding" not in answer.headers and answer.content == plain.content
             known = {"if-none-match": f'"other", {plain.headers["etag"]}'}
             again = await client.get(path, headers=known)
             assert again.status_code == 304 and not again.content

@@ -1,8 +1,10 @@
 // A chat is a tree of messages. Editing a message or regenerating an answer adds a branch; nothing is overwritten.
 //
 // chat    {id, title, updated, nodes: {id: node}, active: {parent id: child id}}; the parent of the first is "root"
-// node    {id, parent, group, role: "user" | "assistant", text, images, version}
-// answer  an assistant's node has also: lane, exchange, index, state, error, times, usage, finish, tokens (run.js)
+// node    {id, parent, group, role: "user" | "assistant" | "tool", text, images, version}
+// answer  an assistant's node has also: lane, exchange, index, state, error, times, usage, finish, tokens, reasoning,
+//         calls (run.js)
+// results a tool's node has instead of text: results [{id, name, text}], one for each complete call of its parent
 //
 // Nodes that came about together have the same `group`: answers side by side. Branches are groups.
 

@@ -1,10 +1,10 @@
-// A turn of the chat: a user's message, or answers side by side, with what can be done about them.
+// A turn of the chat: a user's message, results of tools, or answers side by side, with what can be done about them.
 
 import { besides, branches, choose, stepBranch } from "./chats.js";
 import { Component, html, Widget } from "./html.js";
 import { CopyButton, Inspector } from "./inspect.js";
-import { Parts, Text } from "./parts.js";
-import { isRunning, regenerate, resend, speed } from "./run.js";
+import { Parts, Results, Text } from "./parts.js";
+import { isRunning, regenerate, resend, sendResults, speed, wholeCalls } from "./run.js";
 import { app, changed, saveChat } from "./store.js";
 
 export function Turn({ chat, node }) {
@@ -12,6 +12,11 @@ export function Turn({ chat, node }) {
     return app.editing === node.id
       ? html`<${Editor} key=${node.id} node=${node} />`
       : html`<${UserMessage} chat=${chat} node=${node} />`;
+  }
+  if (node.role === "tool") {
+    return app.editing === node.id
+      ? html`<${ResultsForm} key=${node.id} chat=${chat} node=${chat.nodes[node.parent]} results=${node.results} />`
+      : html`<${ToolMessage} chat=${chat} node=${node} />`;
   }
   const group = besides(chat, node);
   return html`<div class=${group.length > 1 ? "turn columns" : "turn"}>
@@ -24,6 +29,7 @@ export function Turn({ chat, node }) {
           version=${one.version}
           name=${group.length > 1 ? nameOf(one, group) : ""}
           chosen=${one === node}
+          last=${!chat.active[one.id]}
           branch=${branchOf(chat, node)}
           busy=${isRunning(chat)}
         />`,
@@ -57,11 +63,15 @@ function BranchButtons({ chat, node, branch }) {
   </span>`;
 }
 
-function UserMessage({ chat, node }) {
+function EditButton({ chat, node }) {
   const edit = () => {
     app.editing = node.id;
     changed();
   };
+  return html`<button type="button" class="quiet" disabled=${isRunning(chat)} onClick=${edit}>Edit</button>`;
+}
+
+function UserMessage({ chat, node }) {
   return html`<article class="user" aria-label="You">
     <div class="bubble">
       ${node.images.map((url) => html`<img src=${url} alt="What you attached" />`)}
@@ -70,7 +80,17 @@ function UserMessage({ chat, node }) {
     <div class="actions">
       <${BranchButtons} chat=${chat} node=${node} branch=${branchOf(chat, node)} />
       <${CopyButton} text=${() => node.text} />
-      <button type="button" class="quiet" disabled=${isRunning(chat)} onClick=${edit}>Edit</button>
+      <${EditButton} chat=${chat} node=${node} />
+    </div>
+  </article>`;
+}
+
+function ToolMessage({ chat, node }) {
+  return html`<article class="user" aria-label="Results of tools">
+    <div class="bubble"><${Results} results=${node.results} /></div>
+    <div class="actions">
+      <${BranchButtons} chat=${chat} node=${node} branch=${branchOf(chat, node)} />
+      <${EditButton} chat=${chat} node=${node} />
     </div>
   </article>`;
 }
@@ -113,17 +133,48 @@ class Editor extends Widget {
   }
 }
 
+// Asks what the calls of an answer returned; `results` are those that are edited, if any.
+class ResultsForm extends Widget {
+  cancel = () => {
+    app.editing = "";
+    changed();
+  };
+
+  submit = (event) => {
+    event.preventDefault();
+    const texts = Array.from(this.element.querySelectorAll("textarea"), (area) => area.value);
+    app.editing = "";
+    sendResults(this.props.chat, this.props.node, texts);
+  };
+
+  render({ chat, node, results }) {
+    return html`<form class="results" ref=${this.ref} onSubmit=${this.submit}>
+      ${wholeCalls(node).map(
+        (call, index) =>
+          html`<div key=${call.id} class="field">
+            <label for=${`result-${call.id}`}>Result of ${call.function.name}</label>
+            <textarea id=${`result-${call.id}`} rows="2" spellcheck=${false} defaultValue=${results?.[index].text}></textarea>
+          </div>`,
+      )}
+      <div class="actions">
+        ${results && html`<button type="button" onClick=${this.cancel}>Cancel</button>`}
+        <button class="primary" disabled=${isRunning(chat)}>${results ? "Send as a branch" : "Send results"}</button>
+      </div>
+    </form>`;
+  }
+}
+
 class Answer extends Component {
   state = { inspected: false };
 
   shouldComponentUpdate(next, state) {
-    const watched = ["node", "version", "name", "chosen", "branch", "busy"];
+    const watched = ["node", "version", "name", "chosen", "last", "branch", "busy"];
     return state.inspected !== this.state.inspected || watched.some((name) => next[name] !== this.props[name]);
   }
 
   inspect = () => this.setState({ inspected: !this.state.inspected });
 
-  render({ chat, node, name, chosen, branch, busy, version }, { inspected }) {
+  render({ chat, node, name, chosen, last, branch, busy, version }, { inspected }) {
     const going = node.state === "waiting" || node.state === "streaming";
     const keep = () => {
       choose(chat, node);
@@ -150,6 +201,7 @@ class Answer extends Component {
         <button type="button" class="quiet" aria-expanded=${inspected} onClick=${this.inspect}>Inspect</button>
       </div>`}
       ${inspected && html`<${Inspector} node=${node} version=${version} />`}
+      ${chosen && last && !going && wholeCalls(node).length > 0 && html`<${ResultsForm} chat=${chat} node=${node} />`}
     </article>`;
   }
 }

@@ -1,11 +1,52 @@
-// What an answer consists of. So far it is text; a kind that the server learns (reasoning, a tool call) is another
-// component here, which shows its field of the node (`take` in run.js fills it).
+// What an answer consists of: reasoning, text, and calls of tools. Each is a component, which shows its field of the node
+// (`take` in run.js fills it).
 
 import { copyText, html, Widget } from "./html.js";
 import { toHtml } from "./markdown.js";
 
 export function Parts({ node }) {
-  return html`<${Text} text=${node.text} growing=${node.state === "streaming"} />`;
+  const { text, reasoning, calls = [] } = node;
+  const growing = node.state === "streaming";
+  return html`
+    ${reasoning && html`<${Reasoning} text=${reasoning} growing=${growing} open=${!text && !calls.length} />`}
+    <${Text} text=${text} growing=${growing} />
+    ${calls.map((call) => html`<${Call} key=${call.id} name=${call.function.name} text=${call.function.arguments} />`)}
+  `;
+}
+
+// It is open until something else comes; then it is folded away.
+function Reasoning({ text, growing, open }) {
+  return html`<details class="reasoning" open=${open}>
+    <summary>Reasoning</summary>
+    <${Text} text=${text} growing=${growing} />
+  </details>`;
+}
+
+function Call({ name, text }) {
+  return html`<figure class="call">
+    <figcaption>Calls <code>${name}</code></figcaption>
+    <pre>${pretty(text)}</pre>
+  </figure>`;
+}
+
+// JSON with a line for each member; as it came while it is not complete.
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+// What tools returned for the calls of an answer.
+export function Results({ results }) {
+  return results.map(
+    ({ id, name, text }) =>
+      html`<figure key=${id} class="call">
+        <figcaption><code>${name}</code> returned</figcaption>
+        <pre>${pretty(text)}</pre>
+      </figure>`,
+  );
 }
 
 // Markdown. Text that grows is translated anew for a fifth of the time at most, however long it is.

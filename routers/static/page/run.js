@@ -7,6 +7,8 @@
 //   state     "waiting", "streaming", "done", "stopped" or "failed" (then `error` says why)
 //   times     {first, last}: ms from the request to the first and the latest token
 //   count     tokens that have come, as far as known before the end
+//   reasoning what the model thought before its text
+//   calls     tools that it calls, as a message has them in `tool_calls`
 //   tokens    log-probabilities, a token each; usage, finish: as the server says at the end
 
 import { ApiError, request, streamed } from "./api.js";
@@ -37,6 +39,24 @@ export async function send(text, images) {
 export async function resend(node, text) {
   const chat = app.chat;
   await answer(chat, addNode(chat, node.parent, { role: "user", text, images: node.images }));
+}
+
+// Adds what the calls of an answer returned, a text for each, and asks for the next answer.
+export async function sendResults(chat, node, texts) {
+  const results = wholeCalls(node).map(({ id, function: { name } }, index) => ({ id, name, text: texts[index] }));
+  await answer(chat, addNode(chat, node.id, { role: "tool", results }));
+}
+
+// The calls of an answer that are complete: one that was cut off has no arguments that the server would take back.
+export function wholeCalls({ calls = [] }) {
+  return calls.filter((call) => {
+    try {
+      const value = JSON.parse(call.function.arguments);
+      return value !== null && typeof value === "object" && !Array.isArray(value);
+    } catch {
+      return false;
+    }
+  });
 }
 
 // Asks again for the answer to the message before a node.
@@ -70,14 +90,14 @@ export function settingsProblem() {
   return "";
 }
 
-async function answer(chat, user) {
+async function answer(chat, asked) {
   const group = newId();
   const exchanges = lanes().map((lane) => {
     const settings = app.settings[lane.toLowerCase()];
-    const body = requestBody(settings.system, pathTo(chat, user), laneFields(app.fields, settings).fields);
+    const body = requestBody(settings.system, pathTo(chat, asked), laneFields(app.fields, settings).fields);
     const exchange = { chat: chat.id, request: body, events: [] };
     const nodes = Array.from({ length: body.n || 1 }, (_, index) =>
-      addNode(chat, user.id, {
+      addNode(chat, asked.id, {
         group,
         role: "assistant",
         lane,
@@ -87,6 +107,8 @@ async function answer(chat, user) {
         error: "",
         times: {},
         count: 0,
+        reasoning: "",
+        calls: [],
         tokens: [],
         usage: null,
         finish: "",
@@ -103,15 +125,25 @@ async function answer(chat, user) {
 
 // Returns the JSON of a request for the answer to the last message of a path.
 function requestBody(system, path, fields) {
-  const messages = path.filter((node) => node.text || node.images.length).map(message);
+  const messages = path.flatMap(messagesOf);
   if (system.trim()) messages.unshift({ role: "system", content: system });
   return { model: app.model.id, messages, ...fields, stream: true, stream_options: { include_usage: true } };
 }
 
-function message({ role, text, images }) {
-  if (!images.length) return { role, content: text };
-  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role, content: text ? [...parts, { type: "text", text }] : parts };
+// The messages that a node is in a request: none if it is empty, and one for each result of a tool.
+function messagesOf(node) {
+  const { role, text, images, reasoning, results } = node;
+  if (role === "tool") return results.map((one) => ({ role, tool_call_id: one.id, name: one.name, content: one.text }));
+  if (images.length) {
+    const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+    return [{ role, content: text ? [...parts, { type: "text", text }] : parts }];
+  }
+  const calls = wholeCalls(node);
+  if (!text && !reasoning && !calls.length) return [];
+  const message = { role, content: text };
+  if (reasoning) message.reasoning_content = reasoning;
+  if (calls.length) message.tool_calls = calls;
+  return [message];
 }
 
 // Streams the answers of one request into their nodes. Never raises: what goes wrong is written there.
@@ -154,15 +186,19 @@ function take(nodes, event, at) {
   if (event.error) throw new ApiError(0, event.error);
   for (const choice of event.choices) {
     const node = nodes[choice.index];
-    // Reasoning and tool calls will come in `delta` as well: their texts go into fields of the node here, and parts.js
-    // shows them.
-    const text = choice.delta.content || "";
+    const { delta } = choice;
+    const text = delta.content || "";
+    const reasoning = delta.reasoning_content || "";
+    const old = delta.function_call; // the answer to `functions`
+    const calls = delta.tool_calls || (old ? [{ index: 0, function: old }] : []);
     const tokens = choice.logprobs?.content || [];
-    if (text || tokens.length) {
+    if (text || reasoning || calls.length || tokens.length) {
       node.times.first ??= at;
       node.times.last = at;
       node.state = "streaming";
       node.text += text;
+      node.reasoning += reasoning;
+      for (const call of calls) takeCall(node.calls, call);
       node.tokens.push(...tokens);
       node.count += tokens.length || 1;
     }
@@ -177,6 +213,12 @@ function take(nodes, event, at) {
     }
   }
   changed();
+}
+
+// Takes a piece of a call: the first has its id and name, all have some of its arguments.
+function takeCall(calls, { index, id = newId(), function: { name, arguments: text = "" } }) {
+  calls[index] ??= { id, type: "function", function: { name, arguments: "" } };
+  calls[index].function.arguments += text;
 }
 
 function explained(error) {
