@@ -174,11 +174,11 @@ class TrtllmEngine:
         self._facts.check()
         started = time.monotonic()
         self._watch = Watch(self._config.hang_seconds)
-        self._version = library.installed()
-        processes = self._config.sampling == "processors"
-        self._support = Support(self._config.arguments, processors=processes, newer=self._version.samples_more)
         try:
             self.llm = library.load(self._config)
+            self._version = library.installed()
+            processes = self._config.sampling == "processors"
+            self._support = Support(self._config.arguments, processors=processes, newer=self._version.samples_more)
             seconds = time.monotonic() - started
             log.info("TensorRT-LLM has loaded %s in %.1f s", self._config.model, seconds)
             self._start_text = library.start_text(self.llm)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.process import tree
+from engine.process.command import module_command
 from engine.trtllm.disaggregation import context_keywords
 from engine.trtllm.library import installed
 from engine.trtllm.watching import WORKER
@@ -29,6 +31,7 @@ from engine.trtllm.watching import WORKER
 SECONDS = 15 * 60.0
 """Most time of all groups together."""
 GRACE_SECONDS = 10.0
+_KILL_SECONDS = 10.0
 """How long an answer that should come at once may take before it counts as missing."""
 POLL_SECONDS = 1.0
 PROMPT = tuple(range(100, 164))
@@ -122,7 +125,7 @@ def _text(file: Path) -> str:
 async def _part(name: str, model: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
     """Run a part of a group in a process of its own."""
     settings = [f"{variable}={value}" for variable, value in variables.items()]
-    command = ["env", *settings, sys.executable, "-m", "engine.trtllm.probe", name, model]
+    command = ["env", *settings, *module_command("engine.trtllm.probe", name, model)]
     return await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, check=False)
 
 
@@ -484,18 +487,14 @@ def outcomes_of(model: str, seconds: float, names: Sequence[str] = ()) -> Iterat
 
 def _ran(name: str, model: str, limit: float) -> tuple[list[str], str]:
     """Return the lines of a group's process, and how it ended. Nothing that it started is left."""
-    command = [sys.executable, "-m", "engine.trtllm.probe", name, model]
+    command, mark = module_command("engine.trtllm.probe", name, model), secrets.token_hex(8)
+    marked = tree.environment(mark)
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=printed, stderr=errors, start_new_session=True)
-        started = time.monotonic()
-        family: set[int] = set()
-        while process.poll() is None and time.monotonic() - started < limit:
-            family |= {below.pid for below in tree.descendants(process.pid)}
-            time.sleep(0.1)
+        process = subprocess.Popen(command, stdout=printed, stderr=errors, start_new_session=True, env=marked)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
         status = process.poll()
-        for each in {process.pid, *family, *(below.pid for below in tree.descendants(process.pid))}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+        tree.kill(mark, _KILL_SECONDS)
         process.wait()
         printed.seek(0)
         errors.seek(0)

@@ -13,6 +13,7 @@ from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
 """The roles of a replica; `server/roles.py` has their records."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_LEAST_HANG_SECONDS = 10.0
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
 
 
@@ -176,7 +177,7 @@ class TrtllmSettings(Section):
     """Run code that comes with the model."""
     engine_hang_seconds: float = Field(TrtllmConfig(model="").hang_seconds, ge=0)
     """Seconds for which the engine may owe tokens without making progress, or its process may not respond, before it is
-    killed and restarted; 0 is without limit.
+    killed and restarted, 10 at least; 0 is without limit.
     """
     publish_kv_events: bool = Field(
         False, validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics")
@@ -186,6 +187,13 @@ class TrtllmSettings(Section):
     """YAML file with arguments of TensorRT-LLM's LLM; they override the settings."""
     override_engine_args: str = ""
     """JSON object with arguments of TensorRT-LLM's LLM; they override EXTRA_ENGINE_ARGS."""
+
+    @field_validator("engine_hang_seconds", mode="after")
+    @classmethod
+    def _longer_than_beats(cls, value: float) -> float:
+        if 0 < value < _LEAST_HANG_SECONDS:
+            raise ValueError(f"an engine shows that it lives once a second: at least {_LEAST_HANG_SECONDS:g}, or 0")
+        return value
 
 
 class SettingsForTests(Section):

@@ -215,6 +215,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--api-keys", " , "], "--api-keys (API_KEYS)"),
         (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
         (["--port", "x"], "--port (PORT)"),
+        (["--engine-hang-seconds", "1"], "--engine-hang-seconds (ENGINE_HANG_SECONDS)"),
         (["--engine", "tensorflow"], "--engine"),
         (["--docs", "perhaps"], "--docs (DOCS)"),
         (["--queue-timeout-seconds", "nan"], "--queue-timeout-seconds"),

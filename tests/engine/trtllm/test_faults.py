@@ -68,6 +68,15 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
+async def test_a_missing_package_is_told_with_a_cure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)  # what importing it then raises is an ImportError
+    engine = TrtllmEngine(TrtllmConfig(model=str(folder)))
+    with pytest.raises(EngineFailure, match=r"tensorrt_llm cannot be imported .* docs/tensorrt-llm\.md"):
+        await engine.start()
+
+
 async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

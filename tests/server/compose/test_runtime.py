@@ -36,12 +36,8 @@ async def test_runtime_is_what_the_engine_has() -> None:
         info.max_num_tokens,
         info.data_parallel_size,
     )
-    assert (runtime["kv_events_port"], runtime["kv_events_replay_port"], runtime["parsers"], runtime["peers"]) == (
-        50571,
-        None,
-        [],
-        {},
-    )
+    assert (runtime["kv_events_port"], runtime["kv_events_replay_port"], runtime["peers"]) == (50571, None, {})
+    assert (runtime["tool_call_parser"], runtime["reasoning_parser"]) == ("hermes", None)
     assert runtime["refused_parameters"] == {}
     assert {"trellis", "python"} <= runtime["versions"].keys()
 

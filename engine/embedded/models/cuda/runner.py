@@ -62,7 +62,7 @@ class CudaRunner(TorchRunner):
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
         )
         self._spare_slot = config.max_batch_size
-        largest = max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
+        largest = _largest(config)
         with torch.inference_mode():
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
@@ -136,6 +136,9 @@ class CudaRunner(TorchRunner):
                     )
         self.module = None
         torch.cuda.empty_cache()
+
+    def _set_aside(self, config: EmbeddedConfig) -> int:
+        return CudaSampler.count_bytes(self.vocab_size, _largest(config), config.max_batch_size + self.spare_slots)
 
     def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
         """Return whether the decoder's logits are these within a tolerance relative to the largest and to each."""
@@ -234,6 +237,11 @@ class CudaRunner(TorchRunner):
             self._graphs[size] = _Graph(graph, inputs, *outputs)
         self._graphs = dict(sorted(self._graphs.items()))
         log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+
+
+def _largest(config: EmbeddedConfig) -> int:
+    """Return the tokens of the largest graph."""
+    return max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
 
 
 def _check(config: EmbeddedConfig) -> None:

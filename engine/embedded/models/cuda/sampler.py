@@ -52,6 +52,11 @@ class CudaSampler(Sampler):
         self.results = self.new_results(0)
         """Of the last step, for the rows from which tokens are sampled."""
 
+    @staticmethod
+    def count_bytes(vocab_size: int, rows: int, slots: int) -> int:
+        """Return about how many bytes the tables of slots and the logits of rows take."""
+        return 4 * vocab_size * (2 * slots + rows)
+
     def new_results(self, rows: int) -> RowDraws:
         return RowDraws(
             torch.empty(rows, dtype=torch.int64, device=self._device),

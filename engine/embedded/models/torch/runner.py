@@ -103,10 +103,15 @@ class TorchRunner(PendingTokens):
         elif self.takes_images:
             torch.cuda.empty_cache()  # of the vision tower
 
+    def _set_aside(self, config: EmbeddedConfig) -> int:
+        """Return the bytes of GPU memory that are taken after the KV cache."""
+        return 0
+
     def _share(self, config: EmbeddedConfig, attends: Attends) -> list[LayerGroup]:
         memory = config.kv_cache_memory_mb * MIB
         if self.device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(self.device)[0] * config.free_gpu_memory_fraction)
+            free = torch.cuda.mem_get_info(self.device)[0] - self._set_aside(config)
+            memory = int(free * config.free_gpu_memory_fraction)
         layer_block_bytes = 2 * config.kv_block_size * attends.kv_heads * attends.head_dim * self.cache_dtype.itemsize
         memory -= self.spare_blocks * len(attends.windows) * layer_block_bytes
         return share(attends, layer_block_bytes, memory, config.kv_block_size, config.num_blocks)
