@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""Files with a container's limit and what it uses, of cgroup v2 and v1."""
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Files with a container's limit and what it uses, and the line with the file caches in that, of cgroup v2 and v1."""
 
 
 def host_memory(cgroup: Path = _CGROUP) -> int:
@@ -26,13 +29,18 @@ def free_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -
 
 
 def _limits(cgroup: Path) -> list[tuple[int, int]]:
-    """Return the container's limit and what it uses of it; nothing without a limit."""
-    found = ((_number(cgroup / limit), _number(cgroup / used) or 0) for limit, used in _LIMITS)
+    """Return the container's limit and what it uses of it, without file caches; nothing without a limit."""
+    found = (
+        (_number(cgroup / limit), (_number(cgroup / used) or 0) - (_number(cgroup / stat, caches) or 0))
+        for limit, used, stat, caches in _LIMITS
+    )
     return [(limit, used) for limit, used in found if limit is not None]
 
 
-def _number(file: Path) -> int | None:
+def _number(file: Path, name: str = "") -> int | None:
+    """Return the number that the file holds alone, or behind a name."""
     try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
+        text = file.read_text()
+        return int(dict(line.split() for line in text.splitlines())[name] if name else text)
+    except (OSError, ValueError, KeyError):  # no such file, or "max"
         return None
