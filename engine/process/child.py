@@ -264,10 +264,10 @@ class _Host:
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             if not text:
                 lines.append(self._unfinished)
-            for line in filter(None, lines):
-                if not line.startswith("{"):
+            text = "".join(f"{line}\n" for line in lines if _is_json_object(line))
+            for line in lines:
+                if line and not _is_json_object(line):
                     output.warning("%s", line)
-            text = "".join(f"{line}\n" for line in lines if line.startswith("{"))
         with contextlib.suppress(OSError):  # a terminal that has closed
             sys.stderr.write(text)
 
@@ -276,3 +276,11 @@ class _Host:
             self._log_ended.set()
             asyncio.get_running_loop().remove_reader(self._log_pipe)
             os.close(self._log_pipe)
+
+
+def _is_json_object(line: str) -> bool:
+    try:
+        msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

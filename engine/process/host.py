@@ -39,6 +39,8 @@ _SWITCH_SECONDS = 0.0005
 _HIGH_WATER_MARK = 4096
 """Batches queued for a client before it counts as stuck."""
 _MOST_INHERITED = 256
+_MOST_REASON = 4000
+"""Bytes of a reason, so that a pipe takes its line whole, and the parent reads it."""
 
 log = logging.getLogger(__name__)
 
@@ -399,7 +401,9 @@ def main(interface: Interface[Any, Any]) -> int:
 def _report(channel: _Channel, error: Exception, reason: str) -> None:
     """Tell the parent why this process ends; it logs the reason."""
     log.debug("the process ends", exc_info=error)
-    print(f"failed {' '.join(reason.split())}", file=channel.output, flush=True)
+    line = f"failed {' '.join(reason.split())}".encode(errors="replace")[:_MOST_REASON]
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the parent is suspended, or has gone
+        os.write(channel.output.fileno(), line + b"\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def own_mark() -> str:
-    """Return the mark of this process; empty if no host has started it, and it is none."""
+    """Return the mark of this process; empty outside a host process."""
     return os.environ.get(_VARIABLE, "")
 
 
@@ -43,7 +43,7 @@ def kill(mark: str, seconds: float = 0.0) -> list[int]:
     deadline = time.monotonic() + seconds
     while left := [pid for pid in _pids() if mark and pid != os.getpid() and _mark(pid) == mark]:
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() >= deadline:
             break
