@@ -29,6 +29,7 @@ from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
+from server.process.child import SILENT, SPEAKS
 from server.process.logs import one_line
 from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
 from server.settings import Settings
@@ -60,7 +61,7 @@ class Launcher:
         self._metrics.mkdir()
         self._flags = [*arguments, "--engine-address", self._address]
         self._children: set[Process] = set()
-        self._supervisors = [Supervisor(self._live) for _ in range(settings.api_processes)]
+        self._supervisors = [Supervisor(partial(self._live, place == 0)) for place in range(settings.api_processes)]
         self._stops = 0
         self._failure: str | None = None
         log.info("%d API processes share %s", settings.api_processes, url_of(listener))
@@ -94,10 +95,10 @@ class Launcher:
         except Exception as error:  # whatever it is, nothing can be served: report it
             self._fail(one_line(error))
 
-    async def _live(self) -> End:
-        """Run one child to its end. A child that cannot serve ends the launcher."""
+    async def _live(self, speaks: bool) -> End:
+        """Run one child to its end. A child that cannot serve ends the launcher. One of them `speaks` for all."""
         began = time.monotonic()
-        child = await self._spawn()
+        child = await self._spawn(speaks)
         code = await child.wait()
         self._children.discard(child)
         mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
@@ -105,11 +106,12 @@ class Launcher:
             self._fail("an API process cannot serve")
         return End(f"an API process ended with exit code {code}", time.monotonic() - began)
 
-    async def _spawn(self) -> Process:
+    async def _spawn(self, speaks: bool) -> Process:
         with listen(self._host, self._port, share=True) as listener:
             descriptor = listener.fileno()
             metrics = str(self._metrics)
-            command = module_command("server.process.child", str(descriptor), metrics, *self._flags)
+            voice = SPEAKS if speaks else SILENT
+            command = module_command("server.process.child", str(descriptor), metrics, voice, *self._flags)
             environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, pass_fds=(descriptor, self._lock), env=environment, start_new_session=True

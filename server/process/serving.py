@@ -49,17 +49,17 @@ def serve(
     listener: socket.socket,
     started: float,
     metrics_folder: Path | None = None,
+    speaks: bool = True,
     parent: int | None = None,
 ) -> int:
     """Serve on a bound socket until a signal or a failure; return the exit code. `started` is time.monotonic() at the
-    start of the process.
+    start of the process. The process that `speaks` tells people what happens to the whole server.
 
     The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; closing it means DRAIN.
     """
     limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    speaks = metrics_folder is None or _first_in(metrics_folder)
     server = DrainingServer(uvicorn_config(settings, metrics_folder), settings, started, speaks)
     if parent is not None:
         threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
@@ -218,15 +218,6 @@ class DrainingServer(uvicorn.Server):
             summary(replica),
             seconds,
         )
-
-
-def _first_in(folder: Path) -> bool:
-    """Return whether this is the first API process of a replica, which shares the folder."""
-    try:
-        (folder / "first").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def limit_arenas() -> None:

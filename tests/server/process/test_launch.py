@@ -1,16 +1,23 @@
 """Several API processes on one port and one engine."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from engine.process.folder import PrivateFolder
+from server.process.child import SPEAKS
+from server.process.launch import Launcher
+from server.process.serving import listen
+from server.settings import Settings
 from tests.support.environment import bare
 from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving
 from tests.support.waiting import slowness
@@ -46,6 +53,25 @@ def handled(server: ServerProcess) -> set[int]:
         if len(pids) == 2:
             break
     return pids
+
+
+def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    voices = []
+
+    def dies(module: str, descriptor: str, folder: str, voice: str, *flags: str) -> tuple[str, ...]:
+        voices.append(voice)
+        if len(voices) == 4:
+            launcher._stop()
+        return (sys.executable, "-S", "-c", "raise SystemExit(9)")
+
+    monkeypatch.setattr("engine.process.supervisor.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("server.process.launch.module_command", dies)
+    settings = Settings(engine="fake", api_processes=2, engine_address="ipc:///elsewhere")
+    with closing(PrivateFolder()) as folder, listen("127.0.0.1", 0, share=True) as listener:
+        launcher = Launcher(settings, [], listener, folder)
+        launcher._supervisors = launcher._supervisors[:1]
+        assert asyncio.run(launcher.run()) == 0
+    assert voices == 4 * [SPEAKS]
 
 
 def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: ServerProcess) -> None:
