@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from server.bench.client import LoadRun, Target, fit, run
 from server.bench.summary import Summary
-from server.commands.remote import Remote, RemoteError, add_server_flags
+from server.commands.remote import RemoteError, add_server_flags, named_server
 from server.settings.flags import FlagParser
 
 
@@ -38,8 +38,8 @@ def parser() -> FlagParser:
 def main(arguments: Sequence[str]) -> int:
     """Raises RemoteError if the server does not answer."""
     args = parser().parse(arguments)
-    remote = Remote(args.url, args.api_key)
-    target = Target(f"{remote.url}/v1", remote.model(args.model), args.api_key, args.endpoint, args.extra)
+    remote = named_server(args)
+    target = Target(f"{remote.url}/v1", remote.model(args.model), remote.key, args.endpoint, args.extra)
     requests = args.requests or 4 * args.concurrency
     try:
         prompts = fit(target)

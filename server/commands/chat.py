@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from server.commands.remote import Remote, RemoteError, add_server_flags
+from server.commands.remote import Remote, RemoteError, add_server_flags, named_server
 from server.settings.flags import FlagParser
 
 _HELP = """\
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     """Raises RemoteError if the server does not answer, and if an image of the command line cannot be read."""
     args = parser().parse(arguments)
     sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
-    remote = Remote(args.url, args.api_key)
+    remote = named_server(args)
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     chat = Chat(remote, remote.model(args.model), args.system, sampling)
     if args.message or piped or args.image:

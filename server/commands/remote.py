@@ -1,11 +1,14 @@
 """What commands ask a running server, and the flags that name it."""
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
+from ipaddress import ip_address
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from pydantic import ValidationError
@@ -21,10 +24,29 @@ class RemoteError(Exception):
 
 def add_server_flags(parser: FlagParser) -> None:
     """Add the flags that name a server. The defaults are those of a server started with the settings here."""
-    url, key = _own()
+    url, _ = _own()
     parser.add_argument("--url", default=url, metavar="URL", help=f"the server (default: {url})")
-    parser.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: the first of API_KEYS)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key (default: for that server or this machine, the first of API_KEYS)"
+    )
     parser.add_argument("--model", default="", metavar="NAME", help="model (default: the one that is served)")
+
+
+def named_server(args: Namespace) -> "Remote":
+    """Return the server that the flags name. No other one than ours is told our API key."""
+    url, key = _own()
+    remote = Remote(args.url, args.api_key or "")
+    if args.api_key is None and (remote.url == url or _is_loopback(remote.url)):
+        return Remote(args.url, key)
+    return remote
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name, or no URL at all
+        return False
 
 
 def _own() -> tuple[str, str]:
@@ -43,6 +65,7 @@ class Remote:
     def __init__(self, url: str, key: str, timeout: float = 600.0) -> None:
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.url = base
+        self.key = key
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout = timeout
 

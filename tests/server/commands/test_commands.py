@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
+from server.commands import bench
 from server.commands.chat import Chat, data_url, images_in
 from server.commands.models import models
-from server.commands.remote import Remote, RemoteError
+from server.commands.remote import Remote, RemoteError, named_server
 from tests.support.environment import bare
 from tests.support.servers import ServerThread
 
@@ -106,6 +107,22 @@ def test_no_server_and_no_key_are_explained(server: ServerThread, capsys: pytest
     assert "trellis serve" in error and error.count("\n") == 1
     assert main(["bench", "--url", server.url, "--api-key", "wrong"]) == 1
     assert capsys.readouterr().err.startswith("error: HTTP 401: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ([], "mine"), (["--url", "http://gpu.lan:8000/v1"], "mine"), (["--url", "127.0.0.1:9"], "mine"),
+        (["--url", "http://localhost:9"], "mine"), (["--url", "http://[::1]:9"], "mine"),
+        (["--url", "http://gpu.lan:9"], ""), (["--url", "https://127.0.0.1.example.com"], ""),
+        (["--url", "https://example.com", "--api-key", "theirs"], "theirs"), (["--api-key", ""], ""),
+    ],
+)  # fmt: skip
+def test_our_key_is_for_our_server(flags: list[str], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEYS", "mine,other")
+    monkeypatch.setenv("HOST", "gpu.lan")
+    monkeypatch.setenv("PORT", "8000")
+    assert named_server(bench.parser().parse(flags)).key == key
 
 
 def test_bench_shows_what_clients_see(server: ServerThread, capsys: pytest.CaptureFixture[str]) -> None:
