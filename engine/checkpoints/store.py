@@ -5,6 +5,7 @@ This module imports neither torch nor transformers, and nothing slow if the fold
 
 import fcntl
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -73,17 +74,17 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
             f"there is no folder {model}; name an existing one, a Hugging Face id (owner/name) or one of "
             f"{', '.join(PACKAGED)}"
         )
-    return _checked(_download(model), weights)
+    return downloaded(model, weights=weights) or _checked(_download(model), weights)
 
 
-def present_model(model: str, cache_dir: Path) -> Path | None:
+def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path | None:
     """Return what `resolve_model` would find without converting or downloading, or None. Raises ModelError."""
     folder = _converted_folder(model, cache_dir.expanduser())[0] if model in PACKAGED else Path(model).expanduser()
-    return folder if folder.is_dir() else downloaded(model)
+    return folder if folder.is_dir() else downloaded(model, weights=weights)
 
 
-def downloaded(model: str) -> Path | None:
-    """Return the folder of a model of the hub if it is in the cache."""
+def downloaded(model: str, *, weights: bool = True) -> Path | None:
+    """Return the folder of a model of the hub if the cache has all of it."""
     if not is_hub_id(model):
         return None
     folder = hub_folder() / f"models--{model.replace('/', '--')}"
@@ -91,7 +92,7 @@ def downloaded(model: str) -> Path | None:
         found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    return found if (found / "config.json").is_file() else None
+    return found if _is_whole(found, weights) else None
 
 
 def is_hub_id(model: str) -> bool:
@@ -121,6 +122,22 @@ def _checked(folder: Path, weights: bool) -> Path:
     return folder
 
 
+def _is_whole(folder: Path, weights: bool) -> bool:
+    """Return whether a folder of the cache has what is needed; after an interrupted download it has not."""
+    try:
+        _checked(folder, weights)
+        index = folder / "model.safetensors.index.json"
+        shards = json.loads(index.read_bytes())["weight_map"].values() if weights and index.is_file() else ()
+        return all((folder / shard).is_file() for shard in shards)
+    except (ModelError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's weights in its folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
@@ -134,11 +151,8 @@ def _download(model: str) -> Path:
             options.pop("name", None)  # the hub's own
             super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
 
+    log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
     try:
-        try:
-            return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=True))
-        except LocalEntryNotFoundError:
-            log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=DownloadBar))
     except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, hub_folder, packaged_files, present_model
+from engine.kit.logs import size_text
 from server.settings import DEFAULT_MODEL, read_settings
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     width = max(len(row.name) for row in rows) + 2
     sys.stdout.write(f"{'MODEL':<{width}}{'SIZE':>9}  WHERE\n")
     for row in rows:
-        sys.stdout.write(f"{row.name:<{width}}{_size(row.size):>9}  {row.where}\n")
+        sys.stdout.write(f"{row.name:<{width}}{size_text(row.size) if row.size else '-':>9}  {row.where}\n")
     sys.stdout.write("\nServe one with: trellis serve MODEL. Folders and other Hugging Face ids work as well.\n")
     return 0
 
@@ -59,9 +60,3 @@ def installed(name: str) -> bool:
 
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _size(size: int) -> str:
-    if not size:
-        return "-"
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -31,8 +31,7 @@ def model_folder(settings: Settings) -> Path | None:
         return folder if folder.is_dir() else None
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
-    weights = role_of(settings).has_model and settings.load_format != "dummy"
-    return resolve_model(settings.model, settings.cache_dir, weights=weights)
+    return resolve_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
 
 
 def model_here(settings: Settings) -> Path | None:
@@ -40,9 +39,13 @@ def model_here(settings: Settings) -> Path | None:
     from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
 
     try:
-        return present_model(settings.model, settings.cache_dir)
+        return present_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
     except ModelError:
         return None
+
+
+def _needs_weights(settings: Settings) -> bool:
+    return role_of(settings).has_model and settings.load_format != "dummy"
 
 
 def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatTemplate | None]:

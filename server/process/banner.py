@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.checkpoints.store import weight_bytes
+from engine.kit.logs import size_text
 from engine.types import EngineInfo
 from routers.state import ReplicaState, RouterService
 from server import __version__
@@ -49,14 +51,14 @@ def banner(settings: Settings, replica: ReplicaState, url: str, seconds: float) 
 def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tuple[str, str]]:
     info = replica.engine.info if replica.engine is not None else None
     weights = weight_bytes(Path(info.model)) if info is not None else 0
-    size = f" ({_gigabytes(weights)} of weights)" if weights else ""
+    size = f" ({size_text(weights)} of weights)" if weights else ""
     yield "model", f"{replica.model_name}{size}"
     if info is None:
         yield "serves", summary(replica)
     else:
         threads = f", {info.threads} threads" if info.threads else ""
         yield "device", f"{_computing(info).removeprefix(', ') or 'none'}{threads}"
-        memory = f"{_gigabytes(info.kv_bytes)}, " if info.kv_bytes else ""
+        memory = f"{size_text(info.kv_bytes)}, " if info.kv_bytes else ""
         yield "KV cache", f"{memory}{info.num_blocks * info.block_size:,} tokens"
         yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
     yield "API", f"{url}{replica.entrance}"
@@ -76,12 +78,3 @@ def _computing(info: EngineInfo) -> str:
     """Return the type, device and code that an engine computes with; nothing for the fake one."""
     how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
     return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")
-
-
-def weight_bytes(folder: Path) -> int:
-    """Return the size of a model's weights in its folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, resolve_model
+from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, present_model, resolve_model
 from tests.support.environment import bare
 
 # llama.cpp's tokenize(text, add_bos=False, special=True) of the same GGUF file.
@@ -313,6 +313,37 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelError, match="is a file"):
         resolve_model(str(tmp_path / "model.gguf"), tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model-2.safetensors", ""])
+def test_an_interrupted_download_is_completed_and_a_whole_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("1")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    files = dict.fromkeys(("config.json", "tokenizer.json", *index["weight_map"].values()), "{}")
+    for name, text in {**files, "model.safetensors.index.json": json.dumps(index)}.items():
+        (snapshot / name).write_text(text)
+    if missing:
+        (snapshot / missing).unlink()
+    downloads = []
+
+    def download(model: str, *, local_files_only: bool = False, **options: object) -> str:
+        if not local_files_only:
+            downloads.append(model)
+            for name, text in files.items():
+                (snapshot / name).write_text(text)
+        return str(snapshot)
+
+    monkeypatch.setattr("engine.checkpoints.store.hub_folder", lambda: tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert (present_model("owner/name", tmp_path) is None) == bool(missing)
+    assert resolve_model("owner/name", tmp_path) == snapshot
+    assert downloads == (["owner/name"] if missing else [])
+    assert all((snapshot / name).is_file() for name in files)
 
 
 @pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
