@@ -1,4 +1,4 @@
-"""`python -m server doctor`: checks whether this machine fits the settings, and names a cure for each problem.
+"""`trellis doctor`: checks whether this machine fits the settings, and names a cure for each problem.
 
 The `check_*` functions judge facts and are pure, unless they say what they read; `findings` gathers the facts. Nothing
 is loaded, downloaded or changed, and no GPU memory is used: it can run beside a server, whose port it then reports as
@@ -16,14 +16,23 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from engine.checkpoints.store import BUILTIN, PACKAGED, VISION, ModelError, downloaded, is_hub_id, packaged_files
+from engine.checkpoints.store import (
+    BUILTIN,
+    PACKAGED,
+    VISION,
+    ModelError,
+    downloaded,
+    is_hub_id,
+    packaged_files,
+    weight_bytes,
+)
 from engine.trtllm.arguments import Effective
 from server import __version__
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
 from server.compose.sizing import Machine, on_gpu, survey
 from server.preflight import Finding, impossible
-from server.process.gpus import Gpu, nvidia_smi, parse_gpus, shortage, visible
+from server.process.gpus import Gpu, shortage
 from server.process.serving import listen
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings
@@ -69,12 +78,17 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield check_python((sys.version_info.major, sys.version_info.minor))
     yield from check_packages(settings, machine)
     yield check_machine(machine)
-    present, devices = parse_gpus(nvidia_smi()), visible_devices()
-    gpus = visible(present, devices)
-    if gpus or not present:
+    gpus = machine.gpus or ()
+    if machine.gpus is None and machine.driver:
+        yield Finding(
+            "problem" if needs_gpu else "warning",
+            "NVIDIA's driver is loaded, but nvidia-smi does not answer",
+            "run nvidia-smi: it must list the GPUs within 30 s",
+        )
+    elif gpus or not machine.hidden:
         yield from check_gpus(gpus, needed=needs_gpu)
     else:
-        yield check_hidden(len(present), devices, needed=needs_gpu)
+        yield check_hidden(machine.hidden, visible_devices(), needed=needs_gpu)
     if settings.engine == "trtllm":
         yield check_tensorrt_llm(installed("tensorrt_llm"))
         try:
@@ -307,10 +321,6 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         yield Finding("problem", f"model folder {folder} lacks {', '.join(missing)}", cure)
     else:
         yield Finding("ok", f"model folder {folder}: {weight_bytes(folder) / GIB:.1f} GiB of weights")
-
-
-def weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:

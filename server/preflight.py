@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.store import weight_bytes
 from engine.errors import EngineFailure
 from server.compose.sizing import GIB, MIB, Machine, on_gpu
 from server.roles import role_of
@@ -40,7 +41,7 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
     if settings.engine != "embedded" or not role_of(settings).has_model or settings.engine_address:
         return
     if settings.chat_template is not None and not settings.chat_template.is_file():
-        text = f"CHAT_TEMPLATE={settings.chat_template} is no file"
+        text = f"CHAT_TEMPLATE={settings.chat_template} is not a file"
         yield Finding("problem", text, "name a Jinja file, or leave it out")
     if not machine.torch:
         yield Finding("problem", "the embedded engine needs PyTorch, which is not installed", _TORCH)
@@ -71,7 +72,7 @@ def too_long(settings: Settings, facts: ModelFacts) -> str:
 def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
     asked = re.fullmatch(r"cuda(?::(\d+))?", settings.device)
     index = int(asked[1] or 0) if asked else 0
-    if not machine.gpus:
+    if machine.gpus is not None and not machine.gpus:
         text = f"DEVICE={settings.device}, but no NVIDIA GPU answers"
         cure = "DEVICE=cpu, or install NVIDIA's driver (nvidia-smi must list the GPU); in a container also --gpus all"
         if machine.hidden:
@@ -81,6 +82,8 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
     elif machine.torch.endswith("+cpu"):
         text = f"DEVICE={settings.device}, but torch {machine.torch} is built without CUDA"
         yield Finding("problem", text, "install a build of torch with CUDA, or DEVICE=cpu")
+    elif machine.gpus is None:  # the engine finds out
+        return
     elif index >= len(machine.gpus):
         text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
         yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
@@ -101,7 +104,7 @@ def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> 
     if settings.attention == "flashinfer":
         text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder is not None else 0
+    weights = weight_bytes(folder) if folder is not None else 0
     if settings.load_format == "dummy":
         weights = 0
     cache = settings.kv_cache_memory_mb * MIB

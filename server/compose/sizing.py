@@ -14,7 +14,7 @@ from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
-from server.process.gpus import Gpu, nvidia_smi, parse_gpus, visible
+from server.process.gpus import Gpu, driver_is_loaded, hides_all, nvidia_smi, parse_gpus, visible
 from server.roles import role_of
 from server.settings import Settings
 from server.settings.environment import visible_devices
@@ -34,20 +34,22 @@ _LEAST_KV = 64
 class Machine:
     """What sizes depend on. `memory` and `free` are the host's, in bytes."""
 
-    gpus: tuple[Gpu, ...] = ()
-    """Those that CUDA_VISIBLE_DEVICES shows."""
+    gpus: tuple[Gpu, ...] | None = ()
+    """Those that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
     hidden: int = 0
     """Number of GPUs that it does not show."""
     torch: str = ""
     """Version of torch; empty if it is not installed."""
+    driver: bool = False
+    """Whether NVIDIA's driver is loaded."""
     cores: int = field(default_factory=compute_threads)
     memory: int = field(default_factory=host_memory)
     free: int = field(default_factory=free_memory)
 
     @property
     def has_cuda(self) -> bool:
-        """Whether torch would find a GPU."""
-        return bool(self.gpus) and not self.torch.endswith("+cpu")
+        """Whether torch would find a GPU, as far as known."""
+        return (self.driver if self.gpus is None else bool(self.gpus)) and not self.torch.endswith("+cpu")
 
 
 class Size(NamedTuple):
@@ -65,13 +67,14 @@ def this_machine() -> Machine:
 
 def survey() -> Machine:
     """Look up the facts of this machine."""
-    present = parse_gpus(nvidia_smi())
-    gpus = visible(present, visible_devices())
+    answer, devices = nvidia_smi(), visible_devices()
+    present = parse_gpus(answer)
+    gpus = visible(present, devices) if answer is not None or hides_all(devices) else None
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = ""
-    return Machine(gpus, len(present) - len(gpus), torch)
+    return Machine(gpus, len(present) - len(gpus or ()), torch, driver_is_loaded())
 
 
 def on_gpu(settings: Settings, machine: Machine) -> bool:
@@ -84,13 +87,16 @@ def sizes(settings: Settings, folder: Path | None, machine: Machine) -> dict[str
     model's folder.
     """
     chosen = _on_gpu(settings, machine) if on_gpu(settings, machine) else _on_cpu(settings, folder, machine)
+    if settings.device == "auto" and machine.gpus is None:  # the engine may have to fall back to the CPU
+        chosen["kv_cache_memory_mb"] = _on_cpu(settings, folder, machine)["kv_cache_memory_mb"]
     return {name: choice for name, choice in chosen.items() if not getattr(settings, name)}
 
 
 def _on_gpu(settings: Settings, machine: Machine) -> dict[str, Size]:
-    memory = min((gpu.memory for gpu in machine.gpus), default=0)
+    gpus = machine.gpus or ()
+    memory = min((gpu.memory for gpu in gpus), default=0)
     batch, prompts = next((batch, prompts) for least, batch, prompts in _GPU_SIZES if memory >= least)
-    name = f"{machine.gpus[0].name} with {memory / GIB:.0f} GiB" if machine.gpus else "a GPU"
+    name = f"{gpus[0].name} with {memory / GIB:.0f} GiB" if gpus else "a GPU of unknown memory"
     batch_set = settings.max_batch_size or batch
     return {
         "max_batch_size": Size(batch, f"for {name}"),

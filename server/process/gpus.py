@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from server.compose.engine_args import Parallelism
 
@@ -15,6 +16,8 @@ _QUERY = (
     "--format=csv,noheader,nounits",
 )
 _QUERY_SECONDS = 30.0
+_DRIVER = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
+"""What there is if NVIDIA's driver is loaded."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ def nvidia_smi() -> str | None:
     return result.stdout
 
 
+def driver_is_loaded() -> bool:
+    """Return whether NVIDIA's driver is loaded, even if it does not answer."""
+    return any(path.exists() for path in _DRIVER)
+
+
 def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
     """Parse the output of `nvidia-smi`. Lines of another form, such as errors, are skipped."""
     gpus = []
@@ -46,6 +54,11 @@ def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
             memory = int(parts[3]) * 1024**2 if parts[3].isdigit() else 0
             gpus.append(Gpu(parts[0], parts[1], float(parts[2]), memory, parts[4]))
     return tuple(gpus)
+
+
+def hides_all(devices: str | None) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES shows no GPU, whatever there is."""
+    return devices is not None and re.match(r"\s*(\d|GPU-|MIG-)", devices) is None
 
 
 def visible(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:

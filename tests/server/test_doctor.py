@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoints.store import weight_bytes
 from server import doctor
 from server.compose.engine_args import Parallelism
 from server.doctor import GIB
@@ -115,7 +116,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_whole_model_folder(folder: Path) -> None:
     assert levels(list(doctor.check_model(str(folder)))) == ["ok"]
-    assert doctor.weight_bytes(folder) == 2048
+    assert weight_bytes(folder) == 2048
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors"])
@@ -211,6 +212,9 @@ def test_a_run_for_tensorrt_llm(
     monkeypatch.setattr(gpus, "_QUERY", (str(tmp_path / "missing"),))
     assert doctor.run(settings) == 1
     assert "no NVIDIA GPU answers" in capsys.readouterr().out
+    monkeypatch.setattr(gpus, "_DRIVER", (tmp_path,))
+    assert doctor.run(settings) == 1
+    assert "NVIDIA's driver is loaded, but nvidia-smi does not answer" in capsys.readouterr().out
     monkeypatch.setattr(gpus, "_QUERY", ("echo", TWO_H200))
     assert doctor.run(settings) == 1
     out = capsys.readouterr().out

@@ -41,13 +41,14 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (CPU, {"device": "cuda"}, "DEVICE=cuda, but no NVIDIA GPU answers"),
         (replace(CPU, hidden=2), {"device": "cuda:1"}, "DEVICE=cuda:1, but CUDA_VISIBLE_DEVICES shows none of 2 GPUs"),
         (replace(H200, torch="2.13.0+cpu"), {"device": "cuda"}, "torch 2.13.0+cpu is built without CUDA"),
+        (replace(CPU, gpus=None), {"device": "cuda"}, "torch 2.13.0+cpu is built without CUDA"),
         (H200, {"device": "cuda:1"}, "DEVICE=cuda:1, but 1 GPUs are visible"),
         (CPU, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs an NVIDIA GPU of compute capability 9.0"),
         (H200, {"kv_cache_dtype": "fp8", "device": "cpu"}, "KV_CACHE_DTYPE=fp8 needs an NVIDIA GPU"),
         (A100, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs compute capability 9.0, and NVIDIA A100 has 8.0"),
         (CPU, {"attention": "flashinfer"}, "ATTENTION=flashinfer needs an NVIDIA GPU"),
         (CPU, {"max_seq_len": 513}, "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"),
-        (CPU, {"chat_template": "/none.jinja"}, "CHAT_TEMPLATE=/none.jinja is no file"),
+        (CPU, {"chat_template": "/none.jinja"}, "CHAT_TEMPLATE=/none.jinja is not a file"),
         (replace(CPU, torch=""), {}, "the embedded engine needs PyTorch, which is not installed"),
     ],
 )
@@ -62,6 +63,7 @@ def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(preflight, "_installed", lambda package: True)
     assert problems(CPU, folder, max_seq_len=512, kv_cache_memory_mb=8000) == []
     assert problems(H200, folder, quantization="fp8", kv_cache_memory_mb=9000) == [], "a GPU's cache is elsewhere"
+    assert problems(replace(H200, gpus=None), folder, device="cuda:1") == [], "nvidia-smi did not answer"
     assert problems(replace(CPU, torch=""), engine="fake") == []
     assert problems(CPU, folder, engine="trtllm", max_seq_len=10000) == [], "TensorRT-LLM has rules of its own"
     assert problems(CPU, folder, disaggregation_mode="router", max_seq_len=10000) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.cli import main
+from server.compose import sizing
 from server.compose.config import embedded_config
 from server.compose.sizing import GIB, MIB, Machine, sizes
 from server.process.gpus import Gpu
@@ -39,6 +40,24 @@ def test_on_a_gpu_they_follow_its_memory() -> None:
     assert chosen(small) == {"max_batch_size": 128, "max_num_tokens": 4224}
     assert chosen(H200, max_batch_size=64) == {"max_num_tokens": 8256}, "what is set stays, and counts"
     assert "NVIDIA H200 with 140 GiB" in sizes(Settings(), None, H200)["max_batch_size"].why
+
+
+@pytest.mark.parametrize(
+    ("answer", "devices", "driver", "batch"),
+    [
+        (None, None, True, 64), (None, "0", True, 64), (None, None, False, 16), (None, "", True, 16),
+        (None, "-1", True, 16), ("No devices were found\n", None, True, 16),
+    ],
+)  # fmt: skip
+def test_a_driver_that_does_not_answer_has_a_gpu_of_unknown_memory(
+    answer: str | None, devices: str | None, driver: bool, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "nvidia_smi", lambda: answer)
+    monkeypatch.setattr(sizing, "visible_devices", lambda: devices)
+    monkeypatch.setattr("server.process.gpus._DRIVER", (tmp_path / "none", tmp_path if driver else tmp_path / "no"))
+    machine = replace(sizing.survey(), torch="2.13.0", cores=1)
+    assert chosen(machine)["max_batch_size"] == batch and "kv_cache_memory_mb" in chosen(machine), "for either device"
+    assert chosen(machine, device="cuda")["max_batch_size"] == 64
 
 
 def test_without_a_gpu_or_a_build_that_uses_it_they_are_a_cpus(folder: Path) -> None:
