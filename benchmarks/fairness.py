@@ -73,7 +73,7 @@ def attacks(context: int, slow: str, images: bool = True, model: str = "") -> di
     words = "word " * (TEXT_BYTES // 5 - 1000)
     part = {"type": "text", "text": "x"}
     message = {"role": "user", "content": "x"}
-    properties = {str(n): {"type": "string", "description": "x" * 60} for n in range(VALUES // 24 // TOOLS)}
+    properties = {str(n): {"type": "string", "description": "x" * 45} for n in range(VALUES // 24 // TOOLS)}
     schema = {"type": "object", "properties": properties}
     tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(TOOLS)]
     named: dict[str, tuple[str, Sequence[dict[str, object]]]] = {

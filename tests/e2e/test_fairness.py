@@ -23,10 +23,15 @@ async def _watch(lags: list[float]) -> None:
 
 
 async def test_no_body_stops_the_event_loop(tmp_path: Path) -> None:
-    """The best of three counts: collections of garbage come at any time. With a script, the engine has guides."""
+    """The best of three counts: collections of garbage come at any time.
+
+    With a script, the engine has guides. The template leaves tools out, so that large ones fit the context.
+    """
     script = tmp_path / "script.json"
     script.write_text(json.dumps(["Sunny."]))
-    settings = {"tool_call_parser": "hermes", "fake_script": script}
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if tools %}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}")
+    settings = {"tool_call_parser": "hermes", "fake_script": script, "chat_template": template}
     stalls: dict[str, float] = {}
     bodies = attacks(CONTEXT, "http://127.0.0.1:9", images=False, model="fake")
     async with application(max_tokenize_tokens=4 * CONTEXT, **settings) as (client, _):
