@@ -27,6 +27,7 @@ CHATS = "/v1/chat/completions"
 HEADERS = {"content-type": "application/json"}
 TEXT_BYTES = 4 << 20
 VALUES = 1 << 18
+TOOLS = 120
 MARK = b"0000Mark0000Mark"
 """The end of each image, in base64. The attacker sends another each time."""
 PIXELS = 128_000_000
@@ -72,6 +73,9 @@ def attacks(context: int, slow: str, images: bool = True, model: str = "") -> di
     words = "word " * (TEXT_BYTES // 5 - 1000)
     part = {"type": "text", "text": "x"}
     message = {"role": "user", "content": "x"}
+    properties = {str(n): {"type": "string", "description": "x" * 45} for n in range(VALUES // 24 // TOOLS)}
+    schema = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(TOOLS)]
     named: dict[str, tuple[str, Sequence[dict[str, object]]]] = {
         "tokenize what fits": ("/tokenize", [{"prompt": "word " * (4 * context - 100)}]),
         "tokenize what may fit": ("/tokenize", [{"prompt": "a" * (TEXT_BYTES // 2)}]),
@@ -95,6 +99,7 @@ def attacks(context: int, slow: str, images: bool = True, model: str = "") -> di
             CHATS,
             [chat("x", guided_json={"properties": {str(n): {"type": "string"} for n in range(VALUES // 24)}})],
         ),
+        "tools": (CHATS, [chat("x", tools=tools, tool_choice="required")]),
         "escapes": (CHATS, [chat("é" * (TEXT_BYTES // 6 - 100))]),
         "large numbers": (CHATS, [chat("x", metadata=[10**399] * (TEXT_BYTES // 410), top_k=-9)]),
     }

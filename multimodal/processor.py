@@ -46,17 +46,22 @@ class Processor:
         self._check_count(ask)  # before images are fetched
         info = self.engine.info
         self.format.check(ask, info.guides)
-        check_tools(ask, self.limits)
+        schemas = ask.schema_length
         async with self._in_time():
+            await off_loop(schemas, lambda: check_tools(ask, self.limits))
             prompts = await self.prompts.of(ask, info, self.limits)
         if not all(prompt.ids for prompt in prompts):
             raise RequestError("The prompt is empty.", ask.spelled("prompt"))
         tokenizer = self.prompts.tokenizer
         sampling = Sampling(info, tokenizer, self.limits, self.logits)
         lengths = [len(prompt.ids) for prompt in prompts]
-        asked, parser = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
-        ask = self.format.guided(ask, info.guides, parser)
-        params = await off_loop(sum(map(len, ask.bad_words)), lambda: sampling.params(ask, lengths))
+        asked, first = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
+
+        def with_params() -> tuple[Ask, list[SamplingParams]]:
+            guided = self.format.guided(asked, info.guides, first)
+            return guided, sampling.params(guided, lengths)
+
+        ask, params = await off_loop(schemas + sum(map(len, ask.bad_words)), with_params)
         sampling.check_stops(ask)
         unique = uuid4().hex
         choices: list[Choice] = []
@@ -74,8 +79,7 @@ class Processor:
                 dp_rank=dp_rank,
                 trace=trace.headers(),
             )
-            if index:
-                parser = self.format.parser(asked, info.guides, tokenizer, prompt.opening)
+            parser = self.format.parser(asked, info.guides, tokenizer, prompt.opening) if index else first
             choices.append(Choice(index, request, ask, tokenizer, parser))
         answer = shape(
             AnswerContext(ask, choices, tokenizer, ask.request_id or request_id, self.model_name, self._fingerprint)

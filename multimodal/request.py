@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from engine.errors import ContextOverflow
+from engine.kit.work import INLINE_LENGTH
 from engine.media import Detail, MediaKind
 from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
 from multimodal.errors import RequestError, shown
@@ -99,9 +100,10 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """Rough length of all contents, of which each message and part has some, and of the tools."""
-        tools = len(json.dumps(self.tools)) if self.tools else 0
-        return tools + sum(map(_length, (message["content"] for message in self.messages)))
+        """Rough length of all contents, of which each message and part has some, and of the tools: of those no further
+        than to where work on them leaves the event loop.
+        """
+        return rough_length(self.tools) + sum(map(_length, (message["content"] for message in self.messages)))
 
 
 class AskedGuide(NamedTuple):
@@ -178,6 +180,12 @@ class Ask:
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""
         return None if name is None else self.fields.get(name, name)
+
+    @property
+    def schema_length(self) -> int:
+        """Rough length of tools and guides, counted no further than to where work on them leaves the event loop."""
+        tools = self.prompt.tools if isinstance(self.prompt, Conversation) else []
+        return rough_length([tools, [guide.value for guide in self.guides]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,6 +401,23 @@ def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int
 def _short(name: str, strings: Sequence[str]) -> None:
     if any(len(string) > MAX_STRING for string in strings):
         raise RequestError(f"A string of {name!r} may have {MAX_STRING} characters at most.", name)
+
+
+def rough_length(value: Any) -> int:
+    """Count the characters that a value has in JSON, roughly, and no further than to where work on it leaves the event
+    loop.
+    """
+    length, left = 0, [value]
+    while left and length <= INLINE_LENGTH:
+        value = left.pop()
+        length += 4
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, (list, tuple)):
+            left += value
+    return length
 
 
 def _length(content: str | list[dict[str, Any]]) -> int:

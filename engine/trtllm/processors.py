@@ -62,10 +62,14 @@ class _Progress:
         self._num_prompt = len(token_ids) if edits.num_prompt is None else edits.num_prompt
         self._failed = False
         self.length = 0
-        self._processors: list[LogitsProcessor] = [factory() for factory in factories]
+        self._processors: list[LogitsProcessor] = []
+        for factory in factories:
+            try:
+                self._processors.append(factory())
+            except Exception:
+                self._failure(factory)
         for known in range(self._num_prompt, len(token_ids)):  # of a prefill replica: processors may keep state
-            for processor in self._processors:
-                processor(token_ids[:known], torch.zeros_like(row, dtype=torch.float32))
+            self._processed(token_ids[:known], torch.zeros_like(row, dtype=torch.float32))
         device, size = row.device, len(row)
         self._penalises = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -148,12 +152,16 @@ class _Progress:
                 if bool(copy.isnan().any()):
                     raise ValueError("it wrote NaN")
             except Exception:
-                if not self._failed:
-                    log.exception("logits processor %s failed and had no effect", type(processor).__name__)
-                self._failed = True
+                self._failure(type(processor))
             else:
                 logits = copy
         return logits
+
+    def _failure(self, processor: Factory) -> None:
+        """Log the exception that is being handled, if it is the request's first."""
+        if not self._failed:
+            log.exception("logits processor %s failed and had no effect", getattr(processor, "__name__", processor))
+        self._failed = True
 
 
 def weigh(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:

@@ -108,7 +108,7 @@ class AnswerFormat:
         spec = {"type": "structural_tag", "format": self._after_reasoning(body, reasons)}
         name = ask.guides[0].field if ask.guides else "tools"
         fields = {**ask.fields, "guide": name}
-        return replace(ask, guides=(AskedGuide(name, "structural_tag", json.dumps(spec)),), fields=fields)
+        return replace(ask, guides=(AskedGuide(name, "structural_tag", spec),), fields=fields)
 
     def _calls(self, tools: Tools, guides: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the format of calls, or of an answer that `guides` describe in place of them."""

@@ -10,6 +10,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import regex
 
@@ -24,8 +25,8 @@ from multimodal.answers.parsers.formats import (
     ToolFormat,
     WholeCalls,
 )
-from multimodal.answers.parsers.markers import STAND_INS, Pattern, SpecialTokens, compiled
-from multimodal.answers.parsers.values import cast, property_of, python_value, types_of
+from multimodal.answers.parsers.markers import STAND_INS, Pattern, SpecialTokens, compiled, without_surrogates
+from multimodal.answers.parsers.values import cast, json_value, property_of, python_value, types_of
 from multimodal.answers.parts import Part, ToolCall
 
 Reading = Generator[None, None, None]
@@ -40,7 +41,7 @@ _BARE = re.compile(rf"[^,:{{}}\[\]{STAND_INS}]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
-_encoded = json.JSONEncoder(ensure_ascii=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -208,6 +209,7 @@ class CallReader:
             self._take(found.end())
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
+        name = without_surrogates(name)
         self._call.begin(name, call_id)
         if not self._whole:
             self._spaces.clear()
@@ -316,8 +318,8 @@ class CallReader:
         pieces: list[str] = []
         yield from self._json(pieces.append)
         try:
-            value = json.loads("".join(pieces))
-            value = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
+            value = json_value("".join(pieces))
+            value = json_value(value) if isinstance(value, str) and value.strip() else value or {}
         except (ValueError, RecursionError):
             raise Malformed from None
         if not isinstance(value, dict):
@@ -639,6 +641,14 @@ def _declared(groups: Mapping[str, str | None], types: set[str]) -> set[str]:
     if groups.get("string") == "false" or groups.get("type") is not None:
         return types - {"string"}
     return types
+
+
+def _encoded(value: Any) -> str:
+    """Return a value as JSON in valid Unicode. Raises Malformed."""
+    try:
+        return without_surrogates(_encode(value))
+    except (ValueError, RecursionError):  # a number that JSON does not have, or that is too large to be printed
+        raise Malformed from None
 
 
 def _quoted(text: str) -> str:

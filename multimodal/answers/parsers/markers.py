@@ -79,7 +79,7 @@ class SpecialTokens:
     def place(self, ids: Sequence[int], text: str) -> str:
         """Return the text with stand-ins."""
         if self._detokenizer is None:
-            text = _without_surrogates(text)
+            text = without_surrogates(text)
             self._total += len(text)
             self._ends.extend([self._total] * len(ids))
             return text
@@ -183,5 +183,6 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {tokenizer.bytes_of(token_id).decode(errors="replace"): token_id for token_id in tokenizer.special_ids}
 
 
-def _without_surrogates(text: str) -> str:
-    return text if text.isascii() else _STAND_IN.sub("\ufffd", text)
+def without_surrogates(text: str) -> str:
+    """Return text as valid Unicode: pairs of surrogates become the character they stand for, others are replaced."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -51,7 +51,7 @@ def cast(text: str, types: set[str]) -> Any:
     if "string" in types and not ("null" in types and stripped in ("null", "None")):
         return text
     try:
-        value = _CONSTANTS[stripped] if stripped in _CONSTANTS else json.loads(stripped, parse_constant=_refuse)
+        value = _CONSTANTS[stripped] if stripped in _CONSTANTS else json_value(stripped)
     except (ValueError, RecursionError):
         if not stripped.startswith(("[", "{", "(")):
             return text
@@ -61,12 +61,17 @@ def cast(text: str, types: set[str]) -> Any:
             return text
     if isinstance(value, float) and "integer" in types and "number" not in types and value.is_integer():
         return int(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return text
     kind = _type_of(value)
     if not types or kind in types or (kind == "integer" and "number" in types):
         return value
     return text
+
+
+def json_value(source: str) -> Any:
+    """Return the value of JSON. Raises ValueError, also for numbers that cannot be written again, and
+    RecursionError.
+    """
+    return json.loads(source, parse_constant=_finite, parse_float=_finite)
 
 
 def python_value(source: str) -> Any:
@@ -82,8 +87,10 @@ def python_value(source: str) -> Any:
 def _literal(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
-            if isinstance(value, float) and not math.isfinite(value):
-                raise Malformed
+            if isinstance(value, float):
+                _finite(value)
+            elif isinstance(value, int):
+                str(value)  # raises ValueError if it has too many digits
             return value
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
@@ -97,8 +104,8 @@ def _literal(node: ast.expr) -> Any:
             if any(not isinstance(key, str) for key, _ in pairs):
                 raise Malformed
             return dict(pairs)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
+            return -_literal(number)
     raise Malformed
 
 
@@ -127,5 +134,8 @@ def _type_of(value: Any) -> str:
     return "object"
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _finite(number: str | float) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"JSON has no {number}")
+    return value

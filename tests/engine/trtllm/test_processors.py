@@ -134,6 +134,30 @@ def test_after_a_handoff_processors_have_been_called_for_the_first_token() -> No
     assert called(decode, [*PROMPT, 11], logits).equal(called(whole, [*PROMPT, 11], logits))
 
 
+class Raises:
+    def __call__(self, token_ids: Any, logits: torch.Tensor) -> None:
+        raise RuntimeError("no")
+
+
+class CannotBeMade:
+    def __init__(self) -> None:
+        raise RuntimeError("no")
+
+    def __call__(self, token_ids: Any, logits: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("broken", [Raises, CannotBeMade])
+def test_a_processor_that_fails_takes_nothing_else_with_it(broken: type) -> None:
+    """Neither the other processors, nor penalties and bias; also on a decode replica."""
+    fields: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0, "logit_bias": {9: 1.0}, "presence_penalty": 1.0}
+    sound = adapter(SamplingParams(**fields, processors=("odd",)), odd=Odd)
+    failing = adapter(SamplingParams(**fields, processors=("broken", "odd")), odd=Odd, broken=broken)
+    for tokens in ([*PROMPT, 11], [*PROMPT, 11, 12]):
+        logits = torch.zeros(VOCABULARY)
+        edited = called(sound, tokens, logits)
+        assert edited[9] == 1 and called(failing, tokens, logits).equal(edited)
+
+
 def test_a_prompt_of_unknown_length_is_that_of_the_first_call() -> None:
     """The engine makes tokens of text and images."""
     sampling = SamplingParams(max_tokens=9, temperature=0.0, presence_penalty=1.0, min_tokens=1)

@@ -38,7 +38,7 @@ def allows(text: str, **fields: Any) -> bool:
     """Whether the grammar of a request with these fields allows an answer."""
     (guide,) = guided(**fields).guides
     assert guide.kind == "structural_tag"
-    return bool(accepts(xgrammar.Grammar.from_structural_tag(guide.value), text))
+    return bool(accepts(xgrammar.Grammar.from_structural_tag(json.dumps(guide.value)), text))
 
 
 def test_without_need_there_is_no_grammar() -> None:
@@ -109,7 +109,8 @@ def test_gpt_oss_reasons_then_calls() -> None:
     ask = ask_of({"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"})
     answers = AnswerFormat(family("gpt_oss"))
     parser = answers.parser(ask, GUIDE_KINDS, byte_tokenizer(), "<|start|>assistant")
-    grammar = xgrammar.Grammar.from_structural_tag(answers.guided(ask, GUIDE_KINDS, parser).guides[0].value)
+    tag = answers.guided(ask, GUIDE_KINDS, parser).guides[0].value
+    grammar = xgrammar.Grammar.from_structural_tag(json.dumps(tag))
     thought = "<|channel|>analysis<|message|>Hm.<|end|>"
     called = "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>"
     assert accepts(grammar, thought + called + '{"city": "Paris"}')

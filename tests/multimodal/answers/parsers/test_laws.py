@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Sequence
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
 from tokenizers import AddedToken
 
 from multimodal.answers.parsers.engine import FamilyParser
@@ -37,6 +39,9 @@ COMMON = [
     "1.5e3",
     "words ",
     "f(s='a')",
+    "\\ud83d",
+    "NaN",
+    "1e999",
 ]
 COMMON += ['{"name": "f", "arguments": {"s": "x"}}', '{"s": "a b", "n": 3}', '"s": ']
 PARAMS = [
@@ -47,6 +52,23 @@ PARAMS = [
     '<invoke name="f">',
     '<parameter name="s">v</parameter>',
 ]
+HARD = [
+    *(r'"\ud83d"', r'"\ud83d\ude00"', r'["\udc00x"]', r'{"\udc00": 1}', '"'),
+    *("NaN", "-Infinity", "1e999", "-1e999", "[1e999]", "(NaN)", "-0x1"),
+    *("9" * 5000, "-" + "9" * 5000, "0x" + "9" * 5000, "[-0x" + "9" * 5000 + "]", "9" * 400 + ".0", "[" * 2000),
+]
+"""Values that cannot be written in JSON, or cannot be encoded."""
+NOTATIONS = [
+    *('{"s": VALUE}', '{"n": VALUE}', '{"x": VALUE}', "VALUE", "s=VALUE", "{x:VALUE}"),
+    "<parameter=x>VALUE</parameter>",
+    "<parameter=n>\nVALUE\n</parameter>\n",
+    "<arg_key>n</arg_key><arg_value>VALUE</arg_value>",
+    '<|open|>argument key="n"<|sep|>VALUE<|close|>argument<|sep|>',
+    '<｜DSML｜parameter name="n" string="false">VALUE</｜DSML｜parameter>',
+    '<｜DSML｜ parameter name="n" string="false">VALUE</｜DSML｜ parameter>',
+    '<parameter name="n">VALUE</parameter>',
+]
+"""Arguments as some family writes them."""
 
 
 def outputs(family: OutputFormat) -> st.SearchStrategy[str]:
@@ -81,7 +103,9 @@ def parse(family: OutputFormat, pieces: Sequence[str], whole_calls: bool) -> lis
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.feed((), piece)
-    return joined(parts + parser.finish())
+    parts += parser.finish()
+    orjson.dumps([to_builtins(part) for part in parts])  # as answers are encoded
+    return joined(parts)
 
 
 def joined(parts: Sequence[Part]) -> list[tuple[str, ...]]:
@@ -130,6 +154,69 @@ def test_nothing_is_lost_and_calls_are_json(name: str, data: st.DataObject) -> N
             assert isinstance(json.loads(part[3]), dict)
     if family.messages is None and (family.tools is None or family.tools.section is None):  # those drop some by intent
         assert sorted(re.findall(r"zq\d+", text)) == sorted(re.findall(r"zq\d+", str(parts)))
+
+
+def _strict(text: str) -> object:
+    """Return the value of JSON as its standard has it."""
+
+    def refuse(name: str) -> object:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_values_that_json_lacks_break_nothing(name: str, data: st.DataObject) -> None:
+    family = FAMILIES[name]
+    form = family.tools or family.messages
+    assert form is not None
+    arguments = data.draw(st.sampled_from(NOTATIONS)).replace("VALUE", data.draw(st.sampled_from(HARD)))
+    arguments = data.draw(st.sampled_from([arguments, json.dumps(arguments)]))
+    called = data.draw(st.sampled_from(["f", r"f\ud83d"]))
+    call = form.write.replace("NAME", called).replace("INDEX", "0").replace("ARGUMENTS", arguments)
+    text = call if family.tools is None else call.join(family.tools.write_section)
+    for whole_calls in (True, False):
+        parts = parse(family, [text], whole_calls)
+        assert parse(family, cut(text, data.draw(st.lists(st.integers(0, 1000), max_size=3))), whole_calls) == parts
+        for part in parts:
+            if part[0] == "ToolCall" and whole_calls:
+                assert isinstance(_strict(part[3]), dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call"),
+    [
+        ("hermes", r"""<tool_call>{"name": "f", "arguments": "{\"a\":\"\\ud83d\"}"}</tool_call>""", ("f", {"a": "�"})),
+        ("hermes", r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>', ("f�", {})),
+        ("hermes", r"""<tool_call>{"name": "f", "arguments": "{\"a\": NaN}"}</tool_call>""", None),
+        ("hermes", r"""<tool_call>{"name": "f", "arguments": "{\"a\": 1e999}"}</tool_call>""", None),
+        ("llama4_pythonic", r'[f(x="\ud83d")]', ("f", {"x": "�"})),
+        ("llama4_pythonic", r'[f(x="\ud83d\ude00")]', ("f", {"x": "😀"})),
+        ("llama4_pythonic", "[f(x=-1e999)]", None),
+        ("llama4_pythonic", f"[f(x=0x{'9' * 6000})]", None),
+        (
+            "qwen3_coder",
+            r'<tool_call><function=g><parameter=x>"\ud83d"</parameter></function></tool_call>',
+            ("g", {"x": "�"}),
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=g><parameter=x>[1e999]</parameter></function></tool_call>",
+            ("g", {"x": "[1e999]"}),
+        ),
+    ],
+)
+def test_what_json_lacks_is_replaced_or_makes_no_call(
+    name: str, text: str, call: tuple[str, dict[str, object]] | None
+) -> None:
+    found = parse(FAMILIES[name], [text], True)
+    if call is None:
+        assert found == [("Text", text)]
+    else:
+        ((_, _, called, arguments),) = found
+        assert (called, _strict(arguments)) == call
 
 
 @pytest.mark.parametrize("name", FAMILIES)
