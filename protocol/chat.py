@@ -63,6 +63,28 @@ class FunctionTool(Wire):
     """The function. Example: {"name": "get_weather", "parameters": {"type": "object"}}"""
 
 
+class MessageFunctionCall(Wire):
+    """The function that a call names, and what it is called with."""
+
+    name: str
+    """Its name. Example: "get_weather" """
+    arguments: str | dict[str, Any] | None = None
+    """JSON text of an object, or the object. Default: no arguments. Example: "{\\"city\\": \\"Rome\\"}" """
+
+
+class MessageToolCall(Wire):
+    """A call that an assistant made, as its answer had it."""
+
+    id: str | None = None
+    """Name of the call, to which a tool's message answers. Example: "call_1" """
+    type: str | None = None
+    """Always `function`. Example: "function" """
+    function: MessageFunctionCall
+    """The function. Example: {"name": "get_weather", "arguments": "{}"}"""
+    index: int | None = None
+    """Place among the answer's calls, as streams have it; without effect. Example: 0"""
+
+
 class ChatMessage(Wire):
     """A message as clients send it."""
 
@@ -72,8 +94,8 @@ class ChatMessage(Wire):
     """Content as text or as parts; null is allowed only for an assistant. Example: "Hello" """
     name: str | None = None
     """Name of the author, for templates that show it. Example: "Ann" """
-    tool_calls: list[dict[str, Any]] | None = None
-    """Calls that an assistant made; `function.arguments` is JSON text of an object.
+    tool_calls: list[MessageToolCall] | None = None
+    """Calls that an assistant made.
     Example: [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]"""
     tool_call_id: str | None = None
     """The call that a tool answers. Example: "1" """
@@ -87,7 +109,7 @@ class ChatMessage(Wire):
     # What OpenAI's answers carry, and clients send back.
     annotations: Any = None
     """Accepted and ignored. Example: []"""
-    function_call: dict[str, Any] | None = None
+    function_call: MessageFunctionCall | None = None
     """The call that an assistant made, as OpenAI's old interface has it. Example: {"name": "f", "arguments": "{}"}"""
     audio: Any = None
     """Not supported."""

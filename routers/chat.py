@@ -7,7 +7,7 @@ from typing import Any
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, Conversation, MediaRef
-from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart
+from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart, MessageFunctionCall
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
@@ -62,10 +62,13 @@ def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
     found |= {name: value for name, value in given.items() if value is not None}
     spelled = f"messages.{place}.tool_calls"
     if message.tool_calls:
-        found["tool_calls"] = [_tool_call(call, f"{spelled}.{index}") for index, call in enumerate(message.tool_calls)]
+        found["tool_calls"] = [
+            call.model_dump(exclude_unset=True) | {"function": _called(call.function, f"{spelled}.{index}")}
+            for index, call in enumerate(message.tool_calls)
+        ]
     elif message.function_call is not None:
-        call = {"type": "function", "function": message.function_call}
-        found["tool_calls"] = [_tool_call(call, f"messages.{place}.function_call")]
+        function = _called(message.function_call, f"messages.{place}.function_call")
+        found["tool_calls"] = [{"type": "function", "function": function}]
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
     return found
@@ -122,20 +125,17 @@ def _unsupported(message: str, param: str = "messages") -> RequestError:
     return RequestError(message, param, "unsupported_content")
 
 
-def _tool_call(call: dict[str, Any], param: str) -> dict[str, Any]:
+def _called(function: MessageFunctionCall, param: str) -> dict[str, Any]:
     """Return a call as templates expect it: with its arguments as an object, which OpenAI writes as JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"'{param}' must have a function with a name.", param)
-    arguments = function.get("arguments") or {}
+    arguments = function.arguments or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise RequestError(f"The arguments of '{param}' are not valid JSON.", param) from None
-    if not isinstance(arguments, dict):
-        raise RequestError(f"The arguments of '{param}' must be a JSON object.", param)
-    return call | {"function": function | {"arguments": arguments}}
+        if not isinstance(arguments, dict):
+            raise RequestError(f"The arguments of '{param}' must be a JSON object.", param)
+    return function.model_dump(exclude_unset=True) | {"arguments": arguments}
 
 
 ENDPOINT = Endpoint(

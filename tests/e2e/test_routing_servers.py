@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx
 import psutil
@@ -198,10 +199,14 @@ def test_the_starter_serves_and_leaves_nothing_behind() -> None:
 def test_the_composed_router_finds_its_replicas_and_their_events() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     replica, router = services["routed"], services["router"]
-    given = {name.lower(): value for name, value in router["environment"].items() if "$" not in value}
-    settings = Settings(**given)
+
+    def settings_of(service: dict[str, Any]) -> Settings:
+        given = {name.lower(): value for name, value in service["environment"].items() if "$" not in value}
+        return Settings(**{name: value for name, value in given.items() if name in Settings.model_fields})
+
+    settings = settings_of(router)
     assert settings.route_urls == ("dns+http://routed:8000",)
-    published = Settings(**{name.lower(): value for name, value in replica["environment"].items() if "$" not in value})
+    published = settings_of(replica)
     assert published.publish_kv_events
     assert published.kv_events_endpoint.endswith(f":{settings.route_events_port}")
     assert published.kv_events_replay_endpoint.endswith(f":{settings.route_replay_port}")

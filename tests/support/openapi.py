@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -174,4 +175,20 @@ def contradicts(body: dict[str, Any]) -> bool:
         or len(set(names)) < len(names)
         or chooses
         or guided
+        or not all(map(_is_object, _arguments(body)))
     )
+
+
+def _arguments(body: dict[str, Any]) -> Iterator[str]:
+    """Yield the JSON texts of the arguments of calls that a body's messages have."""
+    for message in body.get("messages") or ():
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        functions += [function] if (function := message.get("function_call")) else []
+        yield from (text for function in functions if isinstance(text := function.get("arguments"), str) and text)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
