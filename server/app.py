@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
     """Return the application of one API process; several share their metrics in `metrics_folder`."""
-    server_metrics = ServerMetrics(served_name(settings), metrics_folder)
+    server_metrics = ServerMetrics(served_name(settings), metrics_folder, settings.vllm_metrics)
     tracing = _tracing(settings, server_metrics)
     app = FastAPI(
         title="Trellis",

@@ -43,7 +43,12 @@ STARTS_PER_TURN = 4
 
 _RANK = re.compile(r"[0-9]{1,5}", re.ASCII)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"})
-_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
+_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5),
+    *(10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600),
+)
+"""Upper bounds in the histograms of requests: of each route, and of all together."""
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 access = logging.getLogger("access")
@@ -134,7 +139,7 @@ def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
     """Measure every request by prometheus-fastapi-instrumentator, with labels that clients cannot choose: its route's
     template (`none` without a route), method (`other` for rare ones) and class of status.
     """
-    measure = default(registry=registry, latency_lowr_buckets=_SECONDS_BY_ROUTE)
+    measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
     assert measure is not None, "the registry is the application's own"
 
     def measure_bounded(info: Info) -> None:

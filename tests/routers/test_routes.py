@@ -227,7 +227,7 @@ async def test_metrics(path: str) -> None:
         "num_preemptions_total",
     ):
         assert f'trtllm_{name}{{model_name="fake"}} 0.0' in page
-    assert "event_loop_lag_seconds_bucket" in page
+    assert "trellis_event_loop_lag_seconds_bucket" in page
 
 
 async def test_model_name_cannot_break_the_metrics_page() -> None:
