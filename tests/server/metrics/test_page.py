@@ -312,3 +312,39 @@ def test_compose_mounts_what_there_is() -> None:
     assert replicas <= set(names), "every replica is scraped"
     source = yaml.safe_load((OBSERVABILITY / "grafana/datasources.yml").read_text())["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_dashboards_units_are_those_of_its_metrics() -> None:
+    for panel in DASHBOARD["panels"]:
+        queries = " ".join(target["expr"] for target in panel.get("targets", []))
+        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
+        if re.search(r"_seconds_(bucket|sum|total)\b", queries):
+            assert unit == "s", panel["title"]
+        elif "_bytes_per_second{" in queries:
+            assert unit == "Bps", panel["title"]
+        elif "_bytes{" in queries:
+            assert unit == "bytes", panel["title"]
+        elif re.search(r"_(rate|utilization)\{", queries) or re.search(r"\) / ", queries):
+            assert unit == "percentunit", panel["title"]
+
+
+def test_the_dashboards_colours_tell_good_from_bad() -> None:
+    """Outcomes have colours of their own: failures red, nothing else red, no two alike."""
+    good, bad = {"stop", "ok", "2xx"}, {"error", "failed", "5xx", "malformed"}
+    for panel in DASHBOARD["panels"]:
+        overrides = panel.get("fieldConfig", {}).get("overrides", [])
+        colours = {
+            override["matcher"]["options"]: entry["value"]["fixedColor"]
+            for override in overrides
+            for entry in override["properties"]
+            if entry["id"] == "color"
+        }
+        assert len(set(colours.values())) == len(colours), panel["title"]
+        for name, colour in colours.items():
+            assert (colour == "red") == (name in bad) and (colour == "green" or name not in good), (
+                panel["title"],
+                name,
+            )
+        legends = {target.get("legendFormat", "") for target in panel.get("targets", [])}
+        named = {override["matcher"]["options"] for override in overrides}
+        assert named <= legends or any("{{" in legend for legend in legends), f"{panel['title']}: no such series"
