@@ -14,7 +14,7 @@ ENV_FILE = Path(".env")
 _NAME = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)")
 _FOREIGN = re.compile(
     "(HF|HUGGING_FACE|COMPOSE|DOCKER|NVIDIA|CUDA)_.*|(HTTPS?|NO|ALL)_PROXY|"
-    "GRAFANA_PASSWORD|METRICS_API_KEY|VISION_MODEL",
+    "GRAFANA_PASSWORD|METRICS_API_KEY|VISION_MODEL|MEMORY_LIMIT|CPU_LIMIT|TLS_FOLDER",
     re.IGNORECASE,
 )
 """Names in `.env` that are no settings: compose.yaml, docker and libraries read them."""

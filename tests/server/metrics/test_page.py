@@ -30,6 +30,8 @@ from tests.support.servers import CHAT, ROOT, application, serving
 
 OBSERVABILITY = ROOT / "deploy/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana/trellis.json").read_text())
+(_alerts,) = yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text())["groups"]
+ALERTS: list[dict[str, Any]] = _alerts["rules"]
 EVENTS = f"ipc://@trellis-test-{os.getpid()}"
 HERE = {"internal_secret": "s", "prefill_urls": "http://127.0.0.1:9", "encode_urls": "http://127.0.0.1:9"}
 ROLES: dict[str, dict[str, Any]] = {
@@ -249,6 +251,7 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
     there |= {"up", "trellis_trace_spans_total"}  # Prometheus' own, and that of replicas with traces
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    queries += [rule["expr"] for rule in ALERTS]
     queries += _queries((ROOT / "docs/observability.md").read_text())
     assert len(queries) > 70
     for query in queries:
@@ -296,6 +299,20 @@ def test_the_dashboard_is_whole() -> None:
         assert panel["title"] and panel["description"] and panel["targets"]
         for target in panel["targets"]:
             assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= variables
+
+
+def test_each_alert_says_what_is_wrong_and_the_docs_what_to_do() -> None:
+    text = (ROOT / "docs/production.md").read_text()
+    rows = re.findall(r"^\| `(Trellis\w+)` \| \S", text, re.MULTILINE)
+    assert rows == [rule["alert"] for rule in ALERTS]
+    for rule in ALERTS:
+        assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        if grouped := re.findall(r"\bby \(([\w, ]+)\)", rule["expr"]):
+            assert named <= set(grouped[0].split(", ")), rule["alert"]
+    settings = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
+    mounted = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    assert f"./deploy/observability/alerts.yml:{settings['rule_files'][0]}:ro" in mounted
 
 
 def test_compose_mounts_what_there_is() -> None:
