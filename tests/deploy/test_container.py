@@ -3,9 +3,13 @@
 import json
 import re
 import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from engine.config import TrtllmConfig
@@ -16,6 +20,7 @@ from server.settings import Settings
 from server.settings.environment import read_env_file
 
 ROOT = Path(__file__).resolve().parents[2]
+UNIT = ROOT / "deploy/systemd/trellis.service"
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
 
 
@@ -203,6 +208,23 @@ def test_what_the_image_copies_is_sent_to_the_builder() -> None:
     sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     copies = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {name for names in copies for name in names.split()} == sent
+
+
+def test_the_systemd_unit_gives_the_server_its_time_and_settings_that_exist() -> None:
+    unit = UNIT.read_text()
+    (given,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
+    names = {pair.partition("=")[0].lower() for pair in given.split()} - {"home", "hf_home"}
+    assert names <= Settings.model_fields.keys()
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop) > Settings().shutdown_grace_seconds + child.STOP_SECONDS
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_knows_every_line_of_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/trellis/bin/trellis", sys.executable))
+    checked = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
+    assert (checked.returncode, [line for line in checked.stderr.splitlines() if UNIT.name in line]) == (0, [])
 
 
 def test_the_image_has_every_package() -> None:
