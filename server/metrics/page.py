@@ -34,7 +34,7 @@ class ServerMetrics(PushedMetrics):
     """
 
     def __init__(self, model_name: str, folder: Path | None, vllm_names: bool = False) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         super().__init__(CollectorRegistry(), model_name)
         self.folder = folder
         self._vllm_names = vllm_names
