@@ -5,7 +5,6 @@ several files; they are read as one. Everything is checked against the files' si
 """
 
 import mmap
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.checkpoints.gguf.split import parts_of
 from engine.errors import EngineFailure
 
 Metadata = Mapping[str, Any]
@@ -23,7 +23,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Types of metadata, by the format's numbers."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class BlockType(NamedTuple):
@@ -106,33 +105,17 @@ class GgufFile:
         """The first file."""
         return self.paths[0]
 
+    @property
+    def weights(self) -> int:
+        """Number of weights in all tensors."""
+        return sum(tensor.rows * tensor.shape[-1] for tensor in self.tensors.values())
+
     def blocks(self, name: str, first: int = 0, rows: int | None = None) -> np.ndarray:
         """Return the stored bytes of a tensor, or of some of its rows, as uint8 [rows, row_bytes], without a copy."""
         tensor = self.tensors[name]
         count = tensor.rows - first if rows is None else min(rows, tensor.rows - first)
         start = tensor.offset + first * tensor.row_bytes
         return self._maps[tensor.path][start : start + count * tensor.row_bytes].reshape(count, tensor.row_bytes)
-
-
-def parts_of(path: Path) -> list[Path]:
-    """Return the files of the model that `path` is, or is a part of. Raises EngineFailure if a part is missing."""
-    split = _SHARD.fullmatch(path.name)
-    if not split:
-        return [path]
-    count = int(split["count"])
-    parts = [path.with_name(f"{split['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    if missing := [part.name for part in parts if not part.is_file()]:
-        raise EngineFailure(
-            f"{path} is a part of a model in {count} files, and {path.parent} lacks {', '.join(missing[:3])}: "
-            "download all parts into one folder"
-        )
-    return parts or [path]
-
-
-def stem_of(path: Path) -> str:
-    """Return the name of a GGUF model: its file's without the ending, and without the number of a part."""
-    split = _SHARD.fullmatch(path.name)
-    return split["stem"] if split else path.stem
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor], np.ndarray]:
