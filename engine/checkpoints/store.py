@@ -56,7 +56,7 @@ def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path 
         try:
             return known_gguf(path, cache_dir)
         except (EngineFailure, OSError) as error:
-            raise ModelError(f"cannot use {path}: {error}") from error
+            raise ModelError(str(error)) from error
     return path if path.is_dir() else downloaded(model, weights=weights)
 
 
@@ -189,7 +189,7 @@ def _from_gguf(path: Path, cache_dir: Path) -> Path:
     try:
         return converted_gguf(path, cache_dir)
     except EngineFailure as error:
-        raise ModelError(f"cannot use {path}: {error}") from error
+        raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(
             f"cannot convert {path} into {cache_dir} ({error}); make room there or set CACHE_DIR"
