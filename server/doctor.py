@@ -17,8 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.hub import is_hub_id
 from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, how_to_get
-from engine.checkpoints.store import downloaded, is_hub_id, weight_bytes
+from engine.checkpoints.store import downloaded, weight_bytes
 from engine.errors import EngineFailure
 from engine.trtllm.arguments import Effective
 from server import __version__

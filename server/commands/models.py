@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.conversions import conversions
+from engine.checkpoints.hub import hub_folder
 from engine.checkpoints.packaged import PACKAGED, installed_files
-from engine.checkpoints.store import hub_folder, packaged_folder
+from engine.checkpoints.store import packaged_folder
 from engine.kit.logs import size_text
 from server.settings import DEFAULT_MODEL, read_settings
 

@@ -44,7 +44,11 @@ def types() -> str:
         family = FAMILIES[name]
         return "yes" if family.vision else f"no: {family.no_images}" if family.no_images else "-"
 
-    rows = ((f"`{name}`", "yes" if family.compiled else "-", images(name)) for name, family in FAMILIES.items() if "_text" not in name)
+    rows = (
+        (f"`{name}`", "yes" if family.compiled else "-", images(name))
+        for name, family in FAMILIES.items()
+        if "_text" not in name
+    )
     return table(("`model_type`", "compiled code on CPU and GPU", "images"), rows)
 
 
