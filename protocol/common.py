@@ -109,11 +109,16 @@ class StructuredOutputs(Wire):
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 
-class GenerationFields(Wire):
-    """Sampling, stopping and answering, the same for chat and completions. Null means the default everywhere."""
+class ModelFields(Wire):
+    """What every request to the model names."""
 
     model: str | None = None
     """Name of the served model, as GET /v1/models has it."""
+
+
+class GenerationFields(ModelFields):
+    """Sampling, stopping and answering, the same for chat and completions. Null means the default everywhere."""
+
     max_tokens: Int64 | None = None
     """Maximum number of tokens to generate for each choice; prompt and output together must fit the model's context.
     Default: 16 for completions, all that fit for chats. Example: 64"""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ResponseFormat, Wire
+from protocol.common import GenerationFields, ModelFields, ResponseFormat, Wire
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "suffix": ("",),
+    "mcp_servers": ([],),
+    "container": (),
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
@@ -54,7 +56,7 @@ _MAX_UNKNOWN = 100
 
 
 @cache
-def refused(body: type[GenerationFields]) -> dict[str, tuple[object, ...]]:
+def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
     fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
@@ -77,20 +79,20 @@ class FieldCheck:
         if name and name != self._model_name:
             raise ModelNotFound(name, self._model_name)
 
-    def check(self, body: GenerationFields) -> None:
+    def check(self, body: ModelFields) -> None:
         """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
         for name, harmless in refused(type(body)).items():
             value = getattr(body, name)
-            if name == "best_of":
+            if name == "best_of" and isinstance(body, GenerationFields):
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
-        if body.stream_options is not None and not body.stream:
+        if isinstance(body, GenerationFields) and body.stream_options is not None and not body.stream:
             raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
 
     def _note_unknown(self, name: str) -> None:

@@ -39,6 +39,7 @@ def tools_of(body: ChatCompletionRequest) -> tuple[Tools | None, list[dict[str, 
         parallel=mode != "function" and not legacy and body.parallel_tool_calls is not False,
         guided=field if mode != "auto" or len(chosen) < len(offered) else guided,
         param=name,
+        schemas=spelled + ".parameters",
     )
     return tools, template_tools(functions)
 
