@@ -211,6 +211,8 @@ class StopDelta(BaseModel):
     """Why the answer has ended."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
+    stop_details: None = None
+    """Always null."""
 
 
 class MessageDelta(BaseModel):

@@ -248,10 +248,21 @@ class MessageUsage(BaseModel):
     """Tokens of the prompt whose KV blocks were cached."""
     output_tokens: int
     """Tokens generated."""
-    output_tokens_details: OutputTokensDetails | None = None
-    """Parts of `output_tokens`, once the answer is whole."""
-    service_tier: Literal["standard", "batch"] | None = None
-    """`batch` for a request of a batch; not in `message_delta`."""
+    output_tokens_details: OutputTokensDetails
+    """Parts of `output_tokens`."""
+    server_tool_use: None = None
+    """Always null."""
+
+
+class WholeUsage(MessageUsage):
+    """Numbers of tokens, and what Anthropic's API says besides."""
+
+    cache_creation: None = None
+    """Always null."""
+    service_tier: Literal["standard"] = "standard"
+    """Always the same."""
+    inference_geo: None = None
+    """Always null."""
 
 
 class AnswerText(BaseModel):
@@ -276,6 +287,13 @@ class AnswerThinking(BaseModel):
     """Digest of the text. Nothing checks it where the block is sent back."""
 
 
+class DirectCaller(BaseModel):
+    """The model itself."""
+
+    type: Literal["direct"] = "direct"
+    """Always the same."""
+
+
 class AnswerToolUse(BaseModel):
     """A call of a tool."""
 
@@ -287,6 +305,8 @@ class AnswerToolUse(BaseModel):
     """Name of the tool."""
     input: dict[str, Any]
     """What it is called with."""
+    caller: DirectCaller
+    """Who calls it."""
 
 
 AnswerBlock = Annotated[AnswerText | AnswerThinking | AnswerToolUse, Field(discriminator="type")]
@@ -310,7 +330,11 @@ class Message(BaseModel):
     """Why the answer ended; null in `message_start`."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
-    usage: MessageUsage
+    stop_details: None = None
+    """Always null."""
+    container: None = None
+    """Always null."""
+    usage: WholeUsage
     """Numbers of tokens."""
 
 

@@ -27,15 +27,14 @@ class MessageShape(Shape):
             "role": "assistant",
             "model": context.model,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **_reason(None, None),
+            "container": None,
         }
 
     def stream(self, piece: Piece) -> list[bytes]:
         events: list[bytes] = []
         if piece.prompt is not None:
-            usage = _usage(self._reducer.usage) | {"service_tier": "standard"}
-            events.append(_event("message_start", message=self._message | {"usage": usage}))
+            events.append(_event("message_start", message=self._with_usage(self._reducer.usage)))
         for happening in self._reducer.feed(piece):
             match happening:
                 case Added():
@@ -60,22 +59,25 @@ class MessageShape(Shape):
     def add(self, piece: Piece) -> None:
         for happening in self._reducer.feed(piece):
             if isinstance(happening, Ended):
-                usage = _usage(happening.usage) | {"service_tier": "standard"}
-                self._message |= self._reason(happening) | {"usage": usage}
+                self._message = self._with_usage(happening.usage) | self._reason(happening)
 
     def whole(self) -> bytes:
         return orjson.dumps(self._message | {"content": [_block(item) for item in self._reducer.items]})
 
+    def _with_usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the message with what is known of the request as a whole."""
+        found = {**_usage(usage), "cache_creation": None, "service_tier": "standard", "inference_geo": None}
+        return self._message | {"usage": found}
+
     def _reason(self, ended: Ended) -> dict[str, Any]:
         """Spell why the answer has ended."""
         if isinstance(ended.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_reason}
+            return _reason("stop_sequence", ended.stop_reason)
         if ended.finish_reason == "length":
             fits = ended.usage.output >= (self._ask.default_max_tokens or 0)
-            reason = "max_tokens" if fits else "model_context_window_exceeded"
-        else:
-            reason = "tool_use" if any(item.kind == "call" for item in self._reducer.items) else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": None}
+            return _reason("max_tokens" if fits else "model_context_window_exceeded", None)
+        called = any(item.kind == "call" for item in self._reducer.items)
+        return _reason("tool_use" if called else "end_turn", None)
 
 
 _ADDED = {
@@ -84,6 +86,12 @@ _ADDED = {
     "call": ("input_json_delta", "partial_json"),
 }
 """The kind of a delta, and its field, for each kind of item."""
+_CALLER = {"type": "direct"}
+"""The model itself."""
+
+
+def _reason(reason: str | None, sequence: str | None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -103,7 +111,7 @@ def _opened(item: Item) -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "call":
-            return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
+            return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}, "caller": _CALLER}
 
 
 def _block(item: Item) -> dict[str, Any]:
@@ -131,4 +139,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.output,
         "output_tokens_details": {"thinking_tokens": usage.reasoning},
+        "server_tool_use": None,
     }

@@ -9,14 +9,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from engine.types import EngineInfo
-from routers import tokenize
+from routers import messages, tokenize
 from routers.endpoints import ENDPOINTS
 from routers.state import state_of
 from server.compose.model import served_name
 from server.http.middleware import LIVENESS
 from server.settings import Settings
 
-_BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *tokenize.BODIES)
+_BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *messages.BODIES, *tokenize.BODIES)
 _REFERENCE = "#/components/schemas/{model}"
 _DESCRIPTION = """\
 An OpenAI-compatible server of one model. OpenAI's SDKs work with `base_url` set to `/v1` here, Anthropic's with `/`.
