@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
-from protocol.common import GenerationFields
+from protocol.common import SamplingFields
 from routers.body import converted, disconnect, json_body, request_body, while_connected
 from routers.state import ChatService, ChatServiceDep, DpRank, RequestId, StateDep
 
-B = TypeVar("B", bound=GenerationFields)
+B = TypeVar("B", bound=SamplingFields)
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
 from protocol import chat, chunks, common, completions, errors, models, tokenize
-from protocol.common import GenerationFields, Wire
+from protocol.common import GenerationFields, SamplingFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
 from server.settings import Settings
@@ -128,7 +128,7 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
                 properties[name] = _marked(properties[name], " This server's engine does not support it.", ())
             if "model" in properties:
                 properties["model"]["examples"] = [model_name]
-        if issubclass(cls, GenerationFields):
+        if issubclass(cls, SamplingFields):
             _finish_request(schema, settings)
     form = schemas["ResponseFormat"]
     form["oneOf"] = [case for case in form["oneOf"] if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
@@ -237,7 +237,7 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
     """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
-    if issubclass(cls, GenerationFields):
+    if issubclass(cls, SamplingFields):
         return refused(cls)
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 
