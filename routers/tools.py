@@ -49,7 +49,7 @@ def chosen_tools(
     param: str,
     schemas: Sequence[str],
 ) -> Tools:
-    """Return the tools that the model may call, of those offered: all, or the `allowed`. `field` has the choice, `param`
+    """Return the tools that the model may call: all of those offered, or the `allowed`. `field` has the choice, `param`
     the tools. Raises RequestError.
     """
     for missing in (other for other in allowed or () if other not in offered):
