@@ -76,8 +76,8 @@ class Tools:
     """The field that asks for calls which are valid by construction; empty for none."""
     param: str = "tools"
     """The field that lists the tools."""
-    schemas: str = "tools.{}.function.parameters"
-    """The fields of their schemas, by their places."""
+    schemas: Sequence[str] = ()
+    """The fields that have the schemas of the tools that the prompt shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,12 +217,11 @@ def check_tools(ask: Ask, limits: Limits) -> None:
     """Raise RequestError for more tools, or larger or deeper schemas, than the limits allow."""
     if not isinstance(ask.prompt, Conversation) or not (tools := ask.prompt.tools):
         return
-    asked = ask.tools or Tools(offered={})
-    name = asked.param
+    name = ask.tools.param if ask.tools is not None else "tools"
     if len(tools) > limits.max_tools:
         raise RequestError(f"{name!r} may have {limits.max_tools} entries at most.", name)
     for place, tool in enumerate(tools):
-        spelled = asked.schemas.format(place)
+        spelled = ask.tools.schemas[place] if ask.tools is not None else f"tools.{place}.function.parameters"
         spec = _spec(spelled, "json_schema", tool["function"].get("parameters") or {}, limits.max_schema_depth)
         if len(spec.encode(errors="surrogatepass")) > limits.max_schema_kb * 1024:
             raise RequestError(f"{spelled!r} may have {limits.max_schema_kb} KiB at most.", spelled)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ModelFields, ResponseFormat, Wire
+from protocol.common import GenerationFields, ModelFields, ResponseFormat, SamplingFields, Wire
 
 log = logging.getLogger(__name__)
 
@@ -107,18 +107,23 @@ def to_ask(
     body: GenerationFields, prompt: Conversation | Sequence[str | list[int]], fields: dict[str, str], **own: Any
 ) -> Ask:
     """Return the request of a body. `own` has the fields that its API spells in its own way. Raises RequestError."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     guides = tuple(_guides(body))
     options = body.stream_options
     return Ask(
         prompt=prompt,
         fields={**fields, "guide": guides[0].field} if guides else fields,
         guides=guides,
-        stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-        **given | own,
+        **sampling_of(body) | own,
     )
+
+
+def sampling_of(body: SamplingFields) -> dict[str, Any]:
+    """Return the fields of a body that are the same for all APIs, as `Ask` has them."""
+    names = (name for name in _SAME if name in type(body).model_fields)
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    return given | {"stop": (body.stop,) if isinstance(body.stop, str) else body.stop or ()}
 
 
 def _unsupported(name: str) -> RequestError:

@@ -27,6 +27,7 @@ from protocol.messages import (
 from routers.body import converted, json_body, request_body, while_connected
 from routers.endpoint import Endpoint, Framing
 from routers.state import ChatServiceDep, StateDep
+from routers.tools import chosen_tools
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ _TYPES = {
     "system": ("text",),
 }
 """Types of blocks in a message, by its role."""
+_MODES = {"auto": "auto", "any": "required", "tool": "function"}
 _INNER_TYPES = ("text", "image", "document")
 _MEDIA_TYPE = re.compile(r"image/[a-z0-9.+-]{1,32}")
 
@@ -100,24 +102,19 @@ def _tools(body: PromptFields) -> tuple[Tools | None, list[dict[str, Any]]]:
         offered[tool.name] = Tool(tool.name, tool.input_schema or {}, bool(tool.strict))
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"
-    required = kind in ("any", "tool")
-    if required and not offered:
+    if kind in ("any", "tool") and not offered:
         raise RequestError("'tool_choice' needs 'tools'.", "tool_choice")
     if kind == "none" or not offered:
         return None, []
-    chosen = offered
-    if choice is not None and kind == "tool":
-        name = _needed(choice.name, "tool_choice.name")
-        if name not in offered:
-            raise RequestError(f"'tool_choice' names '{shown(name)}', which is none of 'tools'.", "tool_choice.name")
-        chosen = {name: offered[name]}
-    strict = (f"tools.{place}.strict" for place, tool in enumerate(offered.values()) if tool.strict)
-    tools = Tools(
-        offered=chosen,
-        mode="required" if required else "auto",
-        parallel=kind != "tool" and not (choice is not None and choice.disable_parallel_tool_use),
-        guided="tool_choice" if required else next(strict, ""),
-        schemas="tools.{}.input_schema",
+    named = _needed(choice.name, "tool_choice.name") if choice is not None and kind == "tool" else None
+    tools = chosen_tools(
+        offered,
+        _MODES[kind],
+        None if named is None else [named],
+        parallel=choice is None or not choice.disable_parallel_tool_use,
+        field="tool_choice",
+        param="tools",
+        schemas=[f"tools.{place}.input_schema" for place in range(len(offered))],
     )
     return tools, [_shown(tool) for tool in body.tools or ()]
 

@@ -1,6 +1,7 @@
 """Items of answers: any split of a model's parts gives the same items, and what happens to them adds up to them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def parts_of(runs: Sequence[tuple[str, str]], cuts: Sequence[int]) -> list[Part]
     calls = -1
     for kind, text in runs:
         marks = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-        for number, (begin, end) in enumerate(zip(marks, marks[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(marks)):
             if kind == "call":
                 calls += number == 0
                 first = {"id": f"call-{calls}", "name": f"tool-{calls}"} if number == 0 else {}
@@ -97,18 +98,15 @@ def test_what_happens_adds_up_to_the_items(runs: list[tuple[str, str]], cuts: li
 
 
 def test_items_have_ids_of_their_own_and_a_call_its_name() -> None:
-    reducer, found = happenings(
-        [
-            Reasoning("Hm."),
-            Text("Let me "),
-            Text("see."),
-            ToolCall(0, "call-1", "find", "{"),
-            ToolCall(0, None, None, "}"),
-        ]
-        + [Text("Done.")],
-        1,
-        "stop",
-    )
+    parts: list[Part] = [
+        Reasoning("Hm."),
+        Text("Let me "),
+        Text("see."),
+        ToolCall(0, "call-1", "find", "{"),
+        ToolCall(0, arguments="}"),
+        Text("Done."),
+    ]
+    reducer, found = happenings(parts, 1, "stop")
     assert [(item.id, item.kind, item.text) for item in reducer.items] == [
         ("id-0000", "reasoning", "Hm."),
         ("id-0001", "text", "Let me see."),
