@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, RootModel
 from protocol.chat import ChoiceLogprobs
 from protocol.common import CompletionTokensDetails, PromptTokensDetails
 from protocol.completions import CompletionLogprobs
-from protocol.messages import AnswerBlock, Message, MessageUsage, StopReason
+from protocol.messages import AnswerBlock, MessageUsage, StopReason, WholeMessage
 
 
 class ChunkUsage(BaseModel):
@@ -133,7 +133,7 @@ class MessageStart(BaseModel):
 
     type: Literal["message_start"]
     """Kind of this event."""
-    message: Message
+    message: WholeMessage
     """The answer, without content; `usage` has the prompt's tokens."""
 
 

@@ -20,7 +20,7 @@ class TextBlock(Wire):
     """Accepted and ignored: what a former answer cited. Example: null"""
 
 
-class Source(Wire):
+class BlockSource(Wire):
     """Where an image or a document is."""
 
     type: str
@@ -46,7 +46,7 @@ class InnerBlock(Wire):
     """`text`, `image` or `document`. Example: "text" """
     text: str | None = None
     """The text. Example: "Hello" """
-    source: Source | None = None
+    source: BlockSource | None = None
     """The image or document. Example: {"type": "url", "url": "https://example.com/image.png"}"""
     title: str | None = None
     """Title of a document, which the model sees. Example: "Report" """
@@ -144,7 +144,7 @@ class Thinking(Wire):
     """`omitted` leaves reasoning out of the answer. Default: summarized, which is all of it. Example: "summarized" """
 
 
-class OutputFormat(Wire):
+class MessageFormat(Wire):
     """A schema for the output."""
 
     type: str
@@ -158,7 +158,7 @@ class OutputConfig(Wire):
 
     effort: str | None = None
     """Handed to the chat template as `reasoning_effort`, if it has this variable. Example: "low" """
-    format: OutputFormat | None = None
+    format: MessageFormat | None = None
     """What the output must match. Example: {"type": "json_schema", "schema": {"type": "object"}}"""
 
 
@@ -313,7 +313,7 @@ AnswerBlock = Annotated[AnswerText | AnswerThinking | AnswerToolUse, Field(discr
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class Message(BaseModel):
+class WholeMessage(BaseModel):
     """The answer when `stream` is false."""
 
     id: str

@@ -12,17 +12,17 @@ from multimodal.answers.messages import MessageShape
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation, MediaRef, Tool, Tools
 from protocol.messages import (
+    BlockSource,
     ContentBlock,
     CountTokensRequest,
     InnerBlock,
-    Message,
     MessageParam,
     MessagesErrorEnvelope,
     MessagesRequest,
     MessageTool,
     PromptFields,
-    Source,
     TokensCount,
+    WholeMessage,
 )
 from routers.body import converted, json_body, request_body, while_connected
 from routers.endpoint import Endpoint, Framing
@@ -137,7 +137,7 @@ def _shown(tool: MessageTool) -> dict[str, Any]:
 
 
 def _conversation(body: PromptFields, tools: list[dict[str, Any]]) -> Conversation:
-    turns = _Turns()
+    turns = _Dialogue()
     if body.system:
         texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
         texts = [text for text in (_BILLING.sub("", text) for text in texts) if text]
@@ -163,7 +163,7 @@ def _conversation(body: PromptFields, tools: list[dict[str, Any]]) -> Conversati
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Said:
     """A message as a template is to see it."""
 
     role: str
@@ -189,22 +189,22 @@ class _Turn:
         return found
 
 
-class _Turns:
+class _Dialogue:
     """The messages of a conversation. Several of the same role in a row are one."""
 
     def __init__(self) -> None:
-        self.all: list[_Turn] = []
+        self.all: list[_Said] = []
         self._called: dict[str, str] = {}
         """Names of tools, by the ids of calls."""
 
     @property
-    def last(self) -> _Turn:
+    def last(self) -> _Said:
         return self.all[-1]
 
-    def turn(self, role: str) -> _Turn:
+    def turn(self, role: str) -> _Said:
         """Return the turn that goes on, or a new one."""
         if not self.all or self.last.role != role:
-            self.all.append(_Turn(role))
+            self.all.append(_Said(role))
         return self.last
 
     def add(self, message: MessageParam, param: str) -> None:
@@ -265,7 +265,7 @@ class _Turns:
         answers = {"tool_call_id": call_id}
         if call_id in self._called:
             answers["name"] = self._called[call_id]
-        self.all.append(_Turn("tool", [f"Error: {said}" if block.is_error else said], answers=answers))
+        self.all.append(_Said("tool", [f"Error: {said}" if block.is_error else said], answers=answers))
         return images
 
 
@@ -288,7 +288,7 @@ def _part(block: InnerBlock, param: str) -> str | MediaRef:
     return "\n".join(text for text in (block.title, block.context, _document(source, spelled)) if text)
 
 
-def _image_url(source: Source, param: str) -> str:
+def _image_url(source: BlockSource, param: str) -> str:
     if source.type == "url":
         return _needed(source.url, f"{param}.url")
     if source.type != "base64":
@@ -299,7 +299,7 @@ def _image_url(source: Source, param: str) -> str:
     return f"data:{media_type};base64,{_needed(source.data, f'{param}.data')}"
 
 
-def _document(source: Source, param: str) -> str:
+def _document(source: BlockSource, param: str) -> str:
     if source.type == "text":
         return _needed(source.data, f"{param}.data")
     if source.type != "content":
@@ -308,7 +308,7 @@ def _document(source: Source, param: str) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _wrong_source(source: Source, known: str, param: str) -> RequestError:
+def _wrong_source(source: BlockSource, known: str, param: str) -> RequestError:
     message = f"'{param}.type' must be {known}, not '{shown(source.type)}'."
     return RequestError(message, f"{param}.type", "unsupported_content")
 
@@ -330,7 +330,7 @@ ENDPOINT = Endpoint(
     description="Answer a conversation as Anthropic's API does. With `stream` the answer is a stream of named events.",
     body=MessagesRequest,
     chunk="MessageEvent",
-    answer=Message,
+    answer=WholeMessage,
     convert=convert,
     shape=MessageShape,
     framing=NamedEvents(),

@@ -27,8 +27,8 @@ from multimodal.errors import RequestError
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
-from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.messages import COUNT_PATH
+from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
 router = APIRouter(tags=["router"])
@@ -59,7 +59,11 @@ async def forward(request: Request, service: RouterServiceDep) -> Response:
     return await while_connected(request, _Exchange(request, service, body).answer())
 
 
-for _path in (*(endpoint.path for endpoint in ENDPOINTS), COUNT_PATH, *PATHS):  # added first, so that metrics and traces name them
+for _path in (
+    *(endpoint.path for endpoint in ENDPOINTS),
+    COUNT_PATH,
+    *PATHS,
+):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST"], include_in_schema=False)
 

@@ -105,7 +105,8 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, and without keys everything is.
+    """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, and
+    without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
@@ -237,7 +238,8 @@ def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
 
 def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:
     given = _digest(key)
-    return any([hmac.compare_digest(given, digest) for digest in digests])
+    matches = [hmac.compare_digest(given, digest) for digest in digests]
+    return any(matches)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -78,7 +78,7 @@ _CONDITIONS: dict[str, Schema] = {
     "MessageToolChoice": {
         "oneOf": [_needs(type={"enum": ["auto", "any", "none"]}), _needs(type={"enum": ["tool"]}, name=_TEXT)]
     },
-    "OutputFormat": {"oneOf": [_needs(type={"enum": ["json_schema"]}, schema=_OBJECT)]},
+    "MessageFormat": {"oneOf": [_needs(type={"enum": ["json_schema"]}, schema=_OBJECT)]},
     "ContentPart": {
         "oneOf": [
             _needs(type={"enum": ["text", "input_text"]}, text=_TEXT),
@@ -129,7 +129,7 @@ _DEPENDENT: Schema = {
 
 
 _REFUSED: dict[type[Wire], Collection[str]] = {
-    messages.Source: ("file_id",),
+    messages.BlockSource: ("file_id",),
     chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
