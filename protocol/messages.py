@@ -188,11 +188,13 @@ class PromptFields(ModelFields):
     speed: Any = None
     """Accepted and ignored. Example: "standard" """
 
-    # Refused by name when they are set (`routers/messages.py`).
+    # Refused by name when they are set (`routers/fields.py`).
     mcp_servers: Any = None
     """Not supported."""
     container: Any = None
     """Not supported."""
+    thread: Any = None
+    """Not supported: the error's `error_code` makes SDKs send the whole conversation instead."""
 
 
 class CountTokensRequest(PromptFields):

@@ -32,6 +32,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "mcp_servers": ([],),
     "container": (),
+    "thread": (),
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
@@ -127,7 +128,8 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
 
 
 def _unsupported(name: str) -> RequestError:
-    return RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+    code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+    return RequestError(f"This server does not support {name!r}.", name, code)
 
 
 def _unknown_fields(value: object) -> Iterator[str]:
