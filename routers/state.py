@@ -173,7 +173,7 @@ class HttpOptions:
 
 
 class State(TypedDict):
-    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy;
+    """The lifespan's state. Middleware adds `request_id`, `owner` and, past the gate, `service` to each request's copy;
     `body_bytes` is there once the body has been read.
     """
 
@@ -214,6 +214,10 @@ async def _dp_rank(request: Request) -> int | None:
     return cast("int | None", request.scope["state"].get("dp_rank"))
 
 
+async def _owner(request: Request) -> str:
+    return cast(str, request.scope["state"].get("owner", ""))
+
+
 async def _request_id(request: Request) -> str:
     return cast(str, request.scope["state"]["request_id"])
 
@@ -225,4 +229,6 @@ PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
 DpRank = Annotated[int | None, Depends(_dp_rank)]
+Owner = Annotated[str, Depends(_owner)]
+"""Digest of the request's API key, which owns what is stored for it; empty on a server without keys."""
 RequestId = Annotated[str, Depends(_request_id)]

@@ -120,6 +120,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
+            scope["state"]["owner"] = self._owner(scope)
         if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(
                 401,
@@ -141,10 +142,15 @@ class ApiKeyMiddleware:
     def _admitted(self, scope: Scope) -> bool:
         path = route_path(scope)
         if path in INTERNAL:
-            return _has_one_of(self._secrets, scope)
-        if path == LIVENESS or needs_no_key(path) or not self._keys:
-            return True
-        return _has_one_of(self._keys, scope) or _is_one_of(self._keys, _header(scope, b"x-api-key"))
+            return _is_one_of(self._secrets, _bearer(scope))
+        return path == LIVENESS or needs_no_key(path) or not self._keys or bool(scope["state"]["owner"])
+
+    def _owner(self, scope: Scope) -> str:
+        """Return the digest of the request's key, if it is one of the keys; else an empty text."""
+        for given in (_bearer(scope), _header(scope, b"x-api-key")):
+            if given and _is_one_of(self._keys, given):
+                return _digest(given).hex()
+        return ""
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -231,9 +237,10 @@ class Turnstile:
             loop.call_soon(self._turn, loop)
 
 
-def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+def _bearer(scope: Scope) -> bytes:
+    """Return the key that a request bears; empty if it has none, or several."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
-    return scheme.lower() == b"bearer" and _is_one_of(digests, key.strip())
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:
