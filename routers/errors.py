@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.errors import EngineNotReady
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 
 
 class Missing(NamedTuple):
@@ -29,3 +29,10 @@ class WrongReplica(RequestError):
 
 class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
+
+
+class BatchNotFound(RequestError):
+    """There is no such batch, or it belongs to another key."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")

@@ -17,6 +17,7 @@ from multimodal.processor import Processor
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
+from routers.batches.store import BatchStore
 from routers.errors import Missing
 from routers.fields import FieldCheck
 
@@ -36,6 +37,8 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    batches: BatchStore | None = None
+    """Keeps batches of messages, if the settings allow them."""
 
     @property
     def healthy(self) -> bool:
