@@ -268,10 +268,11 @@ class Sampling:
 
     def check_stops(self, ask: Ask) -> None:
         """Raise RequestError for stop strings beyond the limits."""
-        _at_most("stop", ask.stop, self.limits.max_stop)
+        name = ask.spelled("stop") or ""
+        _at_most(name, ask.stop, self.limits.max_stop)
         if not all(ask.stop):
-            raise RequestError("'stop' must not contain an empty string.", "stop")
-        _short("stop", ask.stop)
+            raise RequestError(f"{name!r} must not contain an empty string.", name)
+        _short(name, ask.stop)
 
     def _max_tokens(self, ask: Ask, prompt: int) -> int:
         context = self.info.context_length

@@ -109,11 +109,16 @@ class StructuredOutputs(Wire):
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 
-class SamplingFields(Wire):
-    """Sampling and stopping, the same for all APIs that generate. Null means the default everywhere."""
+class ModelFields(Wire):
+    """What every request to the model has."""
 
     model: str | None = None
     """Name of the served model, as GET /v1/models has it."""
+
+
+class SamplingFields(ModelFields):
+    """Sampling and stopping, the same for all APIs of OpenAI's that generate. Null means the default everywhere."""
+
     temperature: Finite | None = None
     """Randomness: logits are divided by it. 0 always takes the most likely token. Example: 0.7"""
     top_p: Finite | None = None

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from routers import chat, completions
+from routers import chat, completions, messages
 from routers.endpoint import Endpoint
 
-ENDPOINTS: tuple[Endpoint[Any], ...] = (chat.ENDPOINT, completions.ENDPOINT)
+ENDPOINTS: tuple[Endpoint[Any], ...] = (chat.ENDPOINT, completions.ENDPOINT, messages.ENDPOINT)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ResponseFormat, SamplingFields, Wire
+from protocol.common import GenerationFields, ModelFields, ResponseFormat, SamplingFields, Wire
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "suffix": ("",),
+    "mcp_servers": ([],),
+    "container": (),
+    "thread": (),
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
@@ -54,7 +57,7 @@ _MAX_UNKNOWN = 100
 
 
 @cache
-def refused(body: type[SamplingFields]) -> dict[str, tuple[object, ...]]:
+def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
     fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
@@ -77,7 +80,7 @@ class FieldCheck:
         if name and name != self._model_name:
             raise ModelNotFound(name, self._model_name)
 
-    def check(self, body: SamplingFields) -> None:
+    def check(self, body: ModelFields) -> None:
         """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
@@ -125,7 +128,8 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
 
 
 def _unsupported(name: str) -> RequestError:
-    return RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+    code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+    return RequestError(f"This server does not support {name!r}.", name, code)
 
 
 def _unknown_fields(value: object) -> Iterator[str]:

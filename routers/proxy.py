@@ -27,6 +27,7 @@ from multimodal.errors import RequestError
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
+from routers.messages import COUNT_PATH
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
@@ -58,7 +59,11 @@ async def forward(request: Request, service: RouterServiceDep) -> Response:
     return await while_connected(request, _Exchange(request, service, body).answer())
 
 
-for _path in (*(endpoint.path for endpoint in ENDPOINTS), *PATHS):  # added first, so that metrics and traces name them
+for _path in (
+    *(endpoint.path for endpoint in ENDPOINTS),
+    COUNT_PATH,
+    *PATHS,
+):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST"], include_in_schema=False)
 
@@ -214,7 +219,7 @@ class _Relay(Response):
         headers: list[Header],
         ends: Callable[[str], None],
         framing: Framing,
-        render_error: Callable[[Exception], bytes],
+        render_error: Callable[[Exception, Scope], bytes],
     ) -> None:
         super().__init__(None, connection.status)
         self.raw_headers = headers
@@ -230,12 +235,12 @@ class _Relay(Response):
         gone.add_done_callback(lambda task: None if task.cancelled() else self._connection.abort("the client has gone"))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            outcome = await self._pass_on(send, gone)
+            outcome = await self._pass_on(scope, send, gone)
         finally:
             gone.cancel()
             self._ends(outcome)
 
-    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> str:
+    async def _pass_on(self, scope: Scope, send: Send, gone: asyncio.Task[None]) -> str:
         """Send the body, and return the outcome."""
         chunk = self._first
         rest = b""
@@ -258,7 +263,7 @@ class _Relay(Response):
         except ConnectionFailed:
             if gone.done():
                 return "cancelled"
-            error = self._render_error(EngineDied("The replica was lost while it answered."))
+            error = self._render_error(EngineDied("The replica was lost while it answered."), scope)
             last = b"\n\n" + self._framing.event(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return "lost"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, NotRequired, TypedDict, cast
 
 from fastapi import Depends, Request
+from starlette.types import Scope
 
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
@@ -179,8 +180,8 @@ class State(TypedDict):
     version: str
     replica: ReplicaState
     http: HttpOptions
-    render_error: Callable[[Exception], bytes]
-    """Return the error envelope of an exception (`server/http/errors.py`)."""
+    render_error: Callable[[Exception, Scope], bytes]
+    """Return the error envelope of a request's exception (`server/http/errors.py`)."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""

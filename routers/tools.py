@@ -1,5 +1,6 @@
 """Tools of a chat: what a request offers the model, and how it may choose."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def chosen_tools(
     strict = (
         place for tool, place in zip(offered.values(), schemas, strict=True) if tool.strict and tool.name in chosen
     )
-    guided = next(strict, "").replace(".parameters", ".strict")
+    guided = re.sub(r"[^.]+\Z", "strict", next(strict, ""))
     return Tools(
         offered=chosen,
         mode="auto" if mode == "auto" else "required",

@@ -30,7 +30,7 @@ from engine.kit.work import begin_request
 from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
-from server.http.routes import INTERNAL, route_path
+from server.http.routes import INTERNAL, is_anthropic, route_path
 
 LIVENESS = "/health/live"
 OPEN_WHILE_NOT_READY = frozenset(
@@ -87,6 +87,8 @@ class RequestMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1e3))
             await send(message)
 
@@ -95,7 +97,7 @@ class RequestMiddleware:
         except Exception as error:
             if status:  # too late for an answer: cut the connection, so that the client does not take it for complete
                 raise
-            await render(error).response()(scope, receive, send_with_headers)
+            await render(error, scope).response()(scope, receive, send_with_headers)
         finally:
             if self._access_log and (status != HTTPStatus.OK or route_path(scope) not in self._quiet):
                 _log_access(scope, status, time.perf_counter() - started)
@@ -103,7 +105,8 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
+    """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, and
+    without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
@@ -119,9 +122,11 @@ class ApiKeyMiddleware:
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
         if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(
-                401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
+                401,
+                "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY.",
+                {"WWW-Authenticate": "Bearer"},
             )
-            await render(error).response()(scope, receive, send)
+            await render(error, scope).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -137,7 +142,9 @@ class ApiKeyMiddleware:
         path = route_path(scope)
         if path in INTERNAL:
             return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
+        if path == LIVENESS or needs_no_key(path) or not self._keys:
+            return True
+        return _has_one_of(self._keys, scope) or _is_one_of(self._keys, _header(scope, b"x-api-key"))
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -172,7 +179,7 @@ class GateMiddleware:
         try:
             scope["state"]["service"] = replica.enter()
         except EngineNotReady as error:
-            await render(error).response()(scope, receive, send)
+            await render(error, scope).response()(scope, receive, send)
             return
         try:
             await self._turnstile.enter()
@@ -225,11 +232,20 @@ class Turnstile:
 
 
 def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-    given = _digest(key.strip())
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return scheme.lower() == b"bearer" and _is_one_of(digests, key.strip())
+
+
+def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:
+    given = _digest(key)
     matches = [hmac.compare_digest(given, digest) for digest in digests]
-    return scheme.lower() == b"bearer" and any(matches)
+    return any(matches)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """Return the header that has this name; empty if there is none, or several."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -17,6 +17,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
     "/v1/completions": {"model": "fake", "prompt": "hello", "max_tokens": 4},
+    "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": MESSAGES},
     "/tokenize": {"prompt": "hello"},
     "/v1/tokenize": {"messages": MESSAGES},
     "/v1/detokenize": {"tokens": [40, 41]},
@@ -160,15 +162,16 @@ def property_of(schema: Schema, name: str) -> Schema:
 
 def shows_images(value: Any) -> bool:
     """Whether a body has an image, which this model does not take."""
-    return '"image_url"' in json.dumps(value)
+    return any(named in json.dumps(value) for named in ('"image_url"', '"image"'))
 
 
 def contradicts(body: dict[str, Any]) -> bool:
     """Whether the fields of a body exclude each other in a way that no schema says."""
-    names = [tool["function"]["name"] for tool in body.get("tools") or ()]
+    names = [tool.get("function", tool)["name"] for tool in body.get("tools") or ()]
     names += [function["name"] for function in body.get("functions") or ()]
     chooses = any(body.get(name) not in (None, "none", "auto") for name in ("tool_choice", "function_call"))
-    guided = any(tool["function"].get("strict") for tool in body.get("tools") or ())
+    guided = any(tool.get("function", tool).get("strict") for tool in body.get("tools") or ())
+    guided = guided or bool((body.get("output_config") or {}).get("format"))
     return bool(
         (body.get("continue_final_message") and body.get("add_generation_prompt"))
         or (body.get("tools") is not None and body.get("functions") is not None)
@@ -176,7 +179,21 @@ def contradicts(body: dict[str, Any]) -> bool:
         or chooses
         or guided
         or not all(map(_is_object, _arguments(body)))
+        or not all(map(_fits_role, body.get("messages") or ()))
     )
+
+
+def _fits_role(message: dict[str, Any]) -> bool:
+    """Whether the blocks of a message, if it has any, are those of its role."""
+    known = {
+        "user": {"text", "document", "tool_result"},
+        "assistant": {"text", "thinking", "redacted_thinking"},  # a call must not be the last message's
+        "system": {"text"},
+    }
+    content = message.get("content")
+    blocks = content if isinstance(content, list) and "tool_calls" not in message else ()
+    others = {"input_text", "refusal", "image_url"}  # of OpenAI's chats
+    return all(block["type"] in known.get(message["role"], {block["type"]}) | others for block in blocks)
 
 
 def _arguments(body: dict[str, Any]) -> Iterator[str]:
