@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, Int32, Int64, LongUrl, SamplingFields, Wire
+from protocol.common import MAX_MESSAGES, Int32, Int64, LongUrl, ModelFields, SamplingFields, Wire
 
 ShortText = Annotated[str, Field(max_length=512)]
 
@@ -13,8 +13,8 @@ class InputPart(Wire):
     """One part of an item's content."""
 
     type: str
-    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal` or `input_image`: the field that
-    has the content. Example: "input_text" """
+    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal` or `input_image`: the field
+    that has the content. Example: "input_text" """
     text: str | None = None
     """The text. Example: "Hello" """
     refusal: str | None = None
@@ -96,8 +96,8 @@ class ResponsesTool(Wire):
     """JSON schema of a function's arguments. Default: any object.
     Example: {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}"""
     strict: bool | None = None
-    """Whether arguments must fit the schema, which the engine sees to; where the choice is left to the model, without it
-    they need not. Example: false"""
+    """Whether arguments must fit the schema, which the engine sees to. They do as well where `tool_choice` asks for a
+    call. Example: false"""
     format: ToolGrammar | None = None
     """What the input of a custom tool must be. Example: {"type": "text"}"""
 
@@ -153,7 +153,7 @@ class ResponsesStreamOptions(Wire):
     """Accepted and ignored: events are not padded. Example: false"""
 
 
-class ContextFields(Wire):
+class ContextFields(ModelFields):
     """What the model is told: the same for a response, its tokens and compaction."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
@@ -232,15 +232,10 @@ class ResponsesRequest(ContextFields, SamplingFields):
 class InputTokensRequest(ContextFields):
     """Body of POST /v1/responses/input_tokens."""
 
-    model: str | None = None
-    """Name of the served model, as GET /v1/models has it."""
 
-
-class CompactRequest(Wire):
+class CompactRequest(ModelFields):
     """Body of POST /v1/responses/compact."""
 
-    model: str | None = None
-    """Name of the served model, as GET /v1/models has it."""
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
     """The conversation to compact, as text or items. Example: "Hello" """
     instructions: str | None = None

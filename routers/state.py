@@ -19,6 +19,7 @@ from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
 from routers.errors import Missing
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
 
 DP_RANK_HEADER = b"x-trellis-dp-rank"
 """Data-parallel rank that a router has chosen for a request; with it comes the internal secret."""
@@ -36,6 +37,8 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    responses: Responses = field(default_factory=Responses)
+    """Stored responses, and those that run in the background."""
 
     @property
     def healthy(self) -> bool:
@@ -43,6 +46,7 @@ class ChatService:
 
     async def close(self) -> None:
         """End what runs."""
+        await self.responses.close()
         if self.images is not None:
             await self.images.aclose()
         await self.engine.close()
@@ -214,6 +218,10 @@ async def _dp_rank(request: Request) -> int | None:
     return cast("int | None", request.scope["state"].get("dp_rank"))
 
 
+async def _owner(request: Request) -> str:
+    return cast(str, request.scope["state"].get("owner", ""))
+
+
 async def _request_id(request: Request) -> str:
     return cast(str, request.scope["state"]["request_id"])
 
@@ -225,4 +233,6 @@ PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
 DpRank = Annotated[int | None, Depends(_dp_rank)]
+Owner = Annotated[str, Depends(_owner)]
+"""A name for the key of the request; empty on a server without keys."""
 RequestId = Annotated[str, Depends(_request_id)]

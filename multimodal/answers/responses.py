@@ -59,7 +59,8 @@ class ResponsesShape(Shape):
         self._model = context.model
         self._tokenizer = context.tokenizer
         self._status = "queued"
-        self._numbers = 0
+        self.numbers = 0
+        """Events so far."""
         self._completed_at: int | None = None
         self._error: dict[str, Any] | None = None
         self._inputs: dict[int, _CustomInput] = {}
@@ -76,7 +77,7 @@ class ResponsesShape(Shape):
         if self._status != "queued":
             return []
         self._status = "in_progress"
-        first = [] if self._numbers else [self._lifecycle("response.created")]
+        first = [] if self.numbers else [self._lifecycle("response.created")]
         return [*first, self._lifecycle("response.in_progress")]
 
     def stream(self, piece: Piece) -> list[bytes]:
@@ -227,15 +228,15 @@ class ResponsesShape(Shape):
     def _lifecycle(self, name: str) -> bytes:
         return self._event(name, response=self.response())
 
-    def _of_item(self, name: str, item: Item, **fields: Any) -> bytes:
-        return self._event(name, output_index=item.place, **fields)
+    def _of_item(self, name: str, of: Item, /, **fields: Any) -> bytes:
+        return self._event(name, output_index=of.place, **fields)
 
-    def _of_part(self, name: str, item: Item, **fields: Any) -> bytes:
-        return self._of_item(name, item, item_id=self._id(item), content_index=0, **fields)
+    def _of_part(self, name: str, of: Item, /, **fields: Any) -> bytes:
+        return self._of_item(name, of, item_id=self._id(of), content_index=0, **fields)
 
     def _event(self, name: str, **fields: Any) -> bytes:
-        number = self._numbers
-        self._numbers += 1
+        number = self.numbers
+        self.numbers += 1
         return orjson.dumps({"type": name, "sequence_number": number, **fields})
 
 

@@ -38,7 +38,11 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
     elif body.top_logprobs is not None and body.top_logprobs < 0:
         raise RequestError("'top_logprobs' must be at least 0.", "top_logprobs")
     return Ask(
-        prompt=ask.prompt, tools=ask.tools, fields=_FIELDS | {"guide": "text.format"}, guides=tuple(_guides(body)), **own
+        prompt=ask.prompt,
+        tools=ask.tools,
+        fields=_FIELDS | {"guide": "text.format"},
+        guides=tuple(_guides(body)),
+        **own,
     )
 
 
@@ -105,7 +109,9 @@ def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
             "store": body.store is not False,
             "temperature": ask.temperature,
             "text": {
-                "format": _shown_format(text.format) if text is not None and text.format is not None else {"type": "text"},
+                "format": _shown_format(text.format)
+                if text is not None and text.format is not None
+                else {"type": "text"},
                 **({"verbosity": text.verbosity} if text is not None and text.verbosity is not None else {}),
             },
             "tool_choice": body.tool_choice or "auto",
@@ -148,9 +154,7 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
         return None, []
     mode, allowed = _choice(choice)
     parallel = body.parallel_tool_calls is not False
-    tools = chosen_tools(
-        offered, mode, allowed, parallel=parallel, field="tool_choice", param="tools", schemas=schemas
-    )
+    tools = chosen_tools(offered, mode, allowed, parallel=parallel, field="tool_choice", param="tools", schemas=schemas)
     return tools, template_tools(functions)
 
 

@@ -53,7 +53,11 @@ class Messages:
                         raise _sealed_elsewhere(param)
                     self._append({"role": "user", "content": SUMMARY + text})
                 case kind if kind not in _IGNORED:
-                    said = "is missing" if kind is None else f"must be a type of item that this server supports, not '{shown(kind)}'"
+                    said = (
+                        "is missing"
+                        if kind is None
+                        else f"must be a type of item that this server supports, not '{shown(kind)}'"
+                    )
                     raise RequestError(f"'{param}.type' {said}.", f"{param}.type", "unsupported_content")
         return self
 
@@ -68,7 +72,9 @@ class Messages:
         if item.role != "assistant":
             self._append({"role": item.role, "content": content})
             return
-        turn = self._assistant(fresh=self._turn is not None and (bool(self._turn["content"]) or "tool_calls" in self._turn))
+        turn = self._assistant(
+            fresh=self._turn is not None and (bool(self._turn["content"]) or "tool_calls" in self._turn)
+        )
         turn["content"] = content
 
     def _reasoning(self, item: InputItem, param: str) -> None:
@@ -79,7 +85,9 @@ class Messages:
             if found is None:
                 raise _sealed_elsewhere(param)
             text = found
-        turn = self._assistant(fresh=self._turn is not None and ("tool_calls" in self._turn or bool(self._turn["content"])))
+        turn = self._assistant(
+            fresh=self._turn is not None and ("tool_calls" in self._turn or bool(self._turn["content"]))
+        )
         turn |= {"reasoning_content": text, "thinking": text}
 
     def _call(self, item: InputItem, arguments: str, param: str) -> None:
@@ -113,17 +121,17 @@ class Messages:
                 yield {"type": "text", "text": _needed(getattr(part, name), f"{spelled}.{name}")}
             elif part.type == "input_image":
                 if part.file_id is not None:
-                    raise RequestError("This server does not support 'file_id'.", f"{spelled}.file_id", "unsupported_content")
+                    raise RequestError(
+                        "This server does not support 'file_id'.", f"{spelled}.file_id", "unsupported_content"
+                    )
                 url = _needed(part.image_url, f"{spelled}.image_url")
                 detail = "high" if part.detail == "original" else part.detail
                 self.media.append(MediaRef(url, detail or "auto", f"{spelled}.image_url"))
                 yield {"type": "image"}
             else:
-                raise RequestError(
-                    f"'{spelled}.type' must be input_text, output_text, refusal or input_image, not '{shown(part.type)}'.",
-                    f"{spelled}.type",
-                    "unsupported_content",
-                )
+                known = "input_text, output_text, refusal or input_image"
+                said = f"'{spelled}.type' must be {known}, not '{shown(part.type)}'."
+                raise RequestError(said, f"{spelled}.type", "unsupported_content")
 
 
 def _needed(value: str | None, param: str) -> str:

@@ -26,6 +26,7 @@ BEAT_SECONDS = 1.0
 STALE_SECONDS = 30.0
 """Silence after which its process is taken for dead."""
 _POLL_SECONDS = 0.2
+_LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _TYPES = {"function_call": "call", "function_call_output": "call", "reasoning": "reasoning"}
 _TYPES |= {"custom_tool_call": "custom", "custom_tool_call_output": "custom"}
 
@@ -47,7 +48,7 @@ class History:
 class Run:
     """A background response of this process."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)
     cancelled: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, whenever events have been stored."""
@@ -57,7 +58,7 @@ class Run:
 class Responses:
     """The responses of one process; its store is shared with others. Without a store nothing is kept."""
 
-    store: ResponseStore | None
+    store: ResponseStore | None = None
     _runs: dict[str, Run] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:
@@ -94,51 +95,85 @@ class Responses:
             await store.put(record)
         return record
 
-    async def save(self, record: Record, shape: ResponsesShape) -> None:
-        """Store what has become of a response. One that cannot be stored says so."""
+    async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
+        """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
+        record = await self.get(owner, response)
+        earlier = await self._chain(owner, record.previous, {}) if record.previous is not None else []
+        found: list[dict[str, Any]] = []
+        for one in earlier:
+            found += [*orjson.loads(one.items), *orjson.loads(one.response)["output"]]
+        return [*found, *orjson.loads(record.items)]
+
+    async def save(self, record: Record, shape: ResponsesShape) -> bool:
+        """Store what has become of a response, and return whether that succeeded."""
         if self.store is None:
-            shape.asked.fields["store"] = False
-            return
+            return False
         response = shape.response()
         try:
             await self.store.put(replace(record, status=response["status"], response=orjson.dumps(response)))
         except StoreUnavailable:
-            shape.asked.fields["store"] = False
+            return False
+        return True
 
-    async def begin(self, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf) -> None:
-        """Generate a response in the background."""
-        events = shape.queued()
-        store = self.stored()
-        await store.put(replace(record, response=orjson.dumps(shape.response())))
-        await store.append(record.id, 0, events)
-        task = asyncio.create_task(self._run(record, generation, shape, error_of, len(events)), name=record.id)
-        self._runs[record.id] = Run(task)
-        task.add_done_callback(lambda _: self._runs.pop(record.id, None))
+    async def begin(
+        self,
+        record: Record,
+        generation: Generation,
+        shape: ResponsesShape,
+        error_of: ErrorOf,
+        at_end: Callable[[], None],
+    ) -> bytes:
+        """Generate a response in the background, and return it as it is now. `at_end` is called in any case."""
+        try:
+            events, queued = shape.queued(), orjson.dumps(shape.response())
+            store = self.stored()
+            await store.put(replace(record, response=queued))
+            await store.append(record.id, 0, events)
+        except BaseException:
+            at_end()
+            raise
+        run = Run()
+        run.task = asyncio.create_task(self._run(run, record, generation, shape, error_of), name=record.id)
+        self._runs[record.id] = run
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._runs[record.id]
+            at_end()
+
+        run.task.add_done_callback(ended)
+        return queued
 
     async def follow(self, owner: str, response: str, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events of a background response that come after one, to its end. Raises ResponseNotFound."""
+        """Yield the events of a background response that come after one, to its end. Raises ResponseNotFound, and
+        RequestError if none can come.
+        """
         store = self.stored()
-        last = b""
         record = await self.get(owner, response)
+        first = after
+        last = (await store.events(response, after - 1))[:1] if after >= 0 else []
         while True:
             run = self._runs.get(response)
             changed = run.changed if run is not None else None
-            with suppress(ResponseNotFound):  # deleted meanwhile: it ends as it was
+            known = await store.get(owner, response)
+            if known is not None:
                 record = await self.get(owner, response)
             events = await store.events(response, after)
-            for last in events:
+            for event in events:
                 after += 1
-                yield last
+                last = [event]
+                yield event
             if events:
                 continue
-            if record.status in FINAL or (run is None and await store.get(owner, response) is None):
+            if record.status in FINAL or (run is None and known is None):
                 break
             waiting = changed.wait() if changed is not None else asyncio.sleep(_POLL_SECONDS)
             with suppress(TimeoutError):
                 await asyncio.wait_for(waiting, BEAT_SECONDS)
-        if last and orjson.loads(last)["type"] not in ("response.completed", "response.incomplete", "response.failed"):
+        if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
             event = {"type": "response.failed", "sequence_number": after + 1}
             yield orjson.dumps({**event, "response": orjson.loads(record.response)})
+        elif after == first:
+            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
     async def cancel(self, owner: str, response: str) -> Record:
         """Cancel a background response and return it. Raises RequestError."""
@@ -203,9 +238,10 @@ class Responses:
         raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
 
     async def _run(
-        self, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf, number: int
+        self, run: Run, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
     ) -> None:
         store = self.stored()
+        number = shape.numbers
         pending: list[bytes] = []
 
         async def consume() -> None:
@@ -223,8 +259,6 @@ class Responses:
             run.changed = asyncio.Event()
             return goes_on
 
-        await asyncio.sleep(0)  # until it is registered
-        run = self._runs[record.id]
         consuming = asyncio.create_task(consume())
         status, error, began = "", None, 0.0
         try:

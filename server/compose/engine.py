@@ -22,6 +22,8 @@ from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
+from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
@@ -153,4 +155,16 @@ def _chat_service(
         fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
+        responses=_responses(to),
     )
+
+
+def _responses(to: Composition) -> Responses:
+    settings = to.settings
+    store = None
+    if settings.responses_store_mb:
+        path = settings.cache_dir / "responses.sqlite3"
+        store = SqliteStore(path, settings.responses_store_mb << 20, settings.responses_store_days * 86400)
+    responses = Responses(store)
+    to.stack.push_async_callback(responses.close)
+    return responses

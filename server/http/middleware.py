@@ -128,7 +128,14 @@ class ApiKeyMiddleware:
             )
             await render(error, scope).response()(scope, receive, send)
         else:
+            if scope["type"] == "http":
+                scope["state"]["owner"] = self._owner(scope)
             await self._app(scope, receive, send)
+
+    def _owner(self, scope: Scope) -> str:
+        """Return a name for the key of a request, by which what it stores is told from others'; empty without keys."""
+        used = (digest for digest in self._keys if _has_key([digest], scope))
+        return hashlib.sha256(b"owner:" + digest).hexdigest() if (digest := next(used, None)) is not None else ""
 
     def _dp_rank(self, headers: Headers) -> int | None:
         """Return the rank that a router with the internal secret names, if one does."""
@@ -144,7 +151,7 @@ class ApiKeyMiddleware:
             return _has_one_of(self._secrets, scope)
         if path == LIVENESS or needs_no_key(path) or not self._keys:
             return True
-        return _has_one_of(self._keys, scope) or _is_one_of(self._keys, _header(scope, b"x-api-key"))
+        return _has_key(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -234,6 +241,10 @@ class Turnstile:
 def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return scheme.lower() == b"bearer" and _is_one_of(digests, key.strip())
+
+
+def _has_key(digests: Sequence[bytes], scope: Scope) -> bool:
+    return _has_one_of(digests, scope) or _is_one_of(digests, _header(scope, b"x-api-key"))
 
 
 def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:
