@@ -6,6 +6,16 @@ from pydantic import BaseModel, Field
 
 from protocol.common import MAX_MESSAGES, Int32, Int64, LongUrl, ModelFields, SamplingFields, Wire
 
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
@@ -161,7 +171,7 @@ class ContextFields(ModelFields):
     instructions: str | None = None
     """A system message before the input; those of earlier responses do not count. Example: "Be brief." """
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A stored response that this one continues: its input and output come before the input."""
+    """A stored response that this one continues: its input and output come before the input. Example: "resp_1" """
     conversation: Annotated[str, Field(min_length=1, max_length=128)] | ConversationRef | None = None
     """A conversation to continue; an id not used before begins one. Not together with `previous_response_id`.
     Example: "conv_1" """
@@ -196,7 +206,7 @@ class ResponsesRequest(ContextFields, SamplingFields):
     """Answer at once, and generate in the background; needs `store`. Example: false"""
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], ShortText], Field(max_length=16)] | None = None
     """Up to 16 pairs to keep with the response. Example: {"run": "1"}"""
-    include: Annotated[list[str], Field(max_length=64)] | None = None
+    include: Annotated[list[Include], Field(max_length=64)] | None = None
     """What the response has besides: `reasoning.encrypted_content` or `message.output_text.logprobs`. OpenAI's others
     concern tools that OpenAI runs, and are ignored. Example: ["reasoning.encrypted_content"]"""
     max_tool_calls: Annotated[int, Field(ge=1, le=(1 << 31) - 1)] | None = None
@@ -241,7 +251,7 @@ class CompactRequest(ModelFields):
     instructions: str | None = None
     """A system message before the input. Example: "Be brief." """
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A stored response that comes before the input."""
+    """A stored response that comes before the input. Example: "resp_1" """
     prompt_cache_key: Any = None
     """Accepted and ignored. Example: "chats" """
     prompt_cache_retention: Any = None

@@ -13,11 +13,6 @@ from routers.fields import sampling_of
 from routers.responses.history import Entry, Messages
 from routers.tools import chosen_tools, template_tools
 
-_INCLUDE = frozenset(
-    {"reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url"}
-    | {"file_search_call.results", "web_search_call.results", "web_search_call.action.sources"}
-    | {"computer_call_output.output.image_url", "code_interpreter_call.outputs"}
-)
 _FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 log = logging.getLogger(__name__)
@@ -25,10 +20,6 @@ log = logging.getLogger(__name__)
 
 def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
     """Return the request of a body, which continues `history`. Raises RequestError."""
-    for place, name in enumerate(body.include or ()):
-        if name not in _INCLUDE:
-            known = ", ".join(sorted(_INCLUDE))
-            raise RequestError(f"'include.{place}' must be one of {known}.", f"include.{place}")
     ask = context(body, history)
     own: dict[str, Any] = sampling_of(body)
     if body.max_output_tokens is not None:

@@ -17,7 +17,12 @@ from server.compose.model import served_name
 from server.http.middleware import LIVENESS
 from server.settings import Settings
 
-_BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *messages.BODIES, *responses.BODIES, *tokenize.BODIES)
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(endpoint.body for endpoint in ENDPOINTS),
+    *messages.BODIES,
+    *responses.BODIES,
+    *tokenize.BODIES,
+)
 _REFERENCE = "#/components/schemas/{model}"
 _DESCRIPTION = """\
 An OpenAI-compatible server of one model. OpenAI's SDKs work with `base_url` set to `/v1` here, Anthropic's with `/`.

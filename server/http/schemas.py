@@ -5,6 +5,7 @@ Each comes from where it is written once: descriptions and examples from the doc
 """
 
 import ast
+import copy
 import dataclasses
 import inspect
 import json
@@ -90,7 +91,7 @@ _CONDITIONS: dict[str, Schema] = {
     "InputItem": {
         "oneOf": [
             _needs(type={"enum": ["message"]}, role=_TEXT, content=_TEXT_OR_PARTS),
-            _needs(type={"enum": ["function_call"]}, call_id=_NAME, name=_NAME, arguments={"enum": ["{}"]}),
+            _needs(type={"enum": ["function_call"]}, call_id=_NAME, name=_NAME, arguments=_TEXT),
             _needs(type={"enum": ["custom_tool_call"]}, call_id=_NAME, name=_NAME, input=_TEXT),
             _needs(
                 type={"enum": ["function_call_output", "custom_tool_call_output"]}, call_id=_NAME, output=_TEXT_OR_PARTS
@@ -100,7 +101,13 @@ _CONDITIONS: dict[str, Schema] = {
     "ResponsesTool": {
         "oneOf": [_needs(type={"enum": ["function"]}, name=_NAME), _needs(type={"enum": ["custom"]}, name=_NAME)]
     },
-    "ToolGrammar": {"oneOf": [_needs(type={"enum": ["text"]})]},
+    "ToolGrammar": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["lark"]}, definition=_NAME),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["regex"]}, definition=_NAME),
+        ]
+    },
     "TextFormat": {
         "oneOf": [
             _needs(type={"enum": ["text"]}),
@@ -184,7 +191,7 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
         if issubclass(cls, Wire):
             for name, found in properties.items():
                 properties[name] = _bounded(found, ranges.get(f"{cls.__name__}.{name}", ranges.get(name, {})))
-            schema |= _CONDITIONS.get(cls.__name__, {})
+            schema |= copy.deepcopy(_CONDITIONS.get(cls.__name__, {}))
             for name, harmless in _refused(cls).items():
                 properties[name] = _marked(properties[name], "", harmless)
             for name in _unguided(cls, kinds):
@@ -193,6 +200,8 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
                 properties["model"]["examples"] = [model_name]
         if issubclass(cls, ModelFields):
             _finish_request(schema, settings)
+    if "structural_tag" not in kinds:
+        schemas["ToolGrammar"]["oneOf"].pop()
     for name in ("ResponseFormat", "TextFormat"):
         cases = schemas[name]["oneOf"]
         schemas[name]["oneOf"] = [case for case in cases if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
@@ -272,6 +281,7 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
         "n": {"minimum": 1, "maximum": settings.max_n},
         "max_tokens": tokens,
         "max_output_tokens": tokens,
+        "input": {"minItems": 1},
         "MessagesRequest.max_tokens": {},
         "max_completion_tokens": tokens,
         "min_tokens": tokens | {"minimum": 0},
@@ -335,5 +345,7 @@ def _finish_request(schema: Schema, settings: Settings) -> None:
     if not settings.model_optional:
         required.insert(0, "model")
         properties["model"] |= {"type": "string", "minLength": 1}
-    schema["dependentSchemas"] = {name: needs for name, needs in _DEPENDENT.items() if name in properties}
+    named = properties.keys()
+    dependent = {name: needs for name, needs in _DEPENDENT.items() if {name, *needs.get("properties", ())} <= named}
+    schema["dependentSchemas"] = dependent
     schema["examples"] = [{name: properties[name]["examples"][0] for name in dict.fromkeys(["model", *required])}]
