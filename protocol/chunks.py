@@ -1,6 +1,6 @@
 """Chunks of streamed answers, for /openapi.json alone: the server writes them without these classes."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
@@ -8,6 +8,7 @@ from protocol.chat import ChoiceLogprobs
 from protocol.common import CompletionTokensDetails, PromptTokensDetails
 from protocol.completions import CompletionLogprobs
 from protocol.messages import AnswerBlock, MessageUsage, StopReason, WholeMessage
+from protocol.responses import Response
 
 
 class ChunkUsage(BaseModel):
@@ -126,6 +127,38 @@ class CompletionChunk(AnyChunk):
     """Kind of this object."""
     choices: list[CompletionChunkChoice]
     """One choice, or none in the chunk with the usage of the whole request."""
+
+
+class ResponseEvent(BaseModel):
+    """One event of a streamed response; the line `event:` repeats its type."""
+
+    type: str
+    """OpenAI's name of the event, such as `response.output_text.delta`."""
+    sequence_number: int
+    """Number of the event in its stream, from 0."""
+    response: Response | None = None
+    """The response as far as it has come: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and
+    `.failed`."""
+    item: dict[str, Any] | None = None
+    """The item that begins or ends."""
+    part: dict[str, Any] | None = None
+    """The part of an item's content that begins or ends."""
+    item_id: str | None = None
+    """The item that goes on."""
+    output_index: int | None = None
+    """Place of the item in the response's `output`."""
+    content_index: int | None = None
+    """Place of the part in the item's content."""
+    delta: str | None = None
+    """What is new."""
+    text: str | None = None
+    """The whole text, at its end."""
+    arguments: str | None = None
+    """The whole arguments of a call, at their end."""
+    input: str | None = None
+    """The whole input of a custom tool, at its end."""
+    logprobs: list[dict[str, Any]] | None = None
+    """Log-probabilities of the tokens of `delta` or `text`."""
 
 
 class MessageStart(BaseModel):

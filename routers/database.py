@@ -15,7 +15,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class StoreFailure(EngineUnavailable):
+class StoreUnavailable(EngineUnavailable):
     """A file cannot be read or written: the disk is full, say."""
 
 
@@ -32,7 +32,7 @@ class Database:
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of `work`, which is one transaction, and is done even if the caller is cancelled. Raises
-        StoreFailure.
+        StoreUnavailable.
         """
 
         def job() -> T:
@@ -43,7 +43,7 @@ class Database:
                     return work(db)
             except (sqlite3.Error, OSError) as error:
                 log.error("the store of %s failed at %s: %s", self._what, self.path, error)
-                raise StoreFailure(f"The store of {self._what} does not work.") from error
+                raise StoreUnavailable(f"The store of {self._what} does not work.") from error
 
         return await asyncio.shield(asyncio.ensure_future(self._lane.run(job)))
 

@@ -46,6 +46,16 @@ class Framing:
         return b"data: " + payload + b"\n\n"
 
 
+class NamedEvents(Framing):
+    """Events that are named as their `type` says, which every payload begins with."""
+
+    described = "The JSON of one event's `data:` line. The line `event:` before it repeats its `type`."
+
+    def event(self, payload: bytes) -> bytes:
+        start = len(b'{"type":"')
+        return b"event: %b\ndata: %b\n\n" % (payload[start : payload.index(b'"', start)], payload)
+
+
 OPENAI = Framing()
 
 

@@ -27,6 +27,13 @@ class WrongReplica(RequestError):
     """The route exists, but a replica of this role or model does not serve it."""
 
 
+class ResponseNotFound(RequestError):
+    """There is no such response, or it belongs to another key."""
+
+    def __init__(self, response: str) -> None:
+        super().__init__(f"Response with id '{shown(response)}' not found.", "response_id", "response_not_found")
+
+
 class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
 

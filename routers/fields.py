@@ -33,6 +33,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "container": (),
     "thread": (),
+    "prompt": (),
+    "context_management": ([],),
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
@@ -59,8 +61,9 @@ _MAX_UNKNOWN = 100
 @cache
 def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
-    fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
-    return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
+    fields = body.model_fields.keys()
+    completes = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
+    return {name: harmless for name, harmless in _REFUSED.items() if name in fields - completes}
 
 
 class FieldCheck:

@@ -26,7 +26,7 @@ from protocol.messages import (
     WholeMessage,
 )
 from routers.body import converted, json_body, request_body, while_connected
-from routers.endpoint import Endpoint, Framing
+from routers.endpoint import Endpoint, NamedEvents
 from routers.state import ChatServiceDep, StateDep
 from routers.tools import chosen_tools
 
@@ -49,16 +49,11 @@ _INNER_TYPES = ("text", "image", "document")
 _MEDIA_TYPE = re.compile(r"image/[a-z0-9.+-]{1,32}")
 
 
-class NamedEvents(Framing):
-    """Events that are named as their `type` says, which every payload begins with."""
+class MessageEvents(NamedEvents):
+    """Events as Anthropic's API sends them."""
 
-    described = "The JSON of one event's `data:` line. The line `event:` before it repeats its `type`."
     end = b""
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-    def event(self, payload: bytes) -> bytes:
-        start = len(b'{"type":"')
-        return b"event: %b\ndata: %b\n\n" % (payload[start : payload.index(b'"', start)], payload)
 
 
 def convert(body: MessagesRequest) -> Ask:
@@ -334,7 +329,7 @@ ENDPOINT = Endpoint(
     answer=WholeMessage,
     convert=convert,
     shape=MessageShape,
-    framing=NamedEvents(),
+    framing=MessageEvents(),
     error=MessagesErrorEnvelope,
 )
 

@@ -30,6 +30,7 @@ from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
 from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
+from routers.responses import routes as responses
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
@@ -40,6 +41,10 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 _REFUSALS = frozenset({429, 503})
+_ELSEWHERE = tuple(
+    b'"code":"%b"' % code for code in (b"response_not_found", b"previous_response_not_found", b"item_not_found")
+)
+"""Codes of errors about responses that are stored, if they are, at another replica."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -69,12 +74,13 @@ async def forward(request: Request, service: RouterServiceDep) -> Response:
 for _path in (
     *(endpoint.path for endpoint in ENDPOINTS),
     COUNT_PATH,
+    *responses.PATHS,
     *PATHS,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
     router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST"], include_in_schema=False)
+router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
 class _Exchange:
@@ -102,7 +108,7 @@ class _Exchange:
                 log.info("%s did not answer: %s", rank.replica.name, error)
                 failed = True
                 continue
-            if response.status_code not in _REFUSALS:
+            if response.status_code not in _REFUSALS and not _is_elsewhere(response):
                 return response
             refusal = response
         if refusal is not None:
@@ -186,6 +192,11 @@ class _Exchange:
         if rank.wanted is not None and self._router.internal_secret:
             headers += [(DP_RANK_HEADER, b"%d" % rank.wanted), (INTERNAL_HEADER, self._router.internal_secret.encode())]
         return rank.replica.client.head(self._request.method, target, headers, len(self._body))
+
+
+def _is_elsewhere(response: Response) -> bool:
+    """Tell whether a replica lacks a stored response, which another may have."""
+    return response.status_code in (400, 404) and any(code in response.body for code in _ELSEWHERE)
 
 
 def _is_sane(header: Header) -> bool:

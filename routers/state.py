@@ -20,6 +20,7 @@ from protocol.models import Runtime
 from routers.batches.store import BatchStore
 from routers.errors import Missing
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
 
 DP_RANK_HEADER = b"x-trellis-dp-rank"
 """Data-parallel rank that a router has chosen for a request; with it comes the internal secret."""
@@ -39,6 +40,8 @@ class ChatService:
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
     batches: BatchStore | None = None
     """Keeps batches of messages, if the settings allow them."""
+    responses: Responses = field(default_factory=Responses)
+    """Stored responses, and those that run in the background."""
 
     @property
     def healthy(self) -> bool:
@@ -46,6 +49,7 @@ class ChatService:
 
     async def close(self) -> None:
         """End what runs."""
+        await self.responses.close()
         if self.images is not None:
             await self.images.aclose()
         await self.engine.close()
@@ -233,5 +237,5 @@ EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
 DpRank = Annotated[int | None, Depends(_dp_rank)]
 Owner = Annotated[str, Depends(_owner)]
-"""Digest of the request's API key, which owns what is stored for it; empty on a server without keys."""
+"""A name for the key of the request; empty on a server without keys."""
 RequestId = Annotated[str, Depends(_request_id)]

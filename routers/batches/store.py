@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS requests (
     state TEXT NOT NULL, params BLOB, result BLOB, PRIMARY KEY (batch, place)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS requests_state ON requests (state, batch, place);
+PRAGMA user_version = 1;
 """
 _COLUMNS = "number, id, created, canceled, ended, total"
 
@@ -54,7 +55,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """How many of its requests have come to each outcome; empty until it has ended."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class BatchJob(msgspec.Struct, frozen=True):
     """A request of a batch that is to be done."""
 
     batch: int
@@ -158,10 +159,10 @@ class BatchStore:
         """Have done again what a process that has ended was doing."""
         await self._database.run(lambda db: db.execute("UPDATE requests SET state='waiting' WHERE state='running'"))
 
-    async def take(self) -> Job | None:
+    async def take(self) -> BatchJob | None:
         """Return the next request, which is running from now on; None if nothing waits."""
 
-        def work(db: sqlite3.Connection) -> Job | None:
+        def work(db: sqlite3.Connection) -> BatchJob | None:
             late = "SELECT number FROM batches WHERE ended IS NULL AND created<=?"
             for (number,) in db.execute(late, (time.time() - EXPIRY_SECONDS,)).fetchall():
                 query = "UPDATE requests SET state='expired', params=NULL WHERE batch=? AND state='waiting'"
@@ -172,11 +173,11 @@ class BatchStore:
             if row is None:
                 return None
             db.execute("UPDATE requests SET state='running' WHERE batch=? AND place=?", row[:2])
-            return Job(*row)
+            return BatchJob(*row)
 
         return await self._database.run(work)
 
-    async def put_back(self, job: Job) -> None:
+    async def put_back(self, job: BatchJob) -> None:
         """Let a request wait again, unless its batch is cancelled."""
 
         def work(db: sqlite3.Connection) -> None:
@@ -187,7 +188,7 @@ class BatchStore:
 
         await self._database.run(work)
 
-    async def finish(self, job: Job, outcome: Outcome, result: bytes) -> bool:
+    async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
         """Store what has become of a request; return False if there is no room for that, even without the oldest of the
         batches that have ended.
         """

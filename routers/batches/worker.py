@@ -17,9 +17,9 @@ from multimodal.answers.messages import MessageShape
 from multimodal.errors import RequestError
 from multimodal.processor import Processor
 from protocol.messages import MessagesRequest
-from routers.batches.store import BatchStore, Job
+from routers.batches.store import BatchJob, BatchStore
 from routers.body import parsed
-from routers.database import StoreFailure
+from routers.database import StoreUnavailable
 from routers.fields import FieldCheck
 from routers.messages import ENDPOINT, convert
 
@@ -61,7 +61,7 @@ class BatchWorker:
                     async with self._elected() as elected:
                         if elected:
                             await self._work()
-            except StoreFailure:  # it is logged
+            except StoreUnavailable:  # it is logged
                 pass
             except Exception:  # of any kind: batches go on once it is gone
                 log.exception("batches of messages have stopped for now")
@@ -107,8 +107,8 @@ class BatchWorker:
             await asyncio.wait_for(self.store.news.wait(), self.pause)
         self.store.news.clear()
 
-    async def _do(self, job: Job) -> bool:
-        """Do a request, and store its result; return False if it has to be done again. Raises StoreFailure."""
+    async def _do(self, job: BatchJob) -> bool:
+        """Do a request, and store its result; return False if it has to be done again. Raises StoreUnavailable."""
         begin_request()
         request_id = uuid4().hex
         try:
@@ -116,7 +116,7 @@ class BatchWorker:
             if await self.store.finish(job, "succeeded", result):
                 return True
             raise RequestError("The store of batches is full.", None, "batch_store_full")
-        except StoreFailure:
+        except StoreUnavailable:
             raise
         except EngineUnavailable as error:
             if not self._hopeless(job, error):
@@ -133,7 +133,7 @@ class BatchWorker:
             return False
         return True
 
-    def _hopeless(self, job: Job, error: Exception) -> bool:
+    def _hopeless(self, job: BatchJob, error: Exception) -> bool:
         """Count how often the engine died of a request, and tell whether that is enough."""
         if isinstance(error, EngineDied):
             place = (job.batch, job.place)

@@ -25,6 +25,8 @@ from multimodal.text.tokenizer import Tokenizer
 from routers.batches.store import BatchStore
 from routers.batches.worker import BatchWorker
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
+from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
@@ -160,6 +162,7 @@ def _chat_service(
         fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
+        responses=_responses(to),
         batches=_batch_store(to),
     )
 
@@ -170,7 +173,7 @@ def _batch_store(to: Composition) -> BatchStore | None:
     if not settings.batches_mb:
         return None
     model = hashlib.sha256(to.replica.model_name.encode()).hexdigest()[:16]
-    path = settings.cache_dir.expanduser() / "batches" / f"{model}.sqlite"
+    path = settings.cache_dir / "batches" / f"{model}.sqlite"
     store = BatchStore(path, settings.batches_mb << 20, settings.batch_max_requests)
     to.stack.push_async_callback(store.close)
     return store
@@ -189,3 +192,14 @@ def _batch_worker(to: Composition, service: ChatService) -> BatchWorker:
         concurrency=settings.batch_concurrency,
         ready=lambda: not to.replica.draining and service.healthy,
     )
+
+
+def _responses(to: Composition) -> Responses:
+    settings = to.settings
+    store = None
+    if settings.responses_store_mb:
+        path = settings.cache_dir / "responses.sqlite3"
+        store = SqliteStore(path, settings.responses_store_mb << 20, settings.responses_store_days * 86400)
+    responses = Responses(store)
+    to.stack.push_async_callback(responses.close)
+    return responses

@@ -120,7 +120,6 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
-            scope["state"]["owner"] = self._owner(scope)
         if scope["type"] == "http" and not self._admitted(scope):
             error = HTTPException(
                 401,
@@ -129,7 +128,14 @@ class ApiKeyMiddleware:
             )
             await render(error, scope).response()(scope, receive, send)
         else:
+            if scope["type"] == "http":
+                scope["state"]["owner"] = self._owner(scope)
             await self._app(scope, receive, send)
+
+    def _owner(self, scope: Scope) -> str:
+        """Return a name for the key of a request, by which what it stores is told from others'; empty without keys."""
+        used = (digest for digest in self._keys if _has_key([digest], scope))
+        return hashlib.sha256(b"owner:" + digest).hexdigest() if (digest := next(used, None)) is not None else ""
 
     def _dp_rank(self, headers: Headers) -> int | None:
         """Return the rank that a router with the internal secret names, if one does."""
@@ -142,15 +148,10 @@ class ApiKeyMiddleware:
     def _admitted(self, scope: Scope) -> bool:
         path = route_path(scope)
         if path in INTERNAL:
-            return _is_one_of(self._secrets, _bearer(scope))
-        return path == LIVENESS or needs_no_key(path) or not self._keys or bool(scope["state"]["owner"])
-
-    def _owner(self, scope: Scope) -> str:
-        """Return the digest of the request's key, if it is one of the keys; else an empty text."""
-        for given in (_bearer(scope), _header(scope, b"x-api-key")):
-            if given and _is_one_of(self._keys, given):
-                return _digest(given).hex()
-        return ""
+            return _has_one_of(self._secrets, scope)
+        if path == LIVENESS or needs_no_key(path) or not self._keys:
+            return True
+        return _has_key(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -237,10 +238,13 @@ class Turnstile:
             loop.call_soon(self._turn, loop)
 
 
-def _bearer(scope: Scope) -> bytes:
-    """Return the key that a request bears; empty if it has none, or several."""
+def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+    return scheme.lower() == b"bearer" and _is_one_of(digests, key.strip())
+
+
+def _has_key(digests: Sequence[bytes], scope: Scope) -> bool:
+    return _has_one_of(digests, scope) or _is_one_of(digests, _header(scope, b"x-api-key"))
 
 
 def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:

@@ -12,6 +12,7 @@ from engine.types import EngineInfo
 from routers import messages, tokenize
 from routers.batches import routes as batches
 from routers.endpoints import ENDPOINTS
+from routers.responses import routes as responses
 from routers.state import state_of
 from server.compose.model import served_name
 from server.http.middleware import LIVENESS
@@ -21,6 +22,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(endpoint.body for endpoint in ENDPOINTS),
     *messages.BODIES,
     *batches.BODIES,
+    *responses.BODIES,
     *tokenize.BODIES,
 )
 _REFERENCE = "#/components/schemas/{model}"

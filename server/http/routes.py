@@ -14,7 +14,7 @@ INTERNAL = frozenset({"/prefill", "/encode"})
 """Routes between replicas, never for outside clients."""
 _LACKING = frozenset(
     {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
-    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime", "responses"}
+    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime"}
     | {"threads", "uploads", "vector_stores", "videos"}
 )
 """First segments of OpenAI's routes that this server lacks."""

@@ -5,6 +5,7 @@ Each comes from where it is written once: descriptions and examples from the doc
 """
 
 import ast
+import copy
 import dataclasses
 import inspect
 import json
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
-from protocol import batches, chat, chunks, common, completions, errors, messages, models, tokenize
+from protocol import batches, chat, chunks, common, completions, errors, messages, models, responses, tokenize
 from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
@@ -26,7 +27,10 @@ from server.settings import Settings
 
 Schema = dict[str, Any]
 
-_MODULES: tuple[ModuleType, ...] = (common, chat, completions, messages, batches, tokenize, chunks, errors, models)
+_MODULES: tuple[ModuleType, ...] = (
+    *(common, chat, completions, messages, batches, responses),
+    *(tokenize, chunks, errors, models),
+)
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {
     "integer": ("minimum", "maximum", "exclusiveMinimum", "not"),
@@ -40,6 +44,8 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _ARRAY: Schema = {"type": "array"}
 _NULL: Schema = {"type": "null"}
+_NAME: Schema = {"type": "string", "minLength": 1}
+_TEXT_OR_PARTS: Schema = {"type": ["string", "array"]}
 
 
 def _needs(**fields: Schema) -> Schema:
@@ -77,6 +83,40 @@ _CONDITIONS: dict[str, Schema] = {
     "MessageTool": {"oneOf": [_needs(name=_TEXT) | {"properties": {"type": {"enum": [None, "custom"]}}}]},
     "MessageToolChoice": {
         "oneOf": [_needs(type={"enum": ["auto", "any", "none"]}), _needs(type={"enum": ["tool"]}, name=_TEXT)]
+    },
+    "InputPart": {
+        "oneOf": [
+            _needs(type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT),
+            _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
+            _needs(type={"enum": ["input_image"]}, image_url=_TEXT | {"minLength": 1}),
+        ]
+    },
+    "InputItem": {
+        "oneOf": [
+            _needs(type={"enum": ["message"]}, role=_TEXT, content=_TEXT_OR_PARTS),
+            _needs(type={"enum": ["function_call"]}, call_id=_NAME, name=_NAME, arguments=_TEXT),
+            _needs(type={"enum": ["custom_tool_call"]}, call_id=_NAME, name=_NAME, input=_TEXT),
+            _needs(
+                type={"enum": ["function_call_output", "custom_tool_call_output"]}, call_id=_NAME, output=_TEXT_OR_PARTS
+            ),
+        ]
+    },
+    "ResponsesTool": {
+        "oneOf": [_needs(type={"enum": ["function"]}, name=_NAME), _needs(type={"enum": ["custom"]}, name=_NAME)]
+    },
+    "ToolGrammar": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["lark"]}, definition=_NAME),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["regex"]}, definition=_NAME),
+        ]
+    },
+    "TextFormat": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["json_object"]}),
+            _needs(type={"enum": ["json_schema"]}, schema=_OBJECT),
+        ]
     },
     "MessageFormat": {"oneOf": [_needs(type={"enum": ["json_schema"]}, schema=_OBJECT)]},
     "ContentPart": {
@@ -130,6 +170,7 @@ _DEPENDENT: Schema = {
 
 _REFUSED: dict[type[Wire], Collection[str]] = {
     messages.BlockSource: ("file_id",),
+    responses.InputPart: ("file_id",),
     chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
@@ -153,7 +194,7 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
         if issubclass(cls, Wire):
             for name, found in properties.items():
                 properties[name] = _bounded(found, ranges.get(f"{cls.__name__}.{name}", ranges.get(name, {})))
-            schema |= _CONDITIONS.get(cls.__name__, {})
+            schema |= copy.deepcopy(_CONDITIONS.get(cls.__name__, {}))
             for name, harmless in _refused(cls).items():
                 properties[name] = _marked(properties[name], "", harmless)
             for name in _unguided(cls, kinds):
@@ -162,8 +203,11 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
                 properties["model"]["examples"] = [model_name]
         if issubclass(cls, ModelFields):
             _finish_request(schema, settings)
-    form = schemas["ResponseFormat"]
-    form["oneOf"] = [case for case in form["oneOf"] if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
+    if "structural_tag" not in kinds:
+        schemas["ToolGrammar"]["oneOf"].pop()
+    for name in ("ResponseFormat", "TextFormat"):
+        cases = schemas[name]["oneOf"]
+        schemas[name]["oneOf"] = [case for case in cases if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
 
 
 def wire_types() -> Iterator[type[BaseModel]]:
@@ -239,6 +283,8 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
         "top_p": {"exclusiveMinimum": RANGES["top_p"][0], "maximum": RANGES["top_p"][1]},
         "n": {"minimum": 1, "maximum": settings.max_n},
         "max_tokens": tokens,
+        "max_output_tokens": tokens,
+        "input": {"minItems": 1},
         "MessagesRequest.max_tokens": {},
         "max_completion_tokens": tokens,
         "min_tokens": tokens | {"minimum": 0},
@@ -298,9 +344,11 @@ def _finish_request(schema: Schema, settings: Settings) -> None:
         found = properties.get(field.name, {})
         if isinstance(field.default, bool | int | float) and "Default:" not in found.get("description", ""):
             found["default"] = field.default
-    required: list[str] = schema["required"]
+    required: list[str] = schema.setdefault("required", [])
     if not settings.model_optional:
         required.insert(0, "model")
         properties["model"] |= {"type": "string", "minLength": 1}
-    schema["dependentSchemas"] = {name: needs for name, needs in _DEPENDENT.items() if name in properties}
+    named = properties.keys()
+    dependent = {name: needs for name, needs in _DEPENDENT.items() if {name, *needs.get("properties", ())} <= named}
+    schema["dependentSchemas"] = dependent
     schema["examples"] = [{name: properties[name]["examples"][0] for name in dict.fromkeys(["model", *required])}]

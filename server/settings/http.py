@@ -83,6 +83,17 @@ class MessageBatchSettings(Section):
     """Number of requests of batches that run at once, at the lowest priority."""
 
 
+class ResponsesSettings(Section):
+    """Responses that are kept, in the file responses.sqlite3 of the folder CACHE_DIR."""
+
+    group = "Stored responses"
+
+    responses_store_mb: int = Field(1024, ge=0)
+    """Size of all stored responses in MiB, beyond which the oldest leave; 0 stores none."""
+    responses_store_days: float = Field(30.0, gt=0)
+    """Days after which a stored response leaves."""
+
+
 class LimitSettings(Section):
     """What one request may ask for."""
 

@@ -45,7 +45,7 @@ def checked(answer: httpx.Response) -> dict[str, Any]:
 async def begun(client: httpx.AsyncClient) -> None:
     """The engine has a request."""
     async with asyncio.timeout(10 * slowness()):
-        while 'trtllm_num_requests_running{model_name="fake"} 1.0' not in (await client.get("/metrics")).text:
+        while BEGUN not in (await client.get("/metrics")).text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

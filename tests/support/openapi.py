@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -19,6 +20,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake", "prompt": "hello", "max_tokens": 4},
     "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
     "/v1/messages/count_tokens": {"model": "fake", "messages": MESSAGES},
+    "/v1/responses": {"model": "fake", "input": "hello", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"model": "fake", "input": "hello"},
+    "/v1/responses/compact": {"model": "fake", "input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/v1/tokenize": {"messages": MESSAGES},
     "/v1/detokenize": {"tokens": [40, 41]},
@@ -27,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 NARROWED = {
     "max_tokens": {"maximum": 32},  # with the prompt, the largest exceeds the context
     "max_completion_tokens": {"maximum": 32},
+    "max_output_tokens": {"maximum": 32},
     "min_tokens": {"maximum": 4},  # at most max_tokens
     "n": {"maximum": 8},
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]?|[1-4][0-9]{2})$"}, "maxProperties": 9},  # below 512
@@ -48,7 +53,9 @@ class App:
         self._client: httpx.AsyncClient
 
     def __enter__(self) -> "App":
-        self._client, _ = self._runner.run(self._stack.enter_async_context(application()))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        served = application(cache_dir=folder, responses_store_mb=64)
+        self._client, _ = self._runner.run(self._stack.enter_async_context(served))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,6 +187,8 @@ def contradicts(body: dict[str, Any]) -> bool:
         or guided
         or not all(map(_is_object, _arguments(body)))
         or not all(map(_fits_role, body.get("messages") or ()))
+        or ("input" in body and body["input"] is None)
+        or body.get("previous_response_id") is not None
     )
 
 
@@ -198,6 +207,8 @@ def _fits_role(message: dict[str, Any]) -> bool:
 
 def _arguments(body: dict[str, Any]) -> Iterator[str]:
     """Yield the JSON texts of the arguments of calls that a body's messages have."""
+    items = given if isinstance(given := body.get("input"), list) else ()
+    yield from (text for item in items if (text := item.get("arguments")))
     for message in body.get("messages") or ():
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         functions += [function] if (function := message.get("function_call")) else []
