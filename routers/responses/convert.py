@@ -39,8 +39,6 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
 
 def context(body: ContextFields, history: Sequence[InputItem] = ()) -> Ask:
     """Return a request that has the conversation and tools of a body, and nothing else. Raises RequestError."""
-    if body.conversation is not None and body.previous_response_id is not None:
-        raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
     if body.input is None and not history and body.instructions is None:
         raise RequestError("'input' is missing.", "input")
     messages = Messages()

@@ -71,7 +71,7 @@ class ResponseStore(Protocol):
     """Keeps responses. All methods see only what `owner` owns."""
 
     async def put(self, record: Record) -> None:
-        """Store a response, or what has become of it. One that was deleted meanwhile stays deleted if it is final."""
+        """Store a response, or what has become of it. One of the background stays deleted if it was meanwhile."""
         ...
 
     async def get(self, owner: str, response: str) -> Record | None: ...
@@ -128,7 +128,7 @@ class SqliteStore:
                 " background=?, previous=?, conversation=?, response=?, items=? WHERE id=?",
                 (*values, record.response, record.items, record.id),
             ).rowcount
-            if not known and not (record.background and record.status in FINAL):
+            if not known and not (record.background and record.status != "queued"):
                 db.execute(
                     "INSERT INTO responses (owner, created, beat, size, status, background, previous, conversation,"
                     " response, items, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

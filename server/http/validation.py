@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 _TYPES = {
     "string_type": "a string",
     "int_type": "an integer",
+    "int_parsing": "an integer",
+    "bool_parsing": "true or false",
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "an array",
@@ -78,6 +80,8 @@ def _fault(entry: Mapping[str, Any], body: Any) -> _Fault:
     path: list[str | int] = []
     branches: list[tuple[int, str]] = []
     location = entry["loc"]
+    if location[:1] == ("query",):  # FastAPI's own prefix of what it takes from the URL
+        return _Fault(tuple(location[1:]), (), entry["type"], entry.get("ctx", {}), entry["msg"])
     for position, part in enumerate(location):
         last = position == len(location) - 1
         if (isinstance(body, dict) and part in body) or (
