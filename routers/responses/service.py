@@ -46,7 +46,7 @@ class History:
 
 
 @dataclass(eq=False)
-class Run:
+class BackgroundRun:
     """A background response of this process."""
 
     task: asyncio.Task[None] = field(init=False)
@@ -62,7 +62,7 @@ class Responses:
     """The responses of one process; its store is shared with others. Without a store nothing is kept."""
 
     store: ResponseStore | None = None
-    _runs: dict[str, Run] = field(default_factory=dict, init=False)
+    _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:
         """Return the store. Raises RequestError if there is none."""
@@ -137,7 +137,7 @@ class Responses:
         except BaseException:
             at_end()
             raise
-        run = Run()
+        run = BackgroundRun()
         run.task = asyncio.create_task(self._run(run, record, generation, shape, error_of), name=record.id)
         self._runs[record.id] = run
 
@@ -175,8 +175,8 @@ class Responses:
             with suppress(TimeoutError):
                 await asyncio.wait_for(waiting, BEAT_SECONDS)
         if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
-            event = {"type": "response.failed", "sequence_number": after + 1}
-            yield orjson.dumps({**event, "response": orjson.loads(record.response)})
+            failed = {"type": "response.failed", "sequence_number": after + 1}
+            yield orjson.dumps({**failed, "response": orjson.loads(record.response)})
         elif after == first:
             raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
@@ -246,7 +246,7 @@ class Responses:
         raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
 
     async def _run(
-        self, run: Run, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
+        self, run: BackgroundRun, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
     ) -> None:
         store = self.stored()
         number = shape.numbers

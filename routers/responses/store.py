@@ -121,8 +121,9 @@ class SqliteStore:
 
     async def put(self, record: Record) -> None:
         def work(db: sqlite3.Connection) -> None:
-            values = (record.owner, record.created, time.time(), len(record.response) + len(record.items))
-            values += (record.status, record.background, record.previous, record.conversation)
+            size = len(record.response) + len(record.items)
+            head = (record.owner, record.created, time.time(), size)
+            values = (*head, record.status, record.background, record.previous, record.conversation)
             known = db.execute(
                 "UPDATE responses SET owner=?, created=?, beat=?, size=size-length(response)-length(items)+?, status=?,"
                 " background=?, previous=?, conversation=?, response=?, items=? WHERE id=?",
@@ -139,7 +140,7 @@ class SqliteStore:
                     "INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)",
                     (record.owner, record.conversation, record.id, record.created),
                 )
-            self._bound(db, values[3])
+            self._bound(db, size)
 
         await self._run(work)
 
@@ -224,8 +225,7 @@ class SqliteStore:
         row = db.execute(query, (response, owner, self._oldest)).fetchone()
         if row is None:
             return None
-        *head, background, previous, conversation, response_object, items, beat, cancelled = row
-        return Record(*head, bool(background), previous, conversation, response_object, items, beat, bool(cancelled))
+        return msgspec.convert(dict(zip(Record.__struct_fields__, row, strict=True)), Record, strict=False)
 
     def _bound(self, db: sqlite3.Connection, size: int) -> None:
         """Remove what is too old or too much, after every sixteenth of the bound that is written."""
