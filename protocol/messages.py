@@ -230,7 +230,7 @@ class MessagesRequest(PromptFields):
     """Accepted and ignored. Example: "user-1" """
 
 
-class OutputTokensDetails(BaseModel):
+class ThinkingDetails(BaseModel):
     """Parts of `output_tokens`."""
 
     thinking_tokens: int
@@ -250,7 +250,7 @@ class MessageUsage(BaseModel):
     """Tokens of the prompt whose KV blocks were cached."""
     output_tokens: int
     """Tokens generated."""
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ThinkingDetails
     """Parts of `output_tokens`."""
     server_tool_use: None = None
     """Always null."""

@@ -36,3 +36,10 @@ class ResponseNotFound(RequestError):
 
 class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
+
+
+class BatchNotFound(RequestError):
+    """There is no such batch, or it belongs to another key."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")

@@ -10,6 +10,7 @@ from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
 from protocol.common import GenerationFields, ModelFields, ResponseFormat, SamplingFields, Wire
+from protocol.messages import PromptFields
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,10 @@ _MAX_UNKNOWN = 100
 def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
     fields = body.model_fields.keys()
-    completes = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
-    return {name: harmless for name, harmless in _REFUSED.items() if name in fields - completes}
+    accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
+    if issubclass(body, PromptFields):
+        accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
+    return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 
 
 class FieldCheck:

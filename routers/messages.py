@@ -21,6 +21,7 @@ from protocol.messages import (
     MessagesRequest,
     MessageTool,
     PromptFields,
+    TextBlock,
     TokensCount,
     WholeMessage,
 )
@@ -299,7 +300,7 @@ def _document(source: BlockSource, param: str) -> str:
         return _needed(source.data, f"{param}.data")
     if source.type != "content":
         raise _wrong_source(source, "text or content (no PDF)", param)
-    content = _needed(source.content, f"{param}.content")
+    content: str | list[TextBlock] = _needed(source.content, f"{param}.content")
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 

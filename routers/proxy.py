@@ -24,9 +24,11 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from multimodal.errors import RequestError
+from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
+from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
 from routers.responses import routes as responses
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
@@ -58,6 +60,11 @@ _MAX_ANSWER = 256 << 20
 log = logging.getLogger(__name__)
 
 
+async def keep_no_batches() -> None:
+    """Refuse batches: each of several replicas would keep its own."""
+    raise WrongReplica("A router keeps no batches: send them to a replica.")
+
+
 async def forward(request: Request, service: RouterServiceDep) -> Response:
     """Answer as a replica does."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
@@ -71,6 +78,8 @@ for _path in (
     *PATHS,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
+for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
+    router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 

@@ -17,6 +17,7 @@ from multimodal.processor import Processor
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
+from routers.batches.store import BatchStore
 from routers.errors import Missing
 from routers.fields import FieldCheck
 from routers.responses.service import Responses
@@ -37,6 +38,8 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    batches: BatchStore | None = None
+    """Keeps batches of messages, if the settings allow them."""
     responses: Responses = field(default_factory=Responses)
     """Stored responses, and those that run in the background."""
 
@@ -177,7 +180,7 @@ class HttpOptions:
 
 
 class State(TypedDict):
-    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy;
+    """The lifespan's state. Middleware adds `request_id`, `owner` and, past the gate, `service` to each request's copy;
     `body_bytes` is there once the body has been read.
     """
 

@@ -15,9 +15,10 @@ from multimodal.answers.responses import PREFIXES, ResponsesShape
 from multimodal.errors import RequestError, shown
 from multimodal.processor import Generation
 from protocol.responses import ContextFields, InputItem
+from routers.database import StoreUnavailable
 from routers.errors import ResponseNotFound
 from routers.responses.convert import conversation_of, items_of
-from routers.responses.store import FINAL, Record, ResponseStore, StoreUnavailable
+from routers.responses.store import FINAL, Record, ResponseStore
 
 FLUSH_SECONDS = 0.05
 """How often the events of a background response are stored."""

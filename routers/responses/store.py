@@ -4,20 +4,15 @@ One file serves all API processes of this machine, and outlives them. Other data
 `ResponseStore`, nothing else.
 """
 
-import asyncio
-import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
-from engine.errors import EngineUnavailable
-from engine.kit.work import Lane
-
-T = TypeVar("T")
+from routers.database import Database
 
 FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
 """States that a response does not leave."""
@@ -37,12 +32,6 @@ CREATE TABLE IF NOT EXISTS conversations (
 PRAGMA user_version = 1;
 """
 _COLUMNS = "id, owner, created, status, background, previous, conversation, response, items, beat, cancelled"
-
-log = logging.getLogger(__name__)
-
-
-class StoreUnavailable(EngineUnavailable):
-    """The store cannot be read or written: the disk is full, say."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -111,13 +100,11 @@ class SqliteStore:
     """
 
     def __init__(self, path: Path, max_bytes: int, max_seconds: float) -> None:
-        self._path = path
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self._unchecked = 0
-        """Bytes written since the bounds were last checked."""
-        self._lane = Lane("responses", 1)
-        self._connection: sqlite3.Connection | None = None
+        self._database = Database(path, _SCHEMA, "responses")
+        self._unchecked = max_bytes
+        """Bytes written since the bounds were last checked; they are checked at the first write."""
 
     async def put(self, record: Record) -> None:
         def work(db: sqlite3.Connection) -> None:
@@ -142,10 +129,10 @@ class SqliteStore:
                 )
             self._bound(db, size)
 
-        await self._run(work)
+        await self._database.run(work)
 
     async def get(self, owner: str, response: str) -> Record | None:
-        return await self._run(lambda db: self._get(db, owner, response))
+        return await self._database.run(lambda db: self._get(db, owner, response))
 
     async def chain(self, owner: str, response: str) -> list[Record] | None:
         def work(db: sqlite3.Connection) -> list[Record] | None:
@@ -158,7 +145,7 @@ class SqliteStore:
                 following = record.previous
             return found[::-1]
 
-        return await self._run(work)
+        return await self._database.run(work)
 
     async def last(self, owner: str, conversation: str) -> str | None:
         def work(db: sqlite3.Connection) -> str | None:
@@ -169,7 +156,7 @@ class SqliteStore:
             ).fetchone()
             return None if row is None else str(row[0])
 
-        return await self._run(work)
+        return await self._database.run(work)
 
     async def delete(self, owner: str, response: str) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -178,7 +165,7 @@ class SqliteStore:
             db.execute("DELETE FROM events WHERE response=?", (response,))
             return True
 
-        return await self._run(work)
+        return await self._database.run(work)
 
     async def append(self, response: str, first: int, events: Sequence[bytes]) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -193,28 +180,23 @@ class SqliteStore:
             self._bound(db, size)
             return not lives[0][0]
 
-        return await self._run(work)
+        return await self._database.run(work)
 
     async def events(self, response: str, after: int) -> list[bytes]:
         def work(db: sqlite3.Connection) -> list[bytes]:
             query = "SELECT event FROM events WHERE response=? AND number>? ORDER BY number LIMIT 1000"
             return [row[0] for row in db.execute(query, (response, after))]
 
-        return await self._run(work)
+        return await self._database.run(work)
 
     async def cancel(self, owner: str, response: str) -> None:
         def work(db: sqlite3.Connection) -> None:
             db.execute("UPDATE responses SET cancelled=1 WHERE id=? AND owner=?", (response, owner))
 
-        await self._run(work)
+        await self._database.run(work)
 
     async def close(self) -> None:
-        def work() -> None:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-        await self._lane.run(work)
+        await self._database.close()
 
     @property
     def _oldest(self) -> float:
@@ -242,29 +224,3 @@ class SqliteStore:
             total -= length
         db.execute("DELETE FROM events WHERE response NOT IN (SELECT id FROM responses)")
         db.execute("DELETE FROM conversations WHERE last NOT IN (SELECT id FROM responses)")
-
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        def job() -> T:
-            db = self._connection or self._open()
-            with db:  # a transaction
-                return work(db)
-
-        def translated() -> T:
-            try:
-                return job()
-            except (sqlite3.Error, OSError) as error:
-                log.error("the store of responses failed at %s: %s", self._path, error)
-                raise StoreUnavailable("The store of responses does not work.") from error
-
-        return await asyncio.shield(asyncio.ensure_future(self._lane.run(translated)))
-
-    def _open(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.touch(0o600)
-        db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.executescript(_SCHEMA)
-        self._connection = db
-        self._unchecked = self._max_bytes  # check the bounds at the first write
-        return db

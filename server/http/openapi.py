@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from engine.types import EngineInfo
 from routers import messages, tokenize
+from routers.batches import routes as batches
 from routers.endpoints import ENDPOINTS
 from routers.responses import routes as responses
 from routers.state import state_of
@@ -20,6 +21,7 @@ from server.settings import Settings
 _BODIES: tuple[type[BaseModel], ...] = (
     *(endpoint.body for endpoint in ENDPOINTS),
     *messages.BODIES,
+    *batches.BODIES,
     *responses.BODIES,
     *tokenize.BODIES,
 )

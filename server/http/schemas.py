@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
-from protocol import chat, chunks, common, completions, errors, messages, models, responses, tokenize
+from protocol import batches, chat, chunks, common, completions, errors, messages, models, responses, tokenize
 from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
@@ -27,7 +27,10 @@ from server.settings import Settings
 
 Schema = dict[str, Any]
 
-_MODULES: tuple[ModuleType, ...] = (common, chat, completions, messages, responses, tokenize, chunks, errors, models)
+_MODULES: tuple[ModuleType, ...] = (
+    *(common, chat, completions, messages, batches, responses),
+    *(tokenize, chunks, errors, models),
+)
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {
     "integer": ("minimum", "maximum", "exclusiveMinimum", "not"),

@@ -80,8 +80,9 @@ def _fault(entry: Mapping[str, Any], body: Any) -> _Fault:
     path: list[str | int] = []
     branches: list[tuple[int, str]] = []
     location = entry["loc"]
-    if location[:1] == ("query",):  # FastAPI's own prefix of what it takes from the URL
-        return _Fault(tuple(location[1:]), (), entry["type"], entry.get("ctx", {}), entry["msg"])
+    if body is None and location[:1] == ("query",):
+        location = location[1:]
+        body = dict.fromkeys(location)
     for position, part in enumerate(location):
         last = position == len(location) - 1
         if (isinstance(body, dict) and part in body) or (

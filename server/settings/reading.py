@@ -26,7 +26,7 @@ from server.settings.engine import (
 )
 from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
-from server.settings.http import HttpSettings, LimitSettings, ResponsesSettings
+from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
 from server.settings.observability import EventSettings, HealthSettings, LogSettings, TraceSettings
 from server.settings.replicas import DisaggregationSettings, RoutingSettings
@@ -50,6 +50,7 @@ class Settings(
     DisaggregationSettings,
     TrtllmSettings,
     MediaSettings,
+    MessageBatchSettings,
     LimitSettings,
     LogSettings,
     HttpSettings,
