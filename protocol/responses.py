@@ -260,7 +260,7 @@ class CompactRequest(ModelFields):
     """Accepted and ignored. Example: "auto" """
 
 
-class InputTokensDetails(BaseModel):
+class ResponseInputDetails(BaseModel):
     """Parts of `input_tokens`."""
 
     cached_tokens: int
@@ -269,7 +269,7 @@ class InputTokensDetails(BaseModel):
     """Always 0: nothing is charged for caching."""
 
 
-class OutputTokensDetails(BaseModel):
+class ResponseOutputDetails(BaseModel):
     """Parts of `output_tokens`."""
 
     reasoning_tokens: int
@@ -281,11 +281,11 @@ class ResponseUsage(BaseModel):
 
     input_tokens: int
     """Tokens of the prompt."""
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputDetails
     """Parts of `input_tokens`."""
     output_tokens: int
     """Tokens generated."""
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputDetails
     """Parts of `output_tokens`."""
     total_tokens: int
     """The sum of both."""

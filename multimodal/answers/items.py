@@ -64,7 +64,7 @@ class Closed(msgspec.Struct, frozen=True, gc=False):
     item: Item
 
 
-class Usage(msgspec.Struct, frozen=True, gc=False):
+class TokenUsage(msgspec.Struct, frozen=True, gc=False):
     """Numbers of tokens: `cached` of the `prompt`, `reasoning` of the `output`."""
 
     prompt: int
@@ -79,7 +79,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason
     stop_reason: int | str | None
     """The stop string, or stop token id, that ended it."""
-    usage: Usage
+    usage: TokenUsage
 
 
 Happening = Opened | Added | Closed | Ended
@@ -97,10 +97,10 @@ class Reducer:
         """Those of tokens whose text is yet to come."""
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Numbers of tokens up to now."""
         choice = self._choice
-        return Usage(choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens)
+        return TokenUsage(choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens)
 
     def feed(self, piece: Piece) -> list[Happening]:
         """Return what the next piece makes happen."""

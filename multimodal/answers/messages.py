@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from multimodal.answers.choices import Piece
-from multimodal.answers.items import Added, Closed, Ended, Item, Opened, Reducer, Usage
+from multimodal.answers.items import Added, Closed, Ended, Item, Opened, Reducer, TokenUsage
 from multimodal.answers.shapes import AnswerContext, Shape
 
 
@@ -64,7 +64,7 @@ class MessageShape(Shape):
     def whole(self) -> bytes:
         return orjson.dumps(self._message | {"content": [_block(item) for item in self._reducer.items]})
 
-    def _with_usage(self, usage: Usage) -> dict[str, Any]:
+    def _with_usage(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the message with what is known of the request as a whole."""
         found = {**_usage(usage), "cache_creation": None, "service_tier": "standard", "inference_geo": None}
         return self._message | {"usage": found}
@@ -132,7 +132,7 @@ def _signature(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -10,7 +10,7 @@ from multimodal.request import Ask, AskedGuide, Conversation, Tool, Tools
 from protocol.chat import FunctionDefinition
 from protocol.responses import ContextFields, InputItem, ResponsesRequest, ResponsesTool, TextFormat
 from routers.fields import sampling_of
-from routers.responses.history import Entry, Messages
+from routers.responses.history import InputEntry, Messages
 from routers.tools import chosen_tools, template_tools
 
 _FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
@@ -39,15 +39,13 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
 
 def context(body: ContextFields, history: Sequence[InputItem] = ()) -> Ask:
     """Return a request that has the conversation and tools of a body, and nothing else. Raises RequestError."""
-    if body.conversation is not None and body.previous_response_id is not None:
-        raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
     if body.input is None and not history and body.instructions is None:
         raise RequestError("'input' is missing.", "input")
     messages = Messages()
     if body.instructions is not None:
-        messages.add([Entry("instructions", InputItem(type="message", role="system", content=body.instructions))])
-    messages.add(Entry("previous_response_id", item) for item in history)
-    messages.add(Entry(f"input.{place}", item) for place, item in enumerate(items_of(body.input)))
+        messages.add([InputEntry("instructions", InputItem(type="message", role="system", content=body.instructions))])
+    messages.add(InputEntry("previous_response_id", item) for item in history)
+    messages.add(InputEntry(f"input.{place}", item) for place, item in enumerate(items_of(body.input)))
     if isinstance(body.input, list) and not messages.messages:
         raise RequestError("'input' is empty.", "input")
     tools, shown_tools = tools_of(body)

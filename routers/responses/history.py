@@ -15,7 +15,7 @@ _IGNORED = frozenset({"web_search_call", "file_search_call", "code_interpreter_c
 SUMMARY = "Summary of the conversation before this message:\n"
 
 
-class Entry(NamedTuple):
+class InputEntry(NamedTuple):
     """An item, and the field of the request that it comes from."""
 
     param: str
@@ -31,7 +31,7 @@ class Messages:
         self._turn: dict[str, Any] | None = None
         """The assistant's message that calls and text may still be added to."""
 
-    def add(self, entries: Iterable[Entry]) -> "Messages":
+    def add(self, entries: Iterable[InputEntry]) -> "Messages":
         """Take the next items. Raises RequestError."""
         for param, item in entries:
             match item.type or ("message" if item.role is not None else None):

@@ -64,7 +64,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedResponse:
     """A response that has not begun."""
 
     record: Record
@@ -233,7 +233,7 @@ async def input_items(
 
 async def prepare(
     state: State, service: ChatService, body: ResponsesRequest, owner: str, request_id: str, dp_rank: int | None
-) -> _Prepared:
+) -> PreparedResponse:
     """Prepare a response. Raises what preparing a chat raises."""
     service.fields.check(body)
     if body.background and body.store is False:
@@ -259,10 +259,10 @@ async def prepare(
         response=b"",
         items=numbered(history.own, unique),
     )
-    return _Prepared(record, generation, generation.shape)
+    return PreparedResponse(record, generation, generation.shape)
 
 
-async def events(responses: Responses, prepared: _Prepared, error_of: ErrorOf) -> AsyncGenerator[bytes]:
+async def events(responses: Responses, prepared: PreparedResponse, error_of: ErrorOf) -> AsyncGenerator[bytes]:
     """Yield the events of a response; it is stored before the last of them. What is raised before the first event is
     raised from here, a later failure is an event.
     """

@@ -27,6 +27,7 @@ BEAT_SECONDS = 1.0
 STALE_SECONDS = 30.0
 """Silence after which its process is taken for dead."""
 _POLL_SECONDS = 0.2
+_SHUT_DOWN = {"code": "server_error", "message": "The server was shut down."}
 _LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _TYPES = {"function_call": "call", "function_call_output": "call", "reasoning": "reasoning"}
 _TYPES |= {"custom_tool_call": "custom", "custom_tool_call_output": "custom"}
@@ -46,11 +47,13 @@ class History:
 
 
 @dataclass(eq=False)
-class Run:
+class BackgroundRun:
     """A background response of this process."""
 
     task: asyncio.Task[None] = field(init=False)
     cancelled: bool = False
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end it early: it is cancelled, or else the server shuts down."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, whenever events have been stored."""
 
@@ -60,7 +63,7 @@ class Responses:
     """The responses of one process; its store is shared with others. Without a store nothing is kept."""
 
     store: ResponseStore | None = None
-    _runs: dict[str, Run] = field(default_factory=dict, init=False)
+    _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:
         """Return the store. Raises RequestError if there is none."""
@@ -71,6 +74,8 @@ class Responses:
     async def history(self, owner: str, body: ContextFields, local: Mapping[str, Record] | None = None) -> History:
         """Return what comes before a request; `local` has responses that are not stored. Raises RequestError."""
         previous, conversation = body.previous_response_id, conversation_of(body)
+        if previous is not None and conversation is not None:
+            raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
         own = [await self._resolved(owner, item, place) for place, item in enumerate(items_of(body.input))]
         if conversation is not None and previous is None:
             previous = await self.stored().last(owner, conversation)
@@ -133,7 +138,7 @@ class Responses:
         except BaseException:
             at_end()
             raise
-        run = Run()
+        run = BackgroundRun()
         run.task = asyncio.create_task(self._run(run, record, generation, shape, error_of), name=record.id)
         self._runs[record.id] = run
 
@@ -171,8 +176,8 @@ class Responses:
             with suppress(TimeoutError):
                 await asyncio.wait_for(waiting, BEAT_SECONDS)
         if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
-            event = {"type": "response.failed", "sequence_number": after + 1}
-            yield orjson.dumps({**event, "response": orjson.loads(record.response)})
+            failed = {"type": "response.failed", "sequence_number": after + 1}
+            yield orjson.dumps({**failed, "response": orjson.loads(record.response)})
         elif after == first:
             raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
@@ -194,19 +199,22 @@ class Responses:
             raise ResponseNotFound(response)
         if (run := self._runs.get(response)) is not None:
             run.cancelled = True
-            run.task.cancel()
+            run.stop.set()
 
     async def close(self) -> None:
         """End what runs in the background, and the store."""
-        await cancel([run.task for run in self._runs.values()])
+        for run in self._runs.values():
+            run.stop.set()
+        if self._runs:
+            await asyncio.wait([run.task for run in self._runs.values()])
         if self.store is not None:
             await self.store.close()
 
     async def _stop(self, owner: str, response: str) -> None:
         await self.stored().cancel(owner, response)
-        if (run := self._runs.get(response)) is not None and not run.cancelled:
+        if (run := self._runs.get(response)) is not None:
             run.cancelled = True
-            run.task.cancel()
+            run.stop.set()
 
     async def _chain(self, owner: str, response: str, local: Mapping[str, Record]) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
@@ -239,10 +247,11 @@ class Responses:
         raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
 
     async def _run(
-        self, run: Run, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
+        self, run: BackgroundRun, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
     ) -> None:
         store = self.stored()
         number = shape.numbers
+        error: dict[str, Any] | None = None
         pending: list[bytes] = []
 
         async def consume() -> None:
@@ -260,28 +269,29 @@ class Responses:
             run.changed = asyncio.Event()
             return goes_on
 
-        consuming = asyncio.create_task(consume())
-        status, error, began = "", None, 0.0
+        consuming, stopping = asyncio.create_task(consume()), asyncio.create_task(run.stop.wait())
+        flushed = 0.0
         try:
-            while not consuming.done():
-                await asyncio.wait([consuming], timeout=FLUSH_SECONDS)
-                if not consuming.done() and (pending or time.monotonic() - began > BEAT_SECONDS):
-                    if not began:
-                        await store.put(replace(record, status="in_progress", response=orjson.dumps(shape.response())))
-                    began = time.monotonic()
-                    if not await flush():
-                        status = "cancelled"
-                        break
-            else:
+            while not (consuming.done() or run.stop.is_set()):
+                await asyncio.wait((consuming, stopping), timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if consuming.done() or not (pending or time.monotonic() - flushed > BEAT_SECONDS):
+                    continue
+                if not flushed:
+                    await store.put(replace(record, status="in_progress", response=orjson.dumps(shape.response())))
+                flushed = time.monotonic()
+                if not await flush():
+                    run.cancelled = True
+                    run.stop.set()
+            if consuming.done():
                 consuming.result()
-        except asyncio.CancelledError:
-            status = "cancelled" if run.cancelled else "failed"
-            error = None if run.cancelled else {"code": "server_error", "message": "The server was shut down."}
         except Exception as failure:  # of any kind: the response says what it was
-            status, error = "failed", error_of(failure)
-        await cancel([consuming])
-        if status and not shape.ended:
-            pending.extend(shape.break_off("cancelled" if status == "cancelled" else "failed", error))
+            error = error_of(failure)
+        await cancel([consuming, stopping])
+        if not shape.ended:
+            cancelled = run.cancelled and error is None
+            pending.extend(
+                shape.break_off("cancelled") if cancelled else shape.break_off("failed", error or _SHUT_DOWN)
+            )
         with suppress(StoreUnavailable):
             await flush()
             await self.save(record, shape)

@@ -60,7 +60,7 @@ class ResponseStore(Protocol):
     """Keeps responses. All methods see only what `owner` owns."""
 
     async def put(self, record: Record) -> None:
-        """Store a response, or what has become of it. One that was deleted meanwhile stays deleted if it is final."""
+        """Store a response, or what has become of it. One of the background stays deleted if it was meanwhile."""
         ...
 
     async def get(self, owner: str, response: str) -> Record | None: ...
@@ -108,14 +108,15 @@ class SqliteStore:
 
     async def put(self, record: Record) -> None:
         def work(db: sqlite3.Connection) -> None:
-            values = (record.owner, record.created, time.time(), len(record.response) + len(record.items))
-            values += (record.status, record.background, record.previous, record.conversation)
+            size = len(record.response) + len(record.items)
+            head = (record.owner, record.created, time.time(), size)
+            values = (*head, record.status, record.background, record.previous, record.conversation)
             known = db.execute(
                 "UPDATE responses SET owner=?, created=?, beat=?, size=size-length(response)-length(items)+?, status=?,"
                 " background=?, previous=?, conversation=?, response=?, items=? WHERE id=?",
                 (*values, record.response, record.items, record.id),
             ).rowcount
-            if not known and not (record.background and record.status in FINAL):
+            if not known and not (record.background and record.status != "queued"):
                 db.execute(
                     "INSERT INTO responses (owner, created, beat, size, status, background, previous, conversation,"
                     " response, items, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -126,7 +127,7 @@ class SqliteStore:
                     "INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)",
                     (record.owner, record.conversation, record.id, record.created),
                 )
-            self._bound(db, values[3])
+            self._bound(db, size)
 
         await self._database.run(work)
 
@@ -206,8 +207,7 @@ class SqliteStore:
         row = db.execute(query, (response, owner, self._oldest)).fetchone()
         if row is None:
             return None
-        *head, background, previous, conversation, response_object, items, beat, cancelled = row
-        return Record(*head, bool(background), previous, conversation, response_object, items, beat, bool(cancelled))
+        return msgspec.convert(dict(zip(Record.__struct_fields__, row, strict=True)), Record, strict=False)
 
     def _bound(self, db: sqlite3.Connection, size: int) -> None:
         """Remove what is too old or too much, after every sixteenth of the bound that is written."""

@@ -120,7 +120,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
-        if scope["type"] == "http" and not self._admitted(scope):
+        if scope["type"] == "http" and not self._admit(scope):
             error = HTTPException(
                 401,
                 "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY.",
@@ -128,14 +128,7 @@ class ApiKeyMiddleware:
             )
             await render(error, scope).response()(scope, receive, send)
         else:
-            if scope["type"] == "http":
-                scope["state"]["owner"] = self._owner(scope)
             await self._app(scope, receive, send)
-
-    def _owner(self, scope: Scope) -> str:
-        """Return a name for the key of a request, by which what it stores is told from others'; empty without keys."""
-        used = (digest for digest in self._keys if _has_key([digest], scope))
-        return hashlib.sha256(b"owner:" + digest).hexdigest() if (digest := next(used, None)) is not None else ""
 
     def _dp_rank(self, headers: Headers) -> int | None:
         """Return the rank that a router with the internal secret names, if one does."""
@@ -145,13 +138,16 @@ class ApiKeyMiddleware:
         given = _digest(headers.get(INTERNAL_HEADER.decode(), "").encode("latin-1"))
         return int(rank) if self._secrets and hmac.compare_digest(given, self._secrets[0]) else None
 
-    def _admitted(self, scope: Scope) -> bool:
+    def _admit(self, scope: Scope) -> bool:
+        """Tell whether a request may come in, and note which key it has: what it stores is its own."""
         path = route_path(scope)
         if path in INTERNAL:
-            return _has_one_of(self._secrets, scope)
+            return _bearer(self._secrets, scope) is not None
         if path == LIVENESS or needs_no_key(path) or not self._keys:
             return True
-        return _has_key(self._keys, scope)
+        used = _bearer(self._keys, scope) or _match(self._keys, _header(scope, b"x-api-key"))
+        scope["state"]["owner"] = hashlib.sha256(b"owner:" + used).hexdigest() if used is not None else ""
+        return used is not None
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
@@ -238,19 +234,16 @@ class Turnstile:
             loop.call_soon(self._turn, loop)
 
 
-def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+def _bearer(digests: Sequence[bytes], scope: Scope) -> bytes | None:
+    """Return the digest of the key that a request brings as a bearer, if it is one of these."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
-    return scheme.lower() == b"bearer" and _is_one_of(digests, key.strip())
+    return _match(digests, key.strip()) if scheme.lower() == b"bearer" else None
 
 
-def _has_key(digests: Sequence[bytes], scope: Scope) -> bool:
-    return _has_one_of(digests, scope) or _is_one_of(digests, _header(scope, b"x-api-key"))
-
-
-def _is_one_of(digests: Sequence[bytes], key: bytes) -> bool:
+def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
     given = _digest(key)
-    matches = [hmac.compare_digest(given, digest) for digest in digests]
-    return any(matches)
+    matches = [digest for digest in digests if hmac.compare_digest(given, digest)]
+    return matches[0] if matches else None
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

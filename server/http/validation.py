@@ -12,6 +12,7 @@ _TYPES = {
     "string_type": "a string",
     "int_type": "an integer",
     "int_parsing": "an integer",
+    "bool_parsing": "true or false",
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "an array",
