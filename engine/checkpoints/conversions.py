@@ -154,17 +154,16 @@ def _use(folder: Path, sources: list[list[Any]] | None = None) -> bool:
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_SH)
-        here = folder.stat().st_ino == os.fstat(handle).st_ino
         if known := _used.pop(folder, None):
             os.close(known)
         _used[folder] = handle
-        with suppress(PermissionError):  # a cache that is only read
+        with suppress(OSError):  # a cache that is only read
             if sources is not None:
                 written = record.with_suffix(f".{os.getpid()}")
                 written.write_text(json.dumps({"format": FORMAT, "sources": sources}), encoding="utf-8")
                 written.replace(record)
             os.utime(record)
-        return here
+        return folder.stat().st_ino == os.fstat(handle).st_ino
     return False
 
 

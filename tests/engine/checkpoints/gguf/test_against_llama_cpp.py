@@ -39,7 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+VARIANTS = {"llama tied", "llama linear", "llama yarn", "gemma3 soft"}
+"""What `make test` leaves to `make test-slow`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in MODELS]
+)
 def test_greedy_tokens(tmp_path: Path, name: str) -> None:
     """Across windows of 16 tokens, and with prompts of 7, 40 and 90."""
     file = GgufFile(write_gguf(tmp_path / "model.gguf", **MODELS[name]))
