@@ -21,7 +21,6 @@ from protocol.messages import (
     MessagesRequest,
     MessageTool,
     PromptFields,
-    TextBlock,
     TokensCount,
     WholeMessage,
 )
@@ -300,8 +299,9 @@ def _document(source: BlockSource, param: str) -> str:
         return _needed(source.data, f"{param}.data")
     if source.type != "content":
         raise _wrong_source(source, "text or content (no PDF)", param)
-    content: str | list[TextBlock] = _needed(source.content, f"{param}.content")
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    if isinstance(source.content, list):
+        return "\n".join(block.text for block in source.content)
+    return _needed(source.content, f"{param}.content")
 
 
 def _wrong_source(source: BlockSource, known: str, param: str) -> RequestError:

@@ -220,10 +220,10 @@ def _record(db: sqlite3.Connection, owner: str, batch: str) -> BatchRecord:
     row = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE id=? AND owner=?", (batch, owner)).fetchone()
     if row is None:
         raise BatchNotFound(batch)
-    number, _, _, _, ended, _ = row
+    number, _, created, canceled, ended, total = row
     query = "SELECT state, count(*) FROM requests WHERE batch=? GROUP BY state"
     counts = dict(db.execute(query, (number,)).fetchall()) if ended is not None else {}
-    return BatchRecord(*row, counts)
+    return BatchRecord(number, batch, created, canceled, ended, total, counts)
 
 
 def _end(db: sqlite3.Connection, number: int) -> None:
