@@ -45,8 +45,7 @@ class Messages:
                     self._call(item, json.dumps({"input": _needed(item.input, f"{param}.input")}), param)
                 case "function_call_output" | "custom_tool_call_output":
                     call = _needed(item.call_id, f"{param}.call_id")
-                    content = self._content(item.output, f"{param}.output")
-                    self._append({"role": "tool", "tool_call_id": call, "content": content})
+                    self._result(call, self._content(item.output, f"{param}.output"))
                 case "compaction":
                     text = unseal(_needed(item.encrypted_content, f"{param}.encrypted_content"))
                     if text is None:
@@ -64,6 +63,16 @@ class Messages:
     def _append(self, message: dict[str, Any]) -> None:
         self._turn = None
         self.messages.append(message)
+
+    def _result(self, call: str, content: str | list[dict[str, Any]]) -> None:
+        """Add the result of a call. Templates show images in a user's messages only, so those of a result follow."""
+        images = []
+        if not isinstance(content, str):
+            images = [part for part in content if part["type"] == "image"]
+            content = "\n".join(part["text"] for part in content if part["type"] == "text")
+        self._append({"role": "tool", "tool_call_id": call, "content": content})
+        if images:
+            self._append({"role": "user", "content": images})
 
     def _message(self, item: InputItem, param: str) -> None:
         if item.role is None:
