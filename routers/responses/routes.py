@@ -152,8 +152,11 @@ async def compact(
         input=body.input, instructions=body.instructions, previous_response_id=body.previous_response_id
     )
     history = await service.responses.history(owner, given)
+    if not (history.own or history.earlier):
+        raise RequestError("'input' is missing.", "input")
     order = InputItem(type="message", role="user", content=_COMPACT)
-    ask = await converted(state, lambda: context(_with_input(given, [*history.own, order]), history.earlier))
+    ordered = given.model_copy(update={"input": [*history.own, order]})
+    ask = await converted(state, lambda: context(ordered, history.earlier))
     assert isinstance(ask.prompt, Conversation)
     fewest, most = _COMPACT_TOKENS
     ask = Ask(

@@ -490,6 +490,20 @@ async def test_compaction_gives_the_next_input(tmp_path: Path) -> None:
         await ask(client, input=told)
 
 
+async def test_every_kind_of_input_is_compacted(tmp_path: Path) -> None:
+    """The order to summarise comes last, however the conversation is given."""
+    async with served(tmp_path, "Hello.") as client:
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+        made = await ask(client)
+
+        async def tokens(**fields: Any) -> int:
+            return int((await client.post(f"{PATH}/compact", json=fields)).json()["usage"]["input_tokens"])
+
+        assert await tokens(input="hi") == await tokens(input=talk[:1])
+        assert await tokens(previous_response_id=made["id"]) == await tokens(input=talk)
+        assert (await client.post(f"{PATH}/compact", json={})).json()["error"]["param"] == "input"
+
+
 async def test_the_store_is_bounded_in_size_and_age(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite3"
     store = SqliteStore(path, 1 << 20, 100.0)
