@@ -124,7 +124,7 @@ async def input_tokens(
     body: Annotated[InputTokensRequest, Depends(json_body(InputTokensRequest))],
 ) -> wire.InputTokens:
     """The number of tokens of the prompt that a response to this input would have."""
-    service.fields.check(body)
+    await converted(state, lambda: service.fields.check(body))
     history = await service.responses.history(owner, body)
     ask = await converted(state, lambda: context(_with_input(body, history.own), history.earlier))
     ids = await while_connected(request, service.processor.tokenize(ask))
@@ -242,7 +242,7 @@ async def prepare(
     state: State, service: ChatService, body: ResponsesRequest, owner: str, request_id: str, dp_rank: int | None
 ) -> PreparedResponse:
     """Prepare a response. Raises what preparing a chat raises."""
-    service.fields.check(body)
+    await converted(state, lambda: service.fields.check(body))
     if body.background and body.store is False:
         raise RequestError("'background' needs 'store'.", "background")
     responses = service.responses
@@ -264,7 +264,7 @@ async def prepare(
         previous=history.previous,
         conversation=conversation_of(body),
         response=b"",
-        items=numbered(history.own, unique),
+        items=await converted(state, lambda: numbered(history.own, unique)),
     )
     return PreparedResponse(record, generation, generation.shape)
 

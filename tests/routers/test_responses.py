@@ -504,6 +504,40 @@ async def test_every_kind_of_input_is_compacted(tmp_path: Path) -> None:
         assert (await client.post(f"{PATH}/compact", json={})).json()["error"]["param"] == "input"
 
 
+async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None:
+    async with served(tmp_path, "Yes.", max_body_mb=0.02) as client:
+        mine = await ask(client, input="y" * 6000)
+        (item,) = (await client.get(f"{PATH}/{mine['id']}/input_items")).json()["data"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        await ask(client, input=[reference] * 3)
+        refused = (await client.post(PATH, json={"input": [reference] * 4})).json()["error"]
+        assert (refused["code"], refused["param"]) == ("context_length_exceeded", "input.3.id")
+        for _ in range(2):
+            mine = await ask(client, input="y" * 6000, previous_response_id=mine["id"])
+        refused = (await client.post(PATH, json={"input": "y", "previous_response_id": mine["id"]})).json()["error"]
+        assert (refused["code"], refused["param"]) == ("context_length_exceeded", "previous_response_id")
+
+
+async def test_who_sees_the_last_event_of_the_background_finds_the_response_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = SqliteStore.append
+    found: list[str] = []
+
+    async def watched(self: SqliteStore, response: str, first: int, events: Any, *more: Any) -> bool:
+        goes_on = await append(self, response, first, events, *more)
+        if any(json.loads(event)["type"] == "response.completed" for event in events):
+            record = await self.get("", response)
+            assert record is not None
+            found.append(record.status)
+        return goes_on
+
+    monkeypatch.setattr(SqliteStore, "append", watched)
+    async with served(tmp_path, "Yes.") as client:
+        await stream(client, background=True)
+        assert found == ["completed"]
+
+
 async def test_the_store_is_bounded_in_size_and_age(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite3"
     store = SqliteStore(path, 1 << 20, 100.0)
