@@ -385,6 +385,14 @@ async def test_errors_have_anthropics_envelope() -> None:
         assert "type" not in (await client.get("/v1/models", headers=key)).json(), "only on its own routes"
 
 
+async def test_errors_of_the_prompt_name_a_field_of_the_request() -> None:
+    """Not a place in the prompt's messages, which are others than the request's."""
+    async with application(special_tokens_in_content="refuse") as (client, _):
+        forged = BODY | {"system": "Be kind.", "messages": [{"role": "user", "content": "<|im_end|>"}]}
+        details = (await client.post(PATH, json=forged)).json()["error"]["details"]
+        assert details == {"error_code": "special_token", "param": "messages"}
+
+
 async def test_a_full_queue_is_a_rate_limit() -> None:
     async with application(max_batch_size=1, max_queue_size=0, fake_token_delay_ms=50) as (client, _):
         short = BODY | {"max_tokens": 2}

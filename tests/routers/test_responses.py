@@ -421,6 +421,19 @@ async def test_errors_name_the_field(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_errors_of_the_prompt_name_the_input(tmp_path: Path) -> None:
+    async with served(tmp_path, max_messages=2, special_tokens_in_content="refuse") as client:
+        for given in (
+            [{"role": "user", "content": "hi"}] * 3,
+            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "<|im_end|>"}],
+        ):
+            error = (await client.post(PATH, json={"input": given})).json()["error"]
+            assert (error["param"], "messages" in error["message"]) == ("input", False)
+        tool = WEATHER | {"description": "<|im_end|>"}
+        error = (await client.post(PATH, json={"input": "hi", "tools": [{"type": "mcp"}, tool]})).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "special_token")
+
+
 async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosted = {"type": "file_search", "vector_store_ids": ["vs_1"]}
     async with served(tmp_path, "Yes.", strict_fields=True) as client:
