@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ import httpx
 import pytest
 
 from engine.errors import EngineDied, QueueFull
+from multimodal.request import Ask
 from protocol.batches import BatchesPage, MessageBatch
-from protocol.messages import MessagesErrorEnvelope, WholeMessage
+from protocol.messages import MessagesErrorEnvelope, MessagesRequest, WholeMessage
 from routers.batches import store as store_module
 from routers.batches.store import BatchStore
 from routers.batches.worker import BatchWorker
+from routers.body import INLINE_BYTES
 from routers.fields import FieldCheck
+from routers.messages import convert
 from server.http.errors import render_event
 from tests.support.disaggregated import replica
 from tests.support.routing import before
@@ -159,6 +163,25 @@ async def test_bounds(tmp_path: Path, settings: dict[str, Any], body: Any, statu
     async with application(cache_dir=tmp_path, **settings) as (client, _):
         answer = await client.post(PATH, json=body)
     assert (answer.status_code, word in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+async def test_large_requests_do_not_hold_up_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def dumps(value: Any) -> str:
+        threads.add(threading.get_ident())
+        return json.dumps(value)
+
+    def noted(body: MessagesRequest) -> Ask:
+        threads.add(threading.get_ident())
+        return convert(body)
+
+    monkeypatch.setattr("routers.batches.routes.json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr("routers.batches.worker.convert", noted)
+    async with application(cache_dir=tmp_path) as (client, _):
+        found = await ended(client, (await create(client, {"system": "x" * INLINE_BYTES}))["id"])
+    assert found["request_counts"]["succeeded"] + found["request_counts"]["errored"] == 1
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_a_router_keeps_no_batches() -> None:
