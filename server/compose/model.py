@@ -74,7 +74,7 @@ def answer_format(settings: Settings, folder: Path | None, template: ChatTemplat
         asked.get(settings.tool_call_parser, (settings.tool_call_parser, None))[0],
         asked.get(settings.reasoning_parser, (None, settings.reasoning_parser))[1],
     )
-    return AnswerFormat(chosen, settings.stream_tool_arguments)
+    return AnswerFormat(chosen, settings.stream_tool_arguments, settings.thinking_token_budget)
 
 
 def _control_texts(settings: Settings, folder: Path | None, tokenizer: Tokenizer) -> frozenset[str]:

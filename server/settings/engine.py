@@ -40,6 +40,8 @@ class ModelSettings(Section):
     """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
     template and model type, none takes reasoning for text.
     """
+    thinking_token_budget: int = Field(-1, ge=-1)
+    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
