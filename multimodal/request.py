@@ -237,9 +237,7 @@ class Sampling:
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
 
-    def params(
-        self, ask: Ask, lengths: Sequence[int], budget: ReasoningBudget | None = None
-    ) -> list[SamplingParams]:
+    def params(self, ask: Ask, lengths: Sequence[int], budget: ReasoningBudget | None = None) -> list[SamplingParams]:
         """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
         max_tokens = [self._max_tokens(ask, length) for length in lengths]
         common = SamplingParams(

@@ -102,8 +102,9 @@ class _Progress:
         if sampling.guide is None and bool(logits.max() == -math.inf):  # all is masked: the sequence ends
             logits[list(self._edits.eos_token_ids or (0,))] = 0
         if self._reasoning is not None and (forced := self._reasoning.forced) is not None:
+            kept = logits[forced].clone().clamp_(min=MASKED)
             logits.fill_(-math.inf)
-            logits[forced] = 0
+            logits[forced] = kept
         elif draws(sampling) and (sampling.seed is not None or sampling.min_p > 0):
             weights = weigh(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
             if sampling.seed is None:
