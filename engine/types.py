@@ -35,8 +35,8 @@ class Guide(msgspec.Struct, frozen=True):
 class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
     """A limit on the tokens generated inside reasoning, of which the engine knows where it begins and ends.
 
-    `engine/kit/reasoning.py` follows it, `multimodal/answers/budgets.py` makes it. Each state of the output has a number,
-    0 outside of reasoning and 1 inside at first; odd ones are inside.
+    `engine/kit/reasoning.py` follows it, `multimodal/answers/budgets.py` makes it. Each state of the output has a
+    number, 0 outside of reasoning and 1 inside at first; odd ones are inside.
     """
 
     tokens: int

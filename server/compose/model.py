@@ -67,8 +67,8 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
 
 def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:
     """Return how the model writes tool calls and reasoning, by the settings or, where they say auto, by its template
-    and type; by its own response template if that describes more. A chat template without a place for tools gets them in
-    Hermes' form, so that calls have it, too.
+    and type; by its own response template if that describes more. A chat template without a place for tools gets them
+    in Hermes' form, so that calls have it, too.
     """
     asked = {settings.tool_call_parser, settings.reasoning_parser}
     source = template.source if template is not None else None
