@@ -119,8 +119,9 @@ class _Progress:
         """Count the tokens that are new since the last call."""
         new, first_output = token_ids[self.length :], max(self.length, self._num_prompt)
         self.length = len(token_ids)
-        for token in token_ids[first_output:] if self._reasoning is not None else ():
-            self._reasoning.accept(token)
+        if self._reasoning is not None:
+            for token in token_ids[first_output:]:
+                self._reasoning.accept(token)
         if self._penalises and new:
             self._seen[torch.tensor(new, device=self._seen.device)] = True
             if output := token_ids[first_output:]:
