@@ -77,8 +77,9 @@ TOOLS = (
     ToolFormat(
         name="hermes",
         begin=rf"«<tool_call>»{SPACE}(?=[\[{{])",
+        bare=r"\s{0,64}(?:```(?:json)?\s{0,16})?(?=\{)",  # as small models write, Qwen2.5-Coder's too
         content=JsonCall(),
-        end=rf"{SPACE}«</tool_call>»",
+        end=rf"{SPACE}(?:«</tool_call>»|```)",
         marker="«<tool_call>»",
         write='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
         separator="\n",
