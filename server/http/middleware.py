@@ -33,29 +33,22 @@ from server.http.errors import render
 from server.http.routes import INTERNAL, route_path
 
 LIVENESS = "/health/live"
-OPEN_WHILE_NOT_READY = frozenset(
-    {
-        LIVENESS,
-        "/health",
-        "/health/ready",
-        "/metrics",
-        "/prometheus/metrics",
-        "/server_info",
-        "/version",
-        "/openapi.json",
-    }
-)
-"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
-
-_PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
+PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
 """Routes that machines, and the page at /, ask again and again."""
+OPEN_WHILE_NOT_READY = PROBES | {"/server_info", "/version", "/openapi.json"}
+"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
 _RANK = re.compile(r"[0-9]{1,5}", re.ASCII)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"})
-_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
+_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5),
+    *(10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600),
+)
+"""Upper bounds in the histograms of requests: of each route, and of all together."""
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 access = logging.getLogger("access")
@@ -67,7 +60,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, access_log: bool, logs_probes: bool = True) -> None:
         self._app = app
         self._access_log = access_log
-        self._quiet = frozenset() if logs_probes else _PROBES
+        self._quiet = frozenset() if logs_probes else PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,14 +96,16 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
+    """Admits requests with one of the keys. Liveness and pages are open to all, with `open_probes` all probes and
+    metrics are, and without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None, open_probes: bool) -> None:
         self._app = app
+        self._open = PROBES if open_probes else {LIVENESS}
         self._keys = [_digest(key.encode()) for key in keys]
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
@@ -137,14 +132,14 @@ class ApiKeyMiddleware:
         path = route_path(scope)
         if path in INTERNAL:
             return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
+        return path in self._open or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
     """Measure every request by prometheus-fastapi-instrumentator, with labels that clients cannot choose: its route's
     template (`none` without a route), method (`other` for rare ones) and class of status.
     """
-    measure = default(registry=registry, latency_lowr_buckets=_SECONDS_BY_ROUTE)
+    measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
     assert measure is not None, "the registry is the application's own"
 
     def measure_bounded(info: Info) -> None:

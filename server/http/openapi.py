@@ -13,7 +13,7 @@ from routers import tokenize
 from routers.endpoints import ENDPOINTS
 from routers.state import state_of
 from server.compose.model import served_name
-from server.http.middleware import LIVENESS
+from server.http.middleware import LIVENESS, PROBES
 from server.settings import Settings
 
 _BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *tokenize.BODIES)
@@ -75,7 +75,8 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
     schemas.complete(components["schemas"], settings, served_name(settings), info)
     components["securitySchemes"] = {"bearer": _SECURITY}
     document["security"] = [{"bearer": []}] if settings.api_keys else [{"bearer": []}, {}]
-    document["paths"][LIVENESS]["get"]["security"] = []
+    for probe in PROBES & document["paths"].keys() if settings.open_probes else {LIVENESS}:
+        document["paths"][probe]["get"]["security"] = []
     for endpoint in ENDPOINTS:
         if (path := document["paths"].get(endpoint.path)) is not None:
             choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, "ErrorEnvelope")]

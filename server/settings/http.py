@@ -24,9 +24,11 @@ class HttpSettings(Section):
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
-    """Comma-separated keys, one of which every route requires, except liveness and the files of the pages; empty leaves
-    the server open.
+    """Comma-separated keys, one of which every route requires, except probes and metrics (OPEN_PROBES) and the files of
+    the pages; empty leaves the server open.
     """
+    open_probes: bool = True
+    """Let /health, /health/ready and /metrics answer without an API key; /health/live always does."""
     internal_secret: Secret = None
     """Secret of the internal routes between replicas, and of the ranks that routers choose."""
     cors_origins: Names = ()

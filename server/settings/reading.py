@@ -28,7 +28,7 @@ from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
 from server.settings.http import HttpSettings, LimitSettings
 from server.settings.media import EncodeSettings, MediaSettings
-from server.settings.observability import EventSettings, HealthSettings, LogSettings, TraceSettings
+from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
 from server.settings.replicas import DisaggregationSettings, RoutingSettings
 
 
@@ -51,6 +51,7 @@ class Settings(
     TrtllmSettings,
     MediaSettings,
     LimitSettings,
+    MetricSettings,
     LogSettings,
     HttpSettings,
     BatchSettings,

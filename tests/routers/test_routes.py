@@ -32,7 +32,12 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
     return found
 
 
-async def test_key_covers_every_route_but_liveness_and_pages() -> None:
+PAGES = ("/", "/docs", "/static/x")
+PROBES = ("/health", "/health/live", "/health/ready", "/metrics", "/prometheus/metrics")
+
+
+@pytest.mark.parametrize(("open_probes", "probes"), [(True, PROBES), (False, ("/health/live",))])
+async def test_key_covers_every_route_but_probes_and_pages(open_probes: bool, probes: tuple[str, ...]) -> None:
     paths = [*routes(create_app(Settings(engine="fake"))), ("GET", "/unknown"), ("OPTIONS", "/v1/models")]
     wrong = [
         None,
@@ -44,13 +49,13 @@ async def test_key_covers_every_route_but_liveness_and_pages() -> None:
         "Bearer first-key,second-key",
         "Bearer ключ".encode(),
     ]
-    async with application(api_keys=KEYS, wait=False) as (client, _):
+    async with application(api_keys=KEYS, wait=False, open_probes=open_probes) as (client, _):
         for (method, path), authorization in itertools.product(paths, wrong):
             response = await client.request(
                 method, path, headers={} if authorization is None else {"authorization": authorization}
             )
-            if path in ("/", "/docs", "/health/live", "/static/x"):
-                assert response.status_code == (404 if path == "/static/x" else 200)
+            if path in PAGES or path in probes:
+                assert response.status_code in ((404,) if path == "/static/x" else (200, 503))
                 continue
             assert response.status_code == 401, (method, path, authorization)
             assert response.headers["www-authenticate"] == "Bearer"
@@ -222,7 +227,7 @@ async def test_metrics(path: str) -> None:
         "num_preemptions_total",
     ):
         assert f'trtllm_{name}{{model_name="fake"}} 0.0' in page
-    assert "event_loop_lag_seconds_bucket" in page
+    assert "trellis_event_loop_lag_seconds_bucket" in page
 
 
 async def test_model_name_cannot_break_the_metrics_page() -> None:

@@ -112,11 +112,12 @@ async def test_keys_and_the_model_are_required_as_the_settings_say(monkeypatch: 
         document = (await client.get("/openapi.json", headers={"authorization": "Bearer secret"})).json()
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     assert document["security"] == [{"bearer": []}]
-    assert document["paths"]["/health/live"]["get"]["security"] == []
+    assert all(document["paths"][path]["get"]["security"] == [] for path in ("/health/live", "/health", "/metrics"))
     assert body_schema("/v1/completions", document)["required"] == ["model", "prompt"]
     assert body_schema("/v1/completions", document)["examples"] == [{"model": "fake", "prompt": "Once upon a time"}]
-    async with application(model_optional=True) as (client, _):
+    async with application(model_optional=True, open_probes=False) as (client, _):
         document = (await client.get("/openapi.json")).json()
+    assert "security" not in document["paths"]["/metrics"]["get"]
     assert document["security"] == [{"bearer": []}, {}]
     assert body_schema("/v1/completions", document)["required"] == ["prompt"]
 
