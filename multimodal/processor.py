@@ -61,7 +61,7 @@ class Processor:
 
         def with_params() -> tuple[Ask, list[SamplingParams]]:
             guided = self.format.guided(asked, info.guides, first)
-            budget = self.format.budget(asked, guided, first, tokenizer)
+            budget = self.format.budget(asked, guided, first, tokenizer, dict(info.refused_parameters))
             return guided, sampling.params(guided, lengths, budget)
 
         # The first budget takes as long as reading the vocabulary does.

@@ -180,6 +180,8 @@ class Ask:
     include_reasoning: bool = True
     reasoning_budget: int | None = None
     """Most tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's setting."""
+    needs_budget: bool = True
+    """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
 
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""

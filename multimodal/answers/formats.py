@@ -117,14 +117,18 @@ class AnswerFormat:
         budget = self.reasoning_budget if ask.reasoning_budget is None else ask.reasoning_budget
         return budget >= 0 and isinstance(ask.prompt, Conversation) and self.reads_prompts
 
-    def budget(self, ask: Ask, guided: Ask, parser: Parser, tokenizer: Tokenizer) -> ReasoningBudget | None:
-        """Return the budget of reasoning for a request and what `guided` has made of it; None for no limit. Raises
-        RequestError.
+    def budget(
+        self, ask: Ask, guided: Ask, parser: Parser, tokenizer: Tokenizer, refused: Collection[str] = ()
+    ) -> ReasoningBudget | None:
+        """Return the budget of reasoning for a request and what `guided` has made of it; None for no limit. `refused`
+        are parameters that the engine refuses. Raises RequestError.
 
         A model without reasoning needs no limit, nor does an output that the request itself describes in full.
         """
         described = guided.guides and guided.guides == ask.guides
         if not self.limits(ask) or not isinstance(parser, FamilyParser) or described:
+            return None
+        if not ask.needs_budget and "reasoning_budget" in refused:
             return None
         tokens = self.reasoning_budget if ask.reasoning_budget is None else ask.reasoning_budget
         found = budget_of(self.family, tokens, tokenizer=tokenizer, inside=parser.reasons, guided=bool(guided.guides))
