@@ -32,6 +32,24 @@ class Guide(msgspec.Struct, frozen=True):
     spec: str = ""
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A limit on the tokens generated inside reasoning, of which the engine knows where it begins and ends.
+
+    `engine/kit/reasoning.py` follows it, `multimodal/answers/budgets.py` makes it. Each state of the output has a
+    number, 0 outside of reasoning and 1 inside at first; odd ones are inside.
+    """
+
+    tokens: int
+    close: tuple[int, ...]
+    """Ids that are forced when the budget is spent inside reasoning; they end it."""
+    avoid: tuple[int, ...] = ()
+    """Ids that do not come right after `close`: they would begin reasoning again."""
+    inside: bool = False
+    """Whether the output begins inside reasoning."""
+    steps: dict[int, dict[int, int]] = {}
+    """The next state, by state and id. An id that a state does not list leads where it leads from state 0 or 1."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled and when it stops.
 
@@ -68,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     guide: Guide | None = None
     processors: tuple[str, ...] = ()
     """Names of registered logits processors (`engine/kit/logits.py`), applied in order."""
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

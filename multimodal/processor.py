@@ -61,9 +61,12 @@ class Processor:
 
         def with_params() -> tuple[Ask, list[SamplingParams]]:
             guided = self.format.guided(asked, info.guides, first)
-            return guided, sampling.params(guided, lengths)
+            budget = self.format.budget(asked, guided, first, tokenizer, dict(info.refused_parameters))
+            return guided, sampling.params(guided, lengths, budget)
 
-        ask, params = await off_loop(schemas + sum(map(len, ask.bad_words)), with_params)
+        # The first budget takes as long as reading the vocabulary does.
+        work = schemas + sum(map(len, ask.bad_words)) + self.format.limits(ask) * tokenizer.vocab_size
+        ask, params = await off_loop(work, with_params)
         sampling.check_stops(ask)
         unique = uuid4().hex
         choices: list[Choice] = []

@@ -87,6 +87,8 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
     if processors or settings.enable_test_logits_processor:
         setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
         faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]
+    if settings.thinking_token_budget >= 0 and not (processors or encoder):
+        faults += ["THINKING_TOKEN_BUDGET needs TRTLLM_SAMPLING=processors"]
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 
 from engine.config import TrtllmConfig
 from multimodal.answers.parsers.choose import family
+from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
@@ -36,12 +37,14 @@ class ModelSettings(Section):
     """Jinja file used instead of the model's chat template."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
-    chat template and model type, none has no tools.
+    chat template and model type, response_template takes the model's own, none has no tools.
     """
     reasoning_parser: str = "auto"
     """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
-    template and model type, none takes reasoning for text.
+    template and model type, response_template takes the model's own, none takes reasoning for text.
     """
+    thinking_token_budget: int = Field(-1, ge=-1)
+    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -51,7 +54,7 @@ class ModelSettings(Section):
     @field_validator("tool_call_parser", "reasoning_parser", mode="after")
     @classmethod
     def _known_parser(cls, value: str, info: ValidationInfo) -> str:
-        if value not in ("auto", "none"):
+        if value not in ("auto", "none", RESPONSE_TEMPLATE):
             family(**{"tools" if info.field_name == "tool_call_parser" else "reasoning": value})
         return value
 

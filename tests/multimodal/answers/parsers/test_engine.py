@@ -148,19 +148,24 @@ def test_a_stop_token_inside_a_call_leaves_text() -> None:
     assert parts == [Text('<tool_call>{"name": "write", "arguments": {"text": "a')]
 
 
-def test_tokens_of_reasoning_are_counted() -> None:
-    tokenizer = marked("<think>", "</think>")
+@pytest.mark.parametrize(
+    ("reasoning", "written"),
+    [
+        ("qwen3", "<think>abc</think>defg"),
+        ("gpt_oss", "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>final<|message|>defg"),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(reasoning: str, written: str) -> None:
+    tokenizer = marked("<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     for size in (1, 2, 3, 50):
-        found = parser(reasoning="qwen3", tokenizer=tokenizer)
+        found = parser(reasoning=reasoning, tokenizer=tokenizer)
         detokenizer = Detokenizer(tokenizer, False)
-        ids = tokenizer.encode("<think>abc</think>defg")
+        ids = tokenizer.encode(written)
         parts: list[Part] = []
         for start in range(0, len(ids), size):
             parts += found.feed(ids[start : start + size], detokenizer.feed(ids[start : start + size]))
         parts += found.finish()
-        assert (
-            sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 4
-        )  # three letters and the end marker
+        assert sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 3, "markers do not count"
 
 
 @pytest.mark.parametrize(
