@@ -69,7 +69,6 @@ def convert(body: MessagesRequest) -> Ask:
         stop=body.stop_sequences or (),
         guides=guides,
         include_reasoning=not hidden,
-        reasoning_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
         reasoning_budget=thinking.budget_tokens if thinking is not None else None,
         needs_budget=False,
         **{name: value for name in _SAME if (value := getattr(body, name)) is not None},

@@ -273,13 +273,6 @@ def test_messages_become_what_templates_expect() -> None:
     assert found.variables == {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
 
 
-def test_a_budget_of_thinking_is_one_of_reasoning() -> None:
-    for thinking, budget in (({"type": "enabled", "budget_tokens": 1024}, 1024), ({"type": "adaptive"}, None)):
-        body = {"max_tokens": 1, "messages": ASKED, "thinking": thinking}
-        ask = convert(MessagesRequest.model_validate_json(json.dumps(body)))
-        assert (ask.reasoning_budget, ask.spelled("reasoning_budget")) == (budget, "thinking.budget_tokens")
-
-
 CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
 
 
