@@ -33,7 +33,12 @@ T = TypeVar("T")
 
 COUNT_PATH = "/v1/messages/count_tokens"
 BODIES = (CountTokensRequest,)
-_FIELDS = {"prompt": "messages", "stop": "stop_sequences", "default_max_tokens": "max_tokens"}
+_FIELDS = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "default_max_tokens": "max_tokens",
+    "reasoning_budget": "thinking.budget_tokens",
+}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 """What Claude Code writes before its system prompt; it differs from request to request."""

@@ -13,7 +13,12 @@ from routers.fields import sampling_of
 from routers.responses.history import InputEntry, Messages
 from routers.tools import chosen_tools, template_tools
 
-_FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_FIELDS = {
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_budget": "thinking_token_budget",
+}
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
         tools=ask.tools,
         fields=_FIELDS | {"guide": "text.format"},
         guides=tuple(_guides(body)),
+        reasoning_budget=body.thinking_token_budget,
         **own,
     )
 
