@@ -283,3 +283,24 @@ def test_each_choice_has_a_parser_of_its_own() -> None:
 
 def test_a_family_without_formats_passes_text_on() -> None:
     assert read(FamilyParser(OutputFormat(), WRITE), "<think>", " a ") == [Text("<think>"), Text(" a ")]
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+@pytest.mark.parametrize(
+    ("written", "calls", "text"),
+    [
+        ('{"name": "write", "arguments": {"text": "a"}}', 1, ""),
+        ('```json\n{\n  "name": "write",\n  "arguments": {"text": "a"}\n}\n```', 1, ""),
+        ('{"name": "other", "arguments": {"text": "a"}}', 0, None),
+        ('{"text": "write"}', 0, None),
+        ('```json\n{"name": "Ana"}\n```', 0, None),
+        ('So:\n```json\n{"name": "write", "arguments": {"text": "a"}}\n```', 0, None),
+    ],
+)
+def test_hermes_without_markers(written: str, calls: int, text: str | None, whole_calls: bool) -> None:
+    """As small models write calls: only where the answer begins, and of a tool."""
+    for size in (1, 3, 100):
+        pieces = [written[start : start + size] for start in range(0, len(written), size)]
+        parts = read(parser(whole_calls=whole_calls), *pieces)
+        assert len([name for name, _ in names_and_arguments(parts) if name]) == calls
+        assert "".join(part.text for part in parts if isinstance(part, Text)) == (written if text is None else text)
