@@ -15,6 +15,7 @@ from safetensors import safe_open
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.models.devices import UnsupportedModelError
+from engine.embedded.models.native.structures import Kind
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
@@ -166,16 +167,21 @@ class Checkpoint:
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a tensor as float32."""
-        return self._tensor(name).float()
+        return self.tensor(name).float()
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a matrix as bfloat16 [outputs, inputs]. Raises UnsupportedModelError if that would change it."""
-        tensor = self._tensor(name)
+        tensor = self.tensor(name)
         narrow = tensor.bfloat16()
         if tensor.dtype != torch.bfloat16 and not torch.equal(narrow.to(tensor.dtype), tensor):
             raise UnsupportedModelError(f"weights are {tensor.dtype}, and bfloat16 would change them")
         return narrow.contiguous()
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def blocks(self, name: str) -> tuple[Kind, torch.Tensor] | None:
+        """Return a matrix as rows of blocks [outputs, bytes], if it is stored so."""
+        return None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in the type that it is stored in."""
         tensor: torch.Tensor = self._files[self._stored[name].path].get_tensor(self._names[name])
         return tensor
