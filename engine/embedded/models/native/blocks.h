@@ -18,7 +18,11 @@ namespace {
 
 constexpr int kBlock = 32;
 constexpr int kAhead = 8;  // blocks to prefetch before they are needed
-constexpr int kBlockRows = kLanes == 16 ? 8 : 4;  // activations that are multiplied with a panel at a time
+#ifdef __AVX512F__
+constexpr int kBlockRows = 8;  // activations that are multiplied with a panel at a time: as many as registers hold
+#else
+constexpr int kBlockRows = 4;
+#endif
 
 typedef uint16_t Codes __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
