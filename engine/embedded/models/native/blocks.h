@@ -270,9 +270,9 @@ void multiply(const Activations& x, int first, int rows, int64_t kind, const uin
     using Format = decltype(format);
     static constexpr auto products = block_products<Format>(std::make_integer_sequence<int, kBlockRows>());
     Outputs out[kBlockRows];
-    for (int row = 0; row < rows; row += kBlockRows) {
-      const int some = std::min(kBlockRows, rows - row);
-      for (int p = 0; p < count; p++) {
+    for (int p = 0; p < count; p++) {
+      for (int row = 0; row < rows; row += kBlockRows) {
+        const int some = std::min(kBlockRows, rows - row);
         products[some - 1](x, first + row, panels + p * x.blocks * Format::kBytes, out);
         for (int m = 0; m < some; m++) store(row + m, p, out[m][0], out[m][1]);
       }

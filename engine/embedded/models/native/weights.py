@@ -107,7 +107,7 @@ class Weights:
         """Return how joined linears are computed: as they are stored if that is the same for all."""
         if not self._int8:
             return Kind.BFLOAT16
-        stored = {blocks[0] if (blocks := self._checkpoint.blocks(f"{name}.weight")) else None for name in names}
+        stored = {self._checkpoint.block_kind(f"{name}.weight") for name in names}
         kind = stored.pop()
         return Kind.Q8_0 if stored or kind is None else kind
 
@@ -129,8 +129,8 @@ class Weights:
 
     def _blocks(self, kind: Kind, name: str) -> torch.Tensor:
         """Return a matrix as rows of blocks: those stored, or else quantised here to Q8_0."""
-        if (stored := self._checkpoint.blocks(f"{name}.weight")) and stored[0] == kind:
-            return stored[1]
+        if self._checkpoint.block_kind(f"{name}.weight") == kind:
+            return self._checkpoint.blocks(f"{name}.weight")
         weight = self._checkpoint.tensor(f"{name}.weight")
         outputs, inputs = weight.shape
         raw = torch.empty((outputs, -(-inputs // BLOCK) * BLOCK_BYTES[Kind.Q8_0]), dtype=torch.uint8)

@@ -73,12 +73,14 @@ def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: 
 def store(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, GGMLQuantizationType]) -> None:
     """Let checkpoints hold matrices as blocks, as GGUF files do; `kinds` by the ends of names."""
 
-    def blocks(self: Checkpoint, name: str) -> tuple[Kind, torch.Tensor] | None:
-        kind = next((kind for end, kind in kinds.items() if name.endswith(end)), None)
-        if kind is None:
-            return None
-        return Kind[kind.name], torch.from_numpy(quantize(self.floats(name).numpy(), kind))
+    def kind(_: Checkpoint, name: str) -> Kind | None:
+        return next((Kind[kind.name] for end, kind in kinds.items() if name.endswith(end)), None)
 
+    def blocks(self: Checkpoint, name: str) -> torch.Tensor:
+        (kind,) = (kind for end, kind in kinds.items() if name.endswith(end))
+        return torch.from_numpy(quantize(self.floats(name).numpy(), kind))
+
+    monkeypatch.setattr(Checkpoint, "block_kind", kind)
     monkeypatch.setattr(Checkpoint, "blocks", blocks)
 
 
