@@ -82,7 +82,8 @@ inline void add_dot(Ints& sum, Codes a, Codes b) {
 
 // ---- Activations.
 
-// Rows of whole numbers: [rows][blocks][32], the scales of the blocks, and the sums of their numbers times `factor`.
+// Rows of whole numbers in tiles of kBlockRows, [tiles][blocks][kBlockRows][32], the scales of the blocks, and the sums
+// of their numbers times `factor`.
 struct Activations {
   int16_t* codes;
   float* scales;
@@ -92,7 +93,7 @@ struct Activations {
 
   void set(long row, const float* x, long inputs) {
     for (long b = 0; b < blocks; b++, x += kBlock) {
-      const long at = row * blocks + b;
+      const long at = (row / kBlockRows * blocks + b) * kBlockRows + row % kBlockRows;
       if (inputs - b * kBlock >= kBlock) {
         set_block(at, x);
       } else {
@@ -131,10 +132,11 @@ class ActivationBuffer {
  public:
   Activations rows(long count, long inputs, int32_t factor) {
     const long blocks = (inputs + kBlock - 1) / kBlock;
-    if ((long)scales_.size() < count * blocks) {
-      codes_ = std::vector<int16_t>(count * blocks * kBlock);
-      scales_ = std::vector<float>(count * blocks);
-      sums_ = std::vector<int32_t>(count * blocks);
+    const size_t size = (count + kBlockRows - 1) / kBlockRows * kBlockRows * blocks;
+    if (scales_.size() < size) {
+      codes_ = std::vector<int16_t>(size * kBlock);
+      scales_ = std::vector<float>(size);
+      sums_ = std::vector<int32_t>(size);
     }
     return {codes_.data(), scales_.data(), sums_.data(), blocks, factor};
   }
@@ -217,17 +219,18 @@ inline bool quantize_block(const float* x, int count, uint8_t* raw) {
 
 typedef Vec Outputs[2];
 
-// M rows times a panel.
+// The first M rows of a tile times a panel.
 template <class Format, int M>
-void multiply_blocks(const Activations& x, long row, const uint8_t* panel, Outputs* out) {
-  Vec sums[M][2] = {};
-  const int16_t* codes = x.codes + row * x.blocks * kBlock;
-  const long stride = x.blocks * kBlock;
-  for (long b = 0; b < x.blocks; b++, codes += kBlock, panel += Format::kBytes) {
+void multiply_blocks(const Activations& x, long tile, const uint8_t* panel, Outputs* out) {
+  Vec sums[M][2];
+  for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Vec{};
+  long row = tile * x.blocks * kBlockRows;
+  const int16_t* codes = x.codes + row * kBlock;
+  for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock, panel += Format::kBytes) {
     for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(panel + kAhead * Format::kBytes + at);
     Ints dots[M][2];
     for (int m = 0; m < M; m++)
-      dots[m][0] = dots[m][1] = Format::kOffset ? all(x.sums[(row + m) * x.blocks + b]) : Ints{};
+      dots[m][0] = dots[m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
 #pragma GCC unroll 8
     for (int v = 0; v < kBlock / 2 / Format::kParts; v++) {
       Codes low = load<Codes>(panel + Format::kCodes + 8 * v * kLanes);
@@ -239,7 +242,7 @@ void multiply_blocks(const Activations& x, long row, const uint8_t* panel, Outpu
         low >>= Format::kBits, high >>= Format::kBits;
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-          const Codes both = (Codes)all(load<int32_t>(codes + m * stride + 2 * (v * Format::kParts + part)));
+          const Codes both = (Codes)all(load<int32_t>(codes + m * kBlock + 2 * (v * Format::kParts + part)));
           add_dot(dots[m][0], low_part, both);
           add_dot(dots[m][1], high_part, both);
         }
@@ -249,9 +252,8 @@ void multiply_blocks(const Activations& x, long row, const uint8_t* panel, Outpu
       const Vec scales = halves(panel + 2 * h * kLanes);
       const Vec minima = Format::kMinimum ? halves(panel + Format::kScales + 2 * h * kLanes) : Vec{};
       for (int m = 0; m < M; m++) {
-        const long at = (row + m) * x.blocks + b;
-        sums[m][h] += __builtin_convertvector(dots[m][h], Vec) * (scales * x.scales[at]);
-        if (Format::kMinimum) sums[m][h] += minima * (x.scales[at] * x.sums[at]);
+        sums[m][h] += __builtin_convertvector(dots[m][h], Vec) * (scales * x.scales[row + m]);
+        if (Format::kMinimum) sums[m][h] += minima * (x.scales[row + m] * x.sums[row + m]);
       }
     }
   }
@@ -263,7 +265,7 @@ constexpr auto block_products(std::integer_sequence<int, M...>) {
   return std::array{&multiply_blocks<Format, M + 1>...};
 }
 
-// store(row, panel, low, high) takes rows from `first` on times `count` panels that begin `stride` bytes apart.
+// store(row, panel, low, high) takes rows from `first` on, where a tile begins, times `count` panels that begin `stride` bytes apart.
 template <class Store>
 void multiply(const Activations& x, int first, int rows, int64_t kind, const uint8_t* panels, int count, Store store) {
   with_format(kind, [&](auto format) {
@@ -273,7 +275,7 @@ void multiply(const Activations& x, int first, int rows, int64_t kind, const uin
     for (int p = 0; p < count; p++) {
       for (int row = 0; row < rows; row += kBlockRows) {
         const int some = std::min(kBlockRows, rows - row);
-        products[some - 1](x, first + row, panels + p * x.blocks * Format::kBytes, out);
+        products[some - 1](x, (first + row) / kBlockRows, panels + p * x.blocks * Format::kBytes, out);
         for (int m = 0; m < some; m++) store(row + m, p, out[m][0], out[m][1]);
       }
     }
