@@ -17,8 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.hub import is_hub_id
 from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, how_to_get
-from engine.checkpoints.store import downloaded, is_hub_id, weight_bytes
+from engine.checkpoints.store import downloaded, weight_bytes
 from engine.errors import EngineFailure
 from engine.trtllm.arguments import Effective
 from server import __version__
@@ -26,11 +27,13 @@ from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
 from server.compose.sizing import Machine, on_gpu, survey
 from server.preflight import Finding, impossible
+from server.process.banner import warning as open_to_strangers
 from server.process.gpus import Gpu, shortage
 from server.process.serving import listen
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.environment import visible_devices
+from server.settings.reading import misspelt_variables
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -112,8 +115,18 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield from check_limits(
             resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0]
         )
+    yield from check_environment(settings)
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_disk(settings.cache_dir)
+
+
+def check_environment(settings: Settings) -> Iterator[Finding]:
+    """Warn of what a start would warn of: variables that nothing reads, and a server that is open to strangers."""
+    for sentence in misspelt_variables():
+        yield Finding("warning", sentence, "correct its name, or ignore this if another program reads it")
+    if role_of(settings).has_text and (sentence := open_to_strangers(settings)):
+        text, _, cure = sentence.partition("; ")
+        yield Finding("warning", text, cure)
 
 
 def check_python(version: tuple[int, int]) -> Finding:

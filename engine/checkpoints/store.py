@@ -4,25 +4,18 @@ This module imports neither torch nor transformers, and nothing slow if the fold
 """
 
 import json
-import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
+from engine.checkpoints.hub import download, is_hub_id, snapshot
 from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, installed_files, weights_file
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
     from engine.checkpoints.tensor_file import Progress
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-
-
-log = logging.getLogger(__name__)
 
 
 def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
@@ -45,7 +38,7 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
             f"there is no folder or file {model}; name a model folder, a GGUF file, a Hugging Face id (owner/name) or "
             f"one of {', '.join(PACKAGED)}"
         )
-    return downloaded(model, weights=weights) or _checked(_download(model), weights)
+    return downloaded(model, weights=weights) or _checked(download(model), weights)
 
 
 def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path | None:
@@ -56,32 +49,14 @@ def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path 
         try:
             return known_gguf(path, cache_dir)
         except (EngineFailure, OSError) as error:
-            raise ModelError(f"cannot use {path}: {error}") from error
+            raise ModelError(str(error)) from error
     return path if path.is_dir() else downloaded(model, weights=weights)
 
 
 def downloaded(model: str, *, weights: bool = True) -> Path | None:
     """Return the folder of a model of the hub if the cache has all of it."""
-    if not is_hub_id(model):
-        return None
-    folder = hub_folder() / f"models--{model.replace('/', '--')}"
-    try:
-        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    return found if _is_whole(found, weights) else None
-
-
-def is_hub_id(model: str) -> bool:
-    """Return whether the name can be an id of the Hugging Face hub."""
-    return _HUB_ID.fullmatch(model) is not None
-
-
-def hub_folder() -> Path:
-    """Return the folder in which the Hugging Face hub's library keeps models."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
-
-    return Path(HF_HUB_CACHE)
+    found = snapshot(model) if is_hub_id(model) else None
+    return found if found is not None and _is_whole(found, weights) else None
 
 
 def _checked(folder: Path, weights: bool) -> Path:
@@ -115,29 +90,6 @@ def _is_whole(folder: Path, weights: bool) -> bool:
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model's weights in its folder."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-    from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
-    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
-
-    class DownloadBar(tqdm):  # type: ignore[misc]
-        """A bar on a terminal, and nothing in a file."""
-
-        def __init__(self, *arguments: object, **options: object) -> None:
-            options.pop("name", None)  # the hub's own
-            super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
-
-    log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, tqdm_class=DownloadBar))
-    except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
-        ) from error
 
 
 def packaged_folder(model: str, cache_dir: Path) -> Path:
@@ -189,7 +141,7 @@ def _from_gguf(path: Path, cache_dir: Path) -> Path:
     try:
         return converted_gguf(path, cache_dir)
     except EngineFailure as error:
-        raise ModelError(f"cannot use {path}: {error}") from error
+        raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(
             f"cannot convert {path} into {cache_dir} ({error}); make room there or set CACHE_DIR"

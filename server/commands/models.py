@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.conversions import conversions
-from engine.checkpoints.gguf.split import stem_of
+from engine.checkpoints.hub import hub_folder
 from engine.checkpoints.packaged import PACKAGED, installed_files
-from engine.checkpoints.store import hub_folder, packaged_folder
+from engine.checkpoints.store import packaged_folder
 from engine.kit.logs import size_text
 from server.settings import DEFAULT_MODEL, read_settings
 
@@ -48,7 +48,7 @@ def models(cache_dir: Path) -> Iterator[Listed]:
         else:
             yield Listed(name, 0, f"downloaded at the first start{mark}: {packaged.about}")
     for each in conversions(cache_dir):
-        yield Listed(stem_of(each.source), _bytes(each.folder), f"converted from {each.source} in {each.folder}")
+        yield Listed(str(each.source), _bytes(each.folder), f"converted in {each.folder}")
     for folder in sorted(hub_folder().glob("models--*")):
         if any(folder.glob("snapshots/*/config.json")):
             yield Listed(folder.name.removeprefix("models--").replace("--", "/"), _bytes(folder / "blobs"), str(folder))

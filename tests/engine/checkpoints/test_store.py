@@ -337,15 +337,14 @@ def test_an_interrupted_download_is_completed_and_a_whole_one_is_used(
         (snapshot / missing).unlink()
     downloads = []
 
-    def download(model: str, *, local_files_only: bool = False, **options: object) -> str:
-        if not local_files_only:
-            downloads.append(model)
-            for name, text in files.items():
-                (snapshot / name).write_text(text)
-        return str(snapshot)
+    def download(model: str) -> Path:
+        downloads.append(model)
+        for name, text in files.items():
+            (snapshot / name).write_text(text)
+        return snapshot
 
-    monkeypatch.setattr("engine.checkpoints.store.hub_folder", lambda: tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("engine.checkpoints.hub.hub_folder", lambda: tmp_path)
+    monkeypatch.setattr("engine.checkpoints.store.download", download)
     assert (present_model("owner/name", tmp_path) is None) == bool(missing)
     assert resolve_model("owner/name", tmp_path) == snapshot
     assert downloads == (["owner/name"] if missing else [])

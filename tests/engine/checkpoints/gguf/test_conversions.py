@@ -129,8 +129,9 @@ def test_a_killed_conversion_is_begun_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     file = write_gguf(tmp_path / "mine.gguf", **changes)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=rf"^cannot use {file}: .*{said}"):
+    with pytest.raises(ModelError, match=said) as refusal:
         resolve_model(str(file), tmp_path / "cache")
+    assert str(file) in str(refusal.value)
     assert not any(path.is_dir() for path in (tmp_path / "cache").glob("*"))
 
 
