@@ -47,7 +47,11 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (H200, {"kv_cache_dtype": "fp8", "device": "cpu"}, "KV_CACHE_DTYPE=fp8 needs an NVIDIA GPU"),
         (A100, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs compute capability 9.0, and NVIDIA A100 has 8.0"),
         (H200, {"quantization": "int8"}, "QUANTIZATION=int8 is for a CPU, and DEVICE=auto takes the GPU"),
-        (CPU, {"quantization": "int8", "attention": "sdpa"}, "int8 needs the compiled path, which ATTENTION=sdpa rules"),
+        (
+            CPU,
+            {"quantization": "int8", "attention": "sdpa"},
+            "int8 needs the compiled path, which ATTENTION=sdpa rules",
+        ),
         (CPU, {"quantization": "int8", "dtype": "float16"}, "needs the compiled path, which DTYPE=float16 rules out"),
         (CPU, {"attention": "flashinfer"}, "ATTENTION=flashinfer needs an NVIDIA GPU"),
         (CPU, {"max_seq_len": 513}, "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"),

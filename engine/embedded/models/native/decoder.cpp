@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
 constexpr int kTaskRows = 16 * kTileRows;
+static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
 

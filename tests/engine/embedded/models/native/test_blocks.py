@@ -164,5 +164,3 @@ def test_what_int8_computes_with_is_known_before(tmp_path: Path) -> None:
 def test_levels_that_this_processor_may_lack_are_valid_code(level: Level) -> None:  # noqa: F811
     command = [find_compiler(), "-fsyntax-only", "-std=gnu++20", "-w", *level.flags, f"-DLANES={level.lanes}", SOURCE]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
-
-

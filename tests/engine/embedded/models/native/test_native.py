@@ -302,7 +302,11 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
         load_runner(EmbeddedConfig(model=str(tmp_path), cpu_isa="avx2"))
     assert levels.chosen("auto").name == "portable"
     monkeypatch.setattr(levels, "_features", lambda: frozenset().union(*(level.needs for level in LEVELS)))
-    assert [levels.chosen(name).name for name in ("auto", "avx512", "portable")] == ["avx512_vnni", "avx512", "portable"]
+    assert [levels.chosen(name).name for name in ("auto", "avx512", "portable")] == [
+        "avx512_vnni",
+        "avx512",
+        "portable",
+    ]
 
 
 def test_features_are_those_of_every_core() -> None:
