@@ -193,6 +193,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
+    quantization: str = ""
+    """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     refused_parameters: tuple[tuple[str, str], ...] = ()

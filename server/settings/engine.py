@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import TrtllmConfig
+from engine.config import CpuIsa, TrtllmConfig
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
@@ -87,8 +87,8 @@ class ComputeSettings(Section):
     """PyTorch device; auto takes CUDA when it is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = EMBEDDED.dtype
     """Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU."""
-    quantization: Literal["none", "fp8"] = EMBEDDED.quantization
-    """Quantize weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8."""
+    quantization: Literal["none", "fp8", "int8"] = EMBEDDED.quantization
+    """Quantize weights at load (embedded engine): fp8 on NVIDIA GPUs from compute capability 9.0, int8 on a CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = EMBEDDED.kv_cache_dtype
     """Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
@@ -105,9 +105,9 @@ class ComputeSettings(Section):
     """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within
     the container's CPU quota.
     """
-    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = EMBEDDED.cpu_isa
-    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
-    has.
+    cpu_isa: CpuIsa = EMBEDDED.cpu_isa
+    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has.
+    Those with vnni multiply quantised weights faster.
     """
 
     @field_validator("threads", mode="after")
@@ -122,9 +122,9 @@ class ComputeSettings(Section):
     @classmethod
     def _embedded_only(cls, value: str, info: ValidationInfo) -> str:
         engine = info.data.get("engine", "embedded")
-        if value == "fp8" and engine != "embedded":
+        if value in ("fp8", "int8") and engine != "embedded":
             more = "; TensorRT-LLM's own are arguments (EXTRA_ENGINE_ARGS)" if engine == "trtllm" else ""
-            raise ValueError(f"fp8 is for the embedded engine, not for {engine}{more}")
+            raise ValueError(f"{value} is for the embedded engine, not for {engine}{more}")
         return value
 
 
