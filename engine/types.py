@@ -227,6 +227,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of sequences of the group."""
     priority: int = 0
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not copy the KV blocks of this request to the host or the disk."""
     media: PromptMedia | None = None
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms."""
