@@ -167,6 +167,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     kv_bytes: int = 0
     """Memory of the KV blocks; 0 where the backend cannot say."""
+    host_kv_bytes: int = 0
+    """Memory of the host for KV blocks that the device has no room for."""
+    disk_kv_bytes: int = 0
+    """Disk space for KV blocks that the host has no room for."""
     threads: int = 0
     """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""

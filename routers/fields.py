@@ -21,7 +21,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "lora_request": (),
     "disaggregated_params": (),
-    "kv_transfer_params": (),
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
@@ -88,6 +87,8 @@ class FieldCheck:
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
+        if body.kv_transfer_params is not None and body.kv_transfer_params.model_extra:
+            raise _unsupported("kv_transfer_params")
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
         if body.stream_options is not None and not body.stream:
@@ -113,6 +114,7 @@ def to_ask(
         fields={**fields, "guide": guides[0].field} if guides else fields,
         guides=guides,
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
+        skip_save=bool(body.kv_transfer_params and body.kv_transfer_params.skip_save),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         **given | own,

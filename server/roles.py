@@ -96,16 +96,17 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import models, tokenize  # noqa: PLC0415
+    from routers import internal, models, tokenize  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
 
-    return *(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router
+    endpoints = (endpoint.router() for endpoint in ENDPOINTS)
+    return *endpoints, models.router, tokenize.router, internal.cache_router
 
 
 def _prefill() -> tuple[APIRouter, ...]:
     from routers import encode, internal  # noqa: PLC0415
 
-    return internal.router, encode.router, internal.no_public_routes("a prefill replica")
+    return internal.router, internal.cache_router, encode.router, internal.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:

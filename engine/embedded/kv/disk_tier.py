@@ -467,8 +467,8 @@ class DiskTier:
         self._reports.put(lambda: self._note_scan(found, known - present, others))
 
     def _trim_others(self) -> int:
-        """Delete files of other models that nobody has used for long, as far as all are too many; return the bytes of
-        the others."""
+        """Delete files of other models that nobody has used for long, until an eighth is free; return the bytes that
+        are left of others."""
         files = []
         for folder in os.scandir(self.folder.parent):
             if folder.is_dir(follow_symlinks=False) and folder.name != self.folder.name:
@@ -478,7 +478,7 @@ class DiskTier:
                         files.append((stat.st_mtime, stat.st_size, entry.path))
         total = sum(size for _, size, _ in files)
         for modified, size, path in sorted(files):
-            if total + self._own <= self.max_bytes or modified > time.time() - _IDLE_SECONDS:
+            if total + self._own <= self.max_bytes * 7 // 8 or modified > time.time() - _IDLE_SECONDS:
                 break
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -584,14 +584,11 @@ def open_tiers(
 def host_slots(host_bytes: int, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> tuple[int, ...]:
     """Return how many blocks of each group the host has room for, in proportion to the device's. Raises EngineFailure
     if it is less than two."""
-    whole = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
-    slots = tuple(
-        host_bytes * count * size // whole // padded(size) for count, size in zip(num_blocks, block_bytes, strict=True)
-    )
+    groups = list(zip(num_blocks, block_bytes, strict=True))
+    whole = sum(count * size for count, size in groups)
+    slots = tuple(host_bytes * count * size // whole // padded(size) for count, size in groups)
     if min(slots) < 2:
-        least = max(
-            -(-2 * padded(size) * whole // (count * size)) for count, size in zip(num_blocks, block_bytes, strict=True)
-        )
+        least = max(-(-2 * padded(size) * whole // (count * size)) for count, size in groups)
         raise EngineFailure(
             f"KV_HOST_CACHE_MB={host_bytes >> 20} has no room for two KV blocks of each group of layers: "
             f"{-(-least >> 20)} at least, or 0 for no host tier"
