@@ -16,7 +16,7 @@ import queue
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +113,8 @@ class DiskTier:
         self._writing: set[Name] = set()
         self._pending_bytes = 0
         """Bytes of the files being written."""
+        self._deletions = 0
+        """Deletions that a thread has yet to carry out."""
         self._in_a_row = 0
         self._resume = 0.0
         self._scanned = -_SCAN_SECONDS
@@ -137,6 +139,9 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._files)
 
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self._files)
+
     @property
     def used(self) -> int:
         """Bytes of all files."""
@@ -150,7 +155,7 @@ class DiskTier:
     @property
     def working(self) -> bool:
         """Whether a thread works for the tier."""
-        return bool(self._writing) or self._scanning
+        return bool(self._writing) or self._scanning or self._deletions > 0
 
     def file_bytes(self, group: int, header: int = ALIGNMENT) -> int:
         return header + padded(self._block_bytes[group])
@@ -303,8 +308,19 @@ class DiskTier:
         self._lost(name)
 
     def _delete(self, names: list[Name]) -> None:
-        if names:
-            self._writer.submit(self._unlink, names)
+        if not names:
+            return
+
+        def work() -> None:
+            self._unlink(names)
+            self._reports.put(self._deleted)
+
+        self._deletions += 1
+        self._writer.submit(work)
+
+    def _deleted(self) -> list[Found]:
+        self._deletions -= 1
+        return []
 
     def _written(
         self, name: Name, header: int, size: int, error: OSError | None, done: Callable[[bool], None], cleared: int

@@ -7,7 +7,7 @@ their own. On a CPU it is plain memory.
 import ctypes
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -124,9 +124,9 @@ class HostTier:
     def __len__(self) -> int:
         return sum(map(len, self._slots))
 
-    def count(self, group: int) -> int:
-        """Return the number of blocks of a group."""
-        return len(self._slots[group])
+    def keys(self, group: int) -> KeysView[BlockKey]:
+        """Return the keys of a group's blocks, the least recently requested first."""
+        return self._slots[group].keys()
 
     def has(self, name: Name) -> bool:
         """Return whether a block is here or on its way."""

@@ -186,7 +186,7 @@ class Tiers:
     def stats(self) -> tuple[TierStats, ...]:
         """Return figures of each tier."""
         sizes = list(map(padded, self._sizes))
-        used = sum(self.host.count(group) * size for group, size in enumerate(sizes))
+        used = sum(len(self.host.keys(group)) * size for group, size in enumerate(sizes))
         capacity = sum(count * size for count, size in zip(self.host.counts, sizes, strict=True))
         figures = vars(self._figures[HOST])
         found = [TierStats("host", capacity, used, len(self.host), **figures)]
@@ -435,6 +435,7 @@ class Tiers:
                 self._figures[HOST].failures += 1
                 self.host.drop(name)
                 self.host.unpin(name, slot)
+                self._lost(HOST, name)
                 continue
             self._figures[HOST].stored_bytes += self._sizes[name[0]]
             if self.disk is not None and self.disk.wants(name):
