@@ -270,7 +270,8 @@ class DiskTier:
         if name in self._files:
             self._forget(name)
             self._delete([name])
-        self._count_failure(error)
+        if not isinstance(error.__cause__, FileNotFoundError):  # it was evicted, here or by another replica
+            self._count_failure(error)
 
     def succeeded(self) -> None:
         """Note that a file has been read."""
