@@ -128,7 +128,7 @@ def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> 
 def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
     host, disk = settings.kv_host_cache_mb * MIB, settings.kv_disk_cache_mb * MIB
     cache = 0 if on_gpu(settings, machine) else settings.kv_cache_memory_mb * MIB
-    if host + cache > machine.memory:
+    if host and host + cache > machine.memory:
         asked = f"KV_HOST_CACHE_MB={settings.kv_host_cache_mb}"
         if cache:
             asked += f" and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"

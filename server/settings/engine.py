@@ -199,6 +199,10 @@ class TrtllmSettings(Section):
     """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
     """
+    secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
+    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    TensorRT-LLM's default. Requests of this server have its default priority, 35.
+    """
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     engine_hang_seconds: float = Field(TrtllmConfig(model="").hang_seconds, ge=0)

@@ -113,7 +113,7 @@ EXTENSIONS = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["no"],
     "allowed_token_ids": [50, 51],
     "prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 5, "priority": 1, "cache_salt": "s",
-    "request_id": "mine",
+    "request_id": "mine", "kv_transfer_params": {"lmcache.skip_save": True},
     "add_special_tokens": False, "spaces_between_special_tokens": True,
 }  # fmt: skip
 
