@@ -184,13 +184,12 @@ class EngineCore:
             self.scheduler.audit()
 
     def poll(self) -> bool:
-        """Take note of readings that have ended, and of what tiers have done; return whether a reading has ended."""
-        if self.tiers is not None:
-            self.tiers.poll()
+        """Take note of readings that have ended, and of what tiers have done; return whether there was anything."""
+        changed = self.tiers is not None and self.tiers.poll()
         ended = self._fetches.poll()
         if ended:
             self._stalled = False
-        return ended
+        return ended or changed
 
     def close(self) -> None:
         """End all transfers and wait for that, since they write to the runner's memory; the core is of no use

@@ -158,6 +158,12 @@ async def test_extensions_and_nulls_are_taken(setup: Setup, base: dict[str, Any]
     await setup.complete({**dict.fromkeys(fields), **base, "max_tokens": 2})
 
 
+async def test_a_request_keeps_its_blocks_from_tiers(setup: Setup) -> None:
+    for asked in (True, False, None):
+        generation = await setup.prepare({**CHAT, "kv_transfer_params": {"lmcache.skip_save": asked}})
+        assert [choice.request.skip_save for choice in generation.choices] == [bool(asked)]
+
+
 async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(
     setup: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:

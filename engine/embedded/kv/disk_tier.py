@@ -157,6 +157,11 @@ class DiskTier:
         """Whether a thread works for the tier."""
         return bool(self._writing) or self._scanning or self._deletions > 0
 
+    @property
+    def reported(self) -> bool:
+        """Whether `poll` would take note of something."""
+        return not self._reports.empty()
+
     def file_bytes(self, group: int, header: int = ALIGNMENT) -> int:
         return header + padded(self._block_bytes[group])
 

@@ -310,13 +310,15 @@ class Tiers:
 
     # What the core says.
 
-    def poll(self) -> None:
-        """Take note of what threads have done."""
+    def poll(self) -> bool:
+        """Take note of what threads have done; return whether there was anything."""
+        changed = not self._saved.empty() or (self.disk is not None and self.disk.reported)
         while not self._saved.empty():
             self._note_saves(*self._saved.get())
         if self.disk is not None:
             for found in self.disk.poll():
                 self._tell(found)
+        return changed
 
     def measure(self, compute: float) -> None:
         """Measure loads while nothing runs; computing a block's tokens takes `compute` seconds. Blocks keep their

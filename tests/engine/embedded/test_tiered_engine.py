@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.kv.host_tier import ALIGNMENT
+from engine.embedded.kv.host_tier import ALIGNMENT, Device
 from engine.embedded.kv.tiers import Speeds
 from engine.stats import IterationStats
 from tests.engine.embedded.kv.test_tiers import Store
@@ -154,6 +155,43 @@ def test_a_full_disk_does_not_change_an_answer(
     assert run(tiered, asked) == run(tiered, asked) == expected
     host, disk = tiered.stats().tiers
     assert host.hit_blocks > 0 and disk.failures >= 1 and disk.num_blocks == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("disk_mb", [0, 16], ids=["host, write-combined", "host and disk"])
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_on_a_gpu_answers_are_the_same(tiny_model: Path, tmp_path: Path, overlap: str, disk_mb: int) -> None:
+    fixed: dict[str, Any] = {"device": "cuda", "overlap_scheduler": overlap}
+    plain = core_of(tiny_model, num_blocks=200, **fixed)
+    tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": disk_mb, "kv_disk_cache_dir": str(tmp_path)}
+    tiered = core_of(tiny_model, num_blocks=30, **tiers, **fixed)
+    asked = prompts_of(8, 6, 100)
+    for _ in range(3):
+        for prompt in asked:
+            assert run(tiered, [prompt]) == run(plain, [prompt])
+    assert counted(tiered)["host"] > 20 and not any(tier.failures for tier in tiered.stats().tiers)
+    tiered.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("write_combined", [False, True])
+def test_copies_of_a_gpu_are_exact(write_combined: bool) -> None:
+    device = Device(torch.device("cuda"))
+    memory = torch.randint(0, 256, (4, 1 << 20), dtype=torch.uint8, device="cuda")
+    expected = memory.clone()
+    address = device.allocate(memory.nbytes, write_combined=write_combined)
+    assert address % ALIGNMENT == 0
+    torch.cuda.synchronize()
+    with device.copies() as copies:
+        copies.copy(address, memory.data_ptr(), memory.nbytes)
+        copies.wait()
+        memory.zero_()
+        torch.cuda.synchronize()
+        copies.copy(memory.data_ptr(), address, memory.nbytes)
+    assert torch.equal(memory, expected)
+    device.close()
 
 
 KILLED = """

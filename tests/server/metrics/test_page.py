@@ -149,6 +149,23 @@ def test_requests_with_a_grammar_are_counted() -> None:
     assert registry.get_sample_value("trtllm_request_type_structured_output_total", {"model_name": "m"}) == 1
 
 
+def test_tiers_have_figures_of_their_own() -> None:
+    tiers = (TierStats("host", 100, 50, 5, hit_blocks=3, load_seconds=0.5), TierStats("disk", 0, 7, 1, failures=8))
+    stats = replace(_stats(1, 0, 0), tiers=tiers)
+    registry = CollectorRegistry()
+    registry.register(SimpleNamespace(collect=lambda: stats_metrics(stats, 0, 0, "m")))
+    found = {
+        (sample.name, sample.labels["tier"]): sample.value
+        for sample in samples(generate_latest(registry).decode())
+        if "tier" in sample.labels
+    }
+    assert found["trtllm_kv_tier_max_bytes", "host"] == 100 and found["trtllm_kv_tier_max_bytes", "disk"] == 0
+    assert found["trtllm_kv_tier_hit_blocks_total", "host"] == 3
+    assert found["trtllm_kv_tier_load_seconds_total", "host"] == 0.5
+    assert found["trtllm_kv_tier_failures_total", "disk"] == 8
+    assert len(found) == 20
+
+
 async def test_steps_and_the_speed_of_transfers() -> None:
     """Each step that is seen counts once, and none before the first; the speed is that of what was read since the
     statistics before.
