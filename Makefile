@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 # Processes that run tests side by side, a file in one of them: many tests wait most of the time.
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Where torch's CPU build is looked for on Linux without an NVIDIA driver; empty looks nowhere else than pip does.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -25,10 +26,10 @@ help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 serve: $(RUNTIME)  ## Start the server; settings are environment variables or ARGS="--port 9000"
-	@exec $(BIN)/python -m server $(ARGS)
+	@exec $(BIN)/trellis serve $(ARGS)
 
 serve-vision: $(RUNTIME)  ## Start the server with a small model that sees images
-	@exec $(BIN)/python -m server --model smolvision $(ARGS)
+	@exec $(BIN)/trellis serve --model smolvision $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)
@@ -37,19 +38,19 @@ serve-routed: $(RUNTIME)  ## Start 2 replicas and a router that knows what they 
 	@exec $(BIN)/python deploy/routed.py $(ARGS)
 
 doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtllm" asks what TensorRT-LLM needs
-	@exec $(BIN)/python -m server doctor $(ARGS)
+	@exec $(BIN)/trellis doctor $(ARGS)
 
 config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; ARGS are settings
-	@exec $(BIN)/python -m server config $(ARGS)
+	@exec $(BIN)/trellis config $(ARGS)
 
 test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	@exec $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(DEV)  ## Run the other tests: faults, fleets of replicas, matrices
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+	@exec $(PYTEST) -m slow $(ARGS)
 
 test-all: $(DEV)  ## Run all tests
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@exec $(PYTEST) $(ARGS)
 
 check: $(DEV)  ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -96,11 +96,18 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import internal, models, tokenize  # noqa: PLC0415
+    from routers import internal, messages, models, tokenize  # noqa: PLC0415
+    from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
 
-    endpoints = (endpoint.router() for endpoint in ENDPOINTS)
-    return *endpoints, models.router, tokenize.router, internal.cache_router
+    return (
+        *(endpoint.router() for endpoint in ENDPOINTS),
+        messages.router,
+        batches.router,
+        models.router,
+        tokenize.router,
+        internal.cache_router,
+    )
 
 
 def _prefill() -> tuple[APIRouter, ...]:

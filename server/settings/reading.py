@@ -26,9 +26,9 @@ from server.settings.engine import (
 )
 from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
-from server.settings.http import HttpSettings, LimitSettings
+from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
-from server.settings.observability import EventSettings, HealthSettings, LogSettings, TraceSettings
+from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
 from server.settings.replicas import DisaggregationSettings, RoutingSettings
 
 
@@ -50,9 +50,12 @@ class Settings(
     DisaggregationSettings,
     TrtllmSettings,
     MediaSettings,
+    MessageBatchSettings,
     LimitSettings,
+    MetricSettings,
     LogSettings,
     HttpSettings,
+    ResponsesSettings,
     BatchSettings,
     ComputeSettings,
     EngineSettings,
