@@ -185,7 +185,9 @@ class Bench:
                     await ask(engine, prompt, output)
                     times[tiers].append(time.perf_counter() - began)
                     worked[tiers].append(time.process_time() - work)
-        cost, cores = (median(two / one for one, two in zip(of[False], of[True], strict=True)) for of in (times, worked))
+        cost, cores = (
+            median(two / one for one, two in zip(of[False], of[True], strict=True)) for of in (times, worked)
+        )
         print(f"\n{len(times[True])} prompts of {length} tokens, each asked once\n")
         print(f"without tiers {median(times[False]):.3f} s, with tiers {median(times[True]):.3f} s: {cost - 1:+.1%}")
         print(f"time of all cores {median(worked[False]):.3f} s and {median(worked[True]):.3f} s: {cores - 1:+.1%}")

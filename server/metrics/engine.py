@@ -106,7 +106,12 @@ def _rank_metrics(ranks: Sequence[RankStats], model_name: str) -> Iterator[Metri
 def _tier_metrics(tiers: Sequence[TierStats], model_name: str) -> Iterator[Metric]:
     """Yield figures of KV tiers below the device; without samples where there are none."""
     rows: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[TierStats], float]]] = [
-        (GaugeMetricFamily, "max_bytes", "Bytes that the tier may use; 0 if it failed", lambda tier: tier.capacity_bytes),
+        (
+            GaugeMetricFamily,
+            "max_bytes",
+            "Bytes that the tier may use; 0 if it failed",
+            lambda tier: tier.capacity_bytes,
+        ),
         (GaugeMetricFamily, "used_bytes", "Bytes that the tier uses", lambda tier: tier.used_bytes),
         (GaugeMetricFamily, "blocks", "KV blocks in the tier", lambda tier: tier.num_blocks),
         (CounterMetricFamily, "stored_bytes", "Bytes copied to the tier", lambda tier: tier.stored_bytes),

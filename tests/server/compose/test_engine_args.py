@@ -273,7 +273,9 @@ def test_the_host_cache_is_a_setting_that_files_override(capsys: pytest.CaptureF
     flags = ["--engine", "trtllm", "--kv-host-cache-mb", "2048", "--secondary-offload-min-priority", "10"]
     cache = effective(read_settings(flags)).arguments["kv_cache_config"]
     assert (cache["host_cache_size"], cache["secondary_offload_min_priority"]) == (2 << 30, 10)
-    assert main(["config", *flags, "--override-engine-args", '{"kv_cache_config": {"host_cache_size": 1073741824}}']) == 0
+    assert (
+        main(["config", *flags, "--override-engine-args", '{"kv_cache_config": {"host_cache_size": 1073741824}}']) == 0
+    )
     out = capsys.readouterr().out
     assert "KV_HOST_CACHE_MB=1024 " in out and "kv_cache_config.host_cache_size: 1073741824" in out
 
