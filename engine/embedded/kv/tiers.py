@@ -63,7 +63,7 @@ class Speeds(NamedTuple):
         return (self.host if level == HOST else self.disk)[group] if level in (HOST, DISK) else 0.0
 
 
-class _Item(NamedTuple):
+class _BlockLoad(NamedTuple):
     """A block to load."""
 
     name: Name
@@ -76,7 +76,7 @@ class _Item(NamedTuple):
     """Bytes of its file's header."""
 
 
-class _Save(NamedTuple):
+class _BlockSave(NamedTuple):
     """A block to copy to the host."""
 
     name: Name
@@ -98,11 +98,11 @@ class _Figures:
 class _TierReading:
     """Blocks on their way to the device, in order, by threads that share the list of what is left."""
 
-    def __init__(self, tiers: "Tiers", sequence: Prompt, items: list[_Item]) -> None:
+    def __init__(self, tiers: "Tiers", sequence: Prompt, items: list[_BlockLoad]) -> None:
         self.num_bytes = sum(item.size for item in items)
         self.left = deque(items)
         self.cancelled = False
-        self.failure: tuple[_Item, Exception] | None = None
+        self.failure: tuple[_BlockLoad, Exception] | None = None
         self.took: deque[tuple[int, int, float]] = deque()
         """Cache level, bytes and seconds of loads."""
         self._tiers = tiers
@@ -159,7 +159,7 @@ class Tiers:
         self._remembered = _REMEMBERED * (sum(pool.num_blocks for pool in blocks.pools) + sum(host.counts))
         self._figures = {HOST: _Figures(), DISK: _Figures()}
         self._saving: dict[Name, Future[None]] = {}
-        self._saved: queue.SimpleQueue[tuple[list[_Save], Exception | None]] = queue.SimpleQueue()
+        self._saved: queue.SimpleQueue[tuple[list[_BlockSave], Exception | None]] = queue.SimpleQueue()
         self._refused: set[str] = set()
         """Requests to which nothing is offered any more, because a load failed or took too long."""
         self._avoided: dict[str, tuple[int, int]] = {}
@@ -211,7 +211,7 @@ class Tiers:
         enough, or `always`."""
         if sequence.request.skip_save:
             return
-        begun: list[_Save] = []
+        begun: list[_BlockSave] = []
         for group, (pool, table) in enumerate(zip(self._blocks.pools, sequence.tables, strict=True)):
             for index in range(start, stop):
                 key = sequence.keys[index]
@@ -230,7 +230,7 @@ class Tiers:
                 if slot is None:
                     break
                 source = self._base[group] + block * self._sizes[group]
-                begun.append(_Save(name, source, slot, _describe(sequence, index, self._blocks.block_size)))
+                begun.append(_BlockSave(name, source, slot, _describe(sequence, index, self._blocks.block_size)))
         if begun:
             saving = self._saver.submit(self._save, begun)
             self._saving.update((save.name, saving) for save in begun)
@@ -285,9 +285,9 @@ class Tiers:
                 name, size = (group, sequence.keys[index]), self._sizes[group]
                 target = self._base[group] + sequence.tables[group][index] * size
                 if name in self.host:
-                    items.append(_Item(name, target, size, self.host.pin(name), 0))
+                    items.append(_BlockLoad(name, target, size, self.host.pin(name), 0))
                 elif self.disk is not None and name in self.disk:
-                    items.append(_Item(name, target, size, None, self.disk.header_of(name)))
+                    items.append(_BlockLoad(name, target, size, None, self.disk.header_of(name)))
                 else:
                     raise TransferError("a block has been evicted from the KV tiers")
         except TransferError:
@@ -350,7 +350,7 @@ class Tiers:
             self.disk.close()
         self._device.close()
 
-    def ended(self, reading: _TierReading, sequence: Prompt, items: Sequence[_Item]) -> None:
+    def ended(self, reading: _TierReading, sequence: Prompt, items: Sequence[_BlockLoad]) -> None:
         """Note that threads are done with a reading."""
         self._unpin(items)
         for level, size, seconds in reading.took:
@@ -429,7 +429,7 @@ class Tiers:
                 if self.disk is not None:
                     self.disk.touch((group, key))
 
-    def _note_saves(self, saves: list[_Save], error: Exception | None) -> None:
+    def _note_saves(self, saves: list[_BlockSave], error: Exception | None) -> None:
         for name, _, slot, description in saves:
             del self._saving[name]
             slot.ready = error is None
@@ -493,7 +493,7 @@ class Tiers:
             block = StoredBlock(hashed, tuple(map(UniqueToken, said.tokens)), DISK, mm_keys=said.mm_keys)
             pool.publish_found(said.parent or None, block, said.cache_salt)
 
-    def _unpin(self, items: Sequence[_Item]) -> None:
+    def _unpin(self, items: Sequence[_BlockLoad]) -> None:
         for item in items:
             if item.slot is not None:
                 self.host.unpin(item.name, item.slot)
@@ -505,7 +505,7 @@ class Tiers:
 
     # Threads.
 
-    def _save(self, saves: list[_Save]) -> None:
+    def _save(self, saves: list[_BlockSave]) -> None:
         error = None
         try:
             with self._device.copies() as copies:
@@ -535,7 +535,7 @@ class Tiers:
             if buffer:
                 self._buffers.put(buffer)
 
-    def _load_block(self, item: _Item, buffer: int, copies: Copies) -> tuple[int, int, float]:
+    def _load_block(self, item: _BlockLoad, buffer: int, copies: Copies) -> tuple[int, int, float]:
         """Load a block, and return its cache level and bytes and the seconds it took."""
         started = time.perf_counter()
         if item.slot is not None:

@@ -10,7 +10,6 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.admission import AdmissionEngine
@@ -157,8 +157,13 @@ def test_requests_with_a_grammar_are_counted() -> None:
 def test_tiers_have_figures_of_their_own() -> None:
     tiers = (TierStats("host", 100, 50, 5, hit_blocks=3, load_seconds=0.5), TierStats("disk", 0, 7, 1, failures=8))
     stats = replace(_stats(1, 0, 0), tiers=tiers)
+
+    class Collector:
+        def collect(self) -> Iterator[Metric]:
+            return stats_metrics(stats, 0, 0, "m")
+
     registry = CollectorRegistry()
-    registry.register(SimpleNamespace(collect=lambda: stats_metrics(stats, 0, 0, "m")))
+    registry.register(Collector())
     found = {
         (sample.name, sample.labels["tier"]): sample.value
         for sample in samples(generate_latest(registry).decode())
