@@ -71,6 +71,10 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     enable_cuda_graphs: bool = True
     cpu_isa: CpuIsa = "auto"
     """Instruction set of the compiled path on a CPU."""
+    kv_host_cache_mb: int = 0
+    kv_disk_cache_mb: int = 0
+    kv_disk_cache_dir: str = ""
+    kv_offload_min_requests: int = 1
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2
     """Processes that compile grammars, for each library."""

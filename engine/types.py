@@ -186,6 +186,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     kv_bytes: int = 0
     """Memory of the KV blocks; 0 where the backend cannot say."""
+    host_kv_bytes: int = 0
+    """Memory of the host for KV blocks that the device has no room for."""
+    disk_kv_bytes: int = 0
+    """Disk space for KV blocks that the host has no room for."""
     threads: int = 0
     """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
@@ -248,6 +252,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of sequences of the group."""
     priority: int = 0
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not copy the KV blocks of this request to the host or the disk."""
     media: PromptMedia | None = None
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms."""

@@ -81,6 +81,7 @@ class Processor:
                 group_size=len(params),
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
+                skip_save=ask.skip_save,
                 dp_rank=dp_rank,
                 trace=trace.headers(),
             )

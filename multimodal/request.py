@@ -144,6 +144,8 @@ class Ask:
     echo: bool = False
     """Repeat the prompt before the output."""
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
 
     # Sampling.

@@ -3,7 +3,9 @@
 `serve` refuses them before anything is loaded, `doctor` lists them.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
         yield from _gpu_problems(settings, machine)
     else:
         yield from _cpu_problems(settings, machine, weights)
+    yield from _tier_problems(settings, machine)
     if facts is not None and (sentence := too_long(settings, facts)):
         yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
 
@@ -146,6 +149,43 @@ def _not_compiled(settings: Settings) -> str:
         "LOAD_FORMAT": settings.load_format == "dummy",
     }
     return " and ".join(f"{name}={getattr(settings, name.lower())}" for name, asked in rules_out.items() if asked)
+
+
+def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    host, disk = settings.kv_host_cache_mb * MIB, settings.kv_disk_cache_mb * MIB
+    cache = 0 if on_gpu(settings, machine) else settings.kv_cache_memory_mb * MIB
+    if host and host + cache > machine.memory:
+        asked = f"KV_HOST_CACHE_MB={settings.kv_host_cache_mb}"
+        if cache:
+            asked += f" and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
+        text = f"{asked} are more than this machine has: {machine.memory / GIB:.1f} GiB of memory"
+        yield Finding("problem", text, f"KV_HOST_CACHE_MB={max(0, machine.free - cache) // MIB} at most")
+    if not disk:
+        return
+    folder = settings.kv_disk_cache_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free, whole, taken = _disk(folder)
+    except OSError as error:
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be used: {error.strerror}"
+        yield Finding("problem", text, "name a folder that this user can write to")
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be written to"
+        yield Finding("problem", text, "name a folder that this user can write to")
+    elif disk > whole:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than the disk of {folder}: {whole / GIB:.1f} GiB"
+        yield Finding("problem", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most")
+    elif disk > free + taken:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than is free in {folder}: {free / GIB:.1f} GiB"
+        yield Finding("warning", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most, or make room")
+
+
+def _disk(folder: Path) -> tuple[int, int, int]:
+    """Return the bytes that are free on a folder's disk and those that it has, and the bytes of its files."""
+    usage = shutil.disk_usage(folder)
+    taken = sum(path.stat().st_size for path in folder.glob("*/*-*"))
+    return usage.free, usage.total, taken
 
 
 def _fp8(settings: Settings) -> str:

@@ -70,6 +70,7 @@ SLOW = (
     "engine/embedded/handoff/",
     "engine/embedded/models/cuda/",
     "engine/embedded/test_images_requests.py",
+    "engine/embedded/test_tiered_engine.py",
     "engine/embedded/test_windows.py",
     "engine/embedded/vision/",
     "engine/kit/test_processors.py",

@@ -151,6 +151,32 @@ class BatchSettings(Section):
     """Reuse the KV blocks of equal prefixes."""
     enable_chunked_prefill: bool = EMBEDDED.enable_chunked_prefill
     """Split long prompts over several steps."""
+    kv_host_cache_mb: int = Field(EMBEDDED.kv_host_cache_mb, ge=0)
+    """Host memory for KV blocks that the device has no room for, in MiB; 0 is off. TensorRT-LLM's host_cache_size."""
+    kv_disk_cache_mb: int = Field(EMBEDDED.kv_disk_cache_mb, ge=0)
+    """Disk space for KV blocks that the host has no room for, in MiB, for all models in KV_DISK_CACHE_DIR; 0 is off.
+    Needs KV_HOST_CACHE_MB, and the embedded engine.
+    """
+    kv_disk_cache_dir: ExpandedPath = Path("~/.cache/trellis/kv")
+    """Folder for KV blocks on disk, which replicas of a host may share. They stay after the server has ended."""
+    kv_offload_min_requests: int = Field(EMBEDDED.kv_offload_min_requests, ge=1)
+    """Number of requests that have to ask for a KV block before the host, and the disk, keep it."""
+
+    @field_validator("kv_disk_cache_mb", mode="after")
+    @classmethod
+    def _below_the_host(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("kv_host_cache_mb"):
+            raise ValueError("blocks reach the disk by way of the host: set KV_HOST_CACHE_MB too")
+        if value and (engine := info.data.get("engine", "embedded")) != "embedded":
+            raise ValueError(f"the disk tier is the embedded engine's, not {engine}'s")
+        return value
+
+    @field_validator("kv_host_cache_mb", mode="after")
+    @classmethod
+    def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("enable_block_reuse", True):
+            raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
 
 
 class TrtllmSettings(Section):
@@ -177,6 +203,10 @@ class TrtllmSettings(Section):
     trtllm_sampling: Literal["native", "processors"] = TrtllmConfig(model="").sampling
     """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
+    """
+    secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
+    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    TensorRT-LLM's default. Requests of this server have its default priority, 35.
     """
     trust_remote_code: bool = False
     """Run code that comes with the model."""

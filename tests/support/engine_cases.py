@@ -32,6 +32,8 @@ BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
 """TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
+TIERED_KINDS = [pytest.param("embedded-tiers", marks=pytest.mark.slow)]
+"""The embedded engine with few blocks on the device, and tiers on the host and on disk."""
 HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
 """The kinds that prefill for each other; one engine is both sides here."""
 REAL = {"fake", "embedded", "trtllm", "trtllm-newest"}
@@ -61,6 +63,9 @@ def fake_trtllm(version: str = OLDEST) -> Iterator[None]:
 
 
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
+    if kind == "embedded-tiers":
+        tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": 8, "kv_disk_cache_dir": str(tiny_model.parent / "kv")}
+        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})
     if kind.startswith("embedded"):
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED)
     if kind.startswith("trtllm"):
