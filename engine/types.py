@@ -235,6 +235,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    prediction: tuple[int, ...] = ()
+    """What the output may be: speculation proposes its tokens."""
     dp_rank: int | None = None
     """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
     replica."""
