@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 # Processes that run tests side by side, a file in one of them: many tests wait most of the time.
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Where torch's CPU build is looked for on Linux without an NVIDIA driver; empty looks nowhere else than pip does.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -43,13 +44,13 @@ config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; 
 	@exec $(BIN)/python -m server config $(ARGS)
 
 test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	@exec $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(DEV)  ## Run the other tests: faults, fleets of replicas, matrices
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+	@exec $(PYTEST) -m slow $(ARGS)
 
 test-all: $(DEV)  ## Run all tests
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@exec $(PYTEST) $(ARGS)
 
 check: $(DEV)  ## Lint, formatting and types
 	$(BIN)/ruff check .

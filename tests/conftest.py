@@ -87,13 +87,27 @@ SLOW = (
 )
 """Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
 measures, or repeats on more engines and models what a faster file asks of one."""
+LONGEST = (
+    "engine/trtllm/test_probe_verdicts.py",
+    "e2e/",
+    "engine/checkpoints/test_fuzz.py",
+    "engine/embedded/test_smollm2_tokens.py",
+    "smolvision/",
+    "benchmarks/",
+)
+"""What runs first, so that no process works on a long file while the other has nothing left to do."""
 TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(TESTS).as_posix().startswith(SLOW):
+        if _place(item).startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not _place(item).startswith(LONGEST))
+
+
+def _place(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()
 
 
 def pytest_report_header() -> str:

@@ -34,7 +34,7 @@ from engine.transfer.base import TransferError
 
 STOP_SECONDS = 2.0
 """Time a host may take to stop, plus what its service asks for."""
-_SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0005
 """How long one thread may keep the interpreter from another: a tenth of Python's default."""
 _HIGH_WATER_MARK = 4096
 """Batches queued for a client before it counts as stuck."""
@@ -378,7 +378,7 @@ def main(interface: Interface[Any, Any]) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which child processes would inherit
         signal.siginterrupt(signum, False)
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     channel = _take_pipes()
     line = b""
     while not line.endswith(b"\n"):

@@ -36,7 +36,7 @@ KEYS = (
     "sliding_window", "quantization_config", "text_config", "vision_config", "dtype", "architectures", "auto_map",
     "partial_rotary_factor", "num_nextn_predict_layers",
 )  # fmt: skip
-CASES = 60
+CASES = 32
 
 
 def outcome(folder: Path, attention: str) -> str | torch.Tensor:
