@@ -135,6 +135,9 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: PromptReport | None = None
     held: Held | None = None
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that speculation drafted for this delta, and those of them that are in it."""
     performance: Performance | None = None
     """With the last delta, from a backend that measures."""
 

@@ -57,11 +57,13 @@ class Processor:
         lengths = [len(prompt.ids) for prompt in prompts]
         asked, first = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
 
-        def with_params() -> tuple[Ask, list[SamplingParams]]:
+        def with_params() -> tuple[Ask, list[SamplingParams], tuple[int, ...]]:
             guided = self.format.guided(asked, info.guides, first)
-            return guided, sampling.params(guided, lengths)
+            predicted = tokenizer.encode(asked.prediction) if asked.prediction else ()
+            return guided, sampling.params(guided, lengths), tuple(predicted[: info.context_length])
 
-        ask, params = await off_loop(schemas + sum(map(len, ask.bad_words)), with_params)
+        size = schemas + sum(map(len, ask.bad_words)) + len(ask.prediction or "")
+        ask, params, predicted = await off_loop(size, with_params)
         sampling.check_stops(ask)
         unique = uuid4().hex
         choices: list[Choice] = []
@@ -76,6 +78,7 @@ class Processor:
                 group_size=len(params),
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
+                prediction=predicted,
                 dp_rank=dp_rank,
                 trace=trace.headers(),
             )

@@ -143,6 +143,8 @@ class Ask:
     """Repeat the prompt before the output."""
     cache_salt: str = ""
     priority: int = 0
+    prediction: str | None = None
+    """What the output may be; it only makes the output come sooner."""
 
     # Sampling.
     max_tokens: int | None = None

@@ -5,7 +5,7 @@ The docstring below a field is its description at /openapi.json, and the JSON af
 Ranges and defaults are added from where they are applied: `multimodal/request.py`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
@@ -109,6 +109,24 @@ class StructuredOutputs(Wire):
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 
+class PredictionPart(Wire):
+    """A part of a prediction."""
+
+    type: Literal["text"]
+    """Always `text`. Example: "text" """
+    text: str
+    """The text. Example: "Hello" """
+
+
+class Prediction(Wire):
+    """What the answer may be."""
+
+    type: Literal["content"]
+    """Always `content`. Example: "content" """
+    content: str | Annotated[list[PredictionPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    """The text, or the parts of it. Example: "Hello" """
+
+
 class GenerationFields(Wire):
     """Sampling, stopping and answering, the same for chat and completions. Null means the default everywhere."""
 
@@ -188,6 +206,10 @@ class GenerationFields(Wire):
     """The same as `guided_grammar`. Example: "root ::= \\"yes\\" | \\"no\\"" """
     choice: Strings | None = None
     """The same as `guided_choice`. Example: ["yes", "no"]"""
+    prediction: Prediction | None = None
+    """Text that much of the answer may repeat. With speculation (SPECULATIVE=ngram or suffix) its tokens are proposed
+    to the model, so that they come sooner; the answer does not depend on it.
+    Example: {"type": "content", "content": "def add(a, b):\\n    return a + b"}"""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Requests with lower numbers are served first: 1 waits as if it had come 10 seconds later. Example: 0"""
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -214,8 +236,6 @@ class GenerationFields(Wire):
     """Accepted and ignored. Example: {}"""
     verbosity: Any = None
     """Accepted and ignored. Example: "low" """
-    prediction: Any = None
-    """Accepted and ignored. Example: {"type": "content", "content": "text"}"""
     parallel_tool_calls: Any = None
     """Accepted and ignored. Example: true"""
     spaces_between_special_tokens: Any = None
@@ -258,6 +278,10 @@ class CompletionTokensDetails(BaseModel):
 
     reasoning_tokens: int
     """Tokens of reasoning before the answer."""
+    accepted_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed and the model generated, too."""
+    rejected_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed in vain. They are not in `completion_tokens`."""
 
 
 class Usage(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ResponseFormat, Wire
+from protocol.common import GenerationFields, Prediction, ResponseFormat, Wire
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,15 @@ def to_ask(
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        prediction=_prediction(body.prediction),
         **given | own,
     )
+
+
+def _prediction(prediction: Prediction | None) -> str | None:
+    if prediction is None or isinstance(prediction.content, str):
+        return prediction and prediction.content
+    return "".join(part.text for part in prediction.content)
 
 
 def _unsupported(name: str) -> RequestError:

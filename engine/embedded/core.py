@@ -69,6 +69,8 @@ class _Taken:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     stop: int | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class EngineCore:
@@ -386,7 +388,7 @@ class EngineCore:
                 found.logprobs += logprobs[:count]
                 place = len(found.tokens) - 1
                 if 0 <= place < len(chunk.draft) and chunk.draft[place] == tokens[0]:
-                    sequence.accepted_tokens += 1
+                    found.accepted += 1
                     if found.finish is None and not sequence.sampler.error:
                         going_on.append((chunk, rows[index] + 1))
             if not going_on:
@@ -402,9 +404,10 @@ class EngineCore:
         left: list[Chunk] = []
         for chunk in chunks:
             if chunk.draft and (found := taken.get(chunk.sequence)) is not None:
-                right = sum(a == b for a, b in zip(found.tokens, chunk.draft, strict=False))
-                chunk.sequence.draft_tokens += len(chunk.draft)
-                self._speculator.note_draft(len(chunk.draft), right)
+                found.drafted = len(chunk.draft)
+                chunk.sequence.draft_tokens += found.drafted
+                chunk.sequence.accepted_tokens += found.accepted
+                self._speculator.note_draft(found.drafted, found.accepted)
                 chunk = self.scheduler.verified(chunk, len(found.tokens))
             if not chunk.draft:  # else its sequence has ended
                 left.append(chunk)
@@ -430,7 +433,8 @@ class EngineCore:
             sequence.reported = True
             prompt = _prompt_report(sequence)
         tokens, logprobs = tuple(taken.tokens), tuple(taken.logprobs)
-        return Delta(tokens, logprobs, taken.finish, taken.stop, prompt, held, performance)
+        drafts = taken.drafted, taken.accepted
+        return Delta(tokens, logprobs, taken.finish, taken.stop, prompt, held, *drafts, performance)
 
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of the engine that has ended."""

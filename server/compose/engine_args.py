@@ -28,6 +28,7 @@ from engine.trtllm.arguments import (
     processor_problems,
     taken,
 )
+from server.compose.model import draft_folder
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 
@@ -43,6 +44,11 @@ _OF_KV_CACHE = {
     "kv_block_size": "tokens_per_block",
     "enable_block_reuse": "enable_block_reuse",
 }
+
+
+_DRAFT_TOKENS = 4
+"""Drafted tokens with TensorRT-LLM unless SPECULATIVE_TOKENS is set: it computes as many for every sequence, right or
+wrong."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,27 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     if "guided_decoding_backend" in said and settings.guided_decoding_backend != "auto":
         chosen = settings.guided_decoding_backend
         values["guided_decoding_backend"] = None if chosen == "none" else chosen
+    if settings.speculative != "none":
+        values["speculative_config"] = _speculation(settings)
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
     return values | ({"kv_cache_config": cache} if cache else {})
+
+
+def _speculation(settings: Settings) -> dict[str, Any]:
+    """Return the settings of speculation as TensorRT-LLM's own. Raises EngineArgsError for those that it does not have:
+    it computes every draft, of a fixed length."""
+    said = settings.model_fields_set
+    if lost := sorted({"speculative_answer_tokens", "speculative_min_speedup"} & said):
+        raise EngineArgsError([f"{name.upper()}: TensorRT-LLM's speculation has no such setting" for name in lost])
+    length = settings.speculative_tokens if "speculative_tokens" in said else _DRAFT_TOKENS
+    if settings.speculative == "ngram":
+        size = settings.speculative_min_match
+        return {"decoding_type": "NGram", "max_draft_len": length, "max_matching_ngram_size": size}
+    return {
+        "decoding_type": versions.version_of(versions.found() or "").draft_target,
+        "max_draft_len": length,
+        "speculative_model_dir": str(draft_folder(settings)),
+    }
 
 
 def _from_file(settings: Settings) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from server.settings.engine import (
     EngineSettings,
     ModelSettings,
     SettingsForTests,
+    SpeculationSettings,
     TrtllmSettings,
 )
 from server.settings.environment import read_env_file, variables
@@ -53,6 +54,7 @@ class Settings(
     LimitSettings,
     LogSettings,
     HttpSettings,
+    SpeculationSettings,
     BatchSettings,
     ComputeSettings,
     EngineSettings,
