@@ -54,6 +54,8 @@ class _LaunchedStep:
     logits: torch.Tensor
     """Of `sampling`, in order: a row for each token that may be sampled."""
     started: float
+    clock: float
+    """When it started, by the clock that measures what a step costs."""
     rows: list[int] | None = None
     """The first row of each of `sampling`; None if all have just one, as no chunk has a draft."""
     drawn: Drawn | None = None
@@ -121,8 +123,10 @@ class EngineCore:
             config.overlap_scheduler == "auto" and self.runner.device.type != "cpu"
         )
         self._launched: _LaunchedStep | None = None
+        # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
+        self._clock = time.process_time if on_cpu else time.monotonic
         self._finished = 0.0
-        """When the last step was finished."""
+        """When the last step was finished, by that clock."""
 
     @property
     def busy(self) -> bool:
@@ -295,6 +299,7 @@ class EngineCore:
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""
+        clock = self._clock() if self._speculator is not None else 0.0
         reported = prompt_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.sampled]
         slots = [chunk.sequence.slot for chunk in sampling]
@@ -307,7 +312,8 @@ class EngineCore:
             rows = None
             if any(chunk.draft for chunk in sampling):
                 rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
-            return _LaunchedStep(chunks, sampling, slots, logits[first:] if first else logits, started, rows)
+            logits = logits[first:] if first else logits
+            return _LaunchedStep(chunks, sampling, slots, logits, started, clock, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -358,10 +364,12 @@ class EngineCore:
             outputs += self._fail(step.chunks, error)
         now = time.monotonic()
         self._latency_ms = (now - step.started) * 1e3
-        if self._speculator is not None and all(chunk.sampled == chunk.length for chunk in step.chunks):
-            rows = sum(chunk.length for chunk in step.chunks)
-            self._speculator.note_step(rows, step.rows is not None, now - max(step.started, self._finished))
-        self._finished = now
+        if self._speculator is not None:
+            clock = self._clock()
+            if all(chunk.sampled == chunk.length for chunk in step.chunks):
+                rows = sum(chunk.length for chunk in step.chunks)
+                self._speculator.note_step(rows, step.rows is not None, clock - max(step.clock, self._finished))
+            self._finished = clock
         return outputs
 
     def _take(self, step: _LaunchedStep, drawn: Drawn) -> dict[Sequence, _Taken]:

@@ -25,9 +25,12 @@ _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """What an observation counts for after the next one of its class, in the engine and in a sequence."""
 _ROW_SHARE = 0.1
 """Assumed share of a step of one row by which each further row makes it longer."""
+_CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
+"""What the assumptions of a base, a row and a draft weigh: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that drafting may take where it leads to nothing, as a share of that of steps."""
+_LONGEST_REST = 16
 _PROBE_AFTER = 64
 """Steps after which a sequence without drafts gets one, if its drafter can be judged in no other way."""
 
@@ -72,9 +75,9 @@ class StepCosts:
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note a step without prompts. One that took much longer than expected, as when others use the processor,
-        counts as twice as long."""
+        counts as half as long again."""
         if self._usual:
-            seconds = min(seconds, 2 * self.fit().of(rows, drafted))
+            seconds = min(seconds, 1.5 * self.fit().of(rows, drafted))
         usual = seconds / (1 + _ROW_SHARE * (rows - 1))
         self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
         features = np.array([1.0, rows, drafted])
@@ -85,7 +88,7 @@ class StepCosts:
     def fit(self) -> Cost:
         if self._fitted is None:
             assumed = np.array([(1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual, 0.0])
-            found = np.linalg.solve(self._products + np.eye(3) / 2, self._sums + assumed / 2)
+            found = np.linalg.solve(self._products + np.diag(_CERTAINTY), self._sums + assumed * _CERTAINTY)
             least = 0.001 * self._usual
             self._fitted = Cost(max(float(found[0]), 0.0), max(float(found[1]), least), max(float(found[2]), 0.0))
         return self._fitted
@@ -134,7 +137,7 @@ class Speculator:
         if self._rest > 0:
             self._rest -= 1
             return False
-        started = time.monotonic()
+        started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
         rooms = [self._room(sequence) for sequence in decoding]
         open_ones = [(sequence, room) for sequence, room in zip(decoding, rooms, strict=True) if room > 0]
@@ -154,8 +157,8 @@ class Speculator:
             sequence.draft = draft.tokens[:length]
         if any(lengths):
             return True
-        elapsed = time.monotonic() - started
-        self._rest = min(int(elapsed / (_OVERHEAD * max(self._costs.fit().of(len(decoding), False), 1e-6))), 64)
+        if usual := self._costs.fit().of(len(decoding), False):
+            self._rest = min(int((time.thread_time() - started) / (_OVERHEAD * usual)), _LONGEST_REST)
         return False
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
