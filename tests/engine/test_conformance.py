@@ -23,6 +23,7 @@ from tests.support.engine_cases import (
     EOS,
     KINDS,
     NEWEST_KINDS,
+    SPECULATING_KINDS,
     VOCABULARY,
     Subject,
     collect,
@@ -40,7 +41,7 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *SPECULATING_KINDS])
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -56,7 +57,7 @@ def engine(subject: Subject) -> Engine:
     return subject.engine
 
 
-@pytest.fixture(params=[*KINDS, *NEWEST_KINDS])
+@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *SPECULATING_KINDS])
 def fresh(request: pytest.FixtureRequest, tiny_model: Path) -> AbstractAsyncContextManager[Engine]:
     return engine_of(request.param, config_of(request.param, tiny_model))
 

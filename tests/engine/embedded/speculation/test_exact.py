@@ -228,7 +228,7 @@ def test_every_request_says_the_same(
     assert stats.iteration < sum(map(len, answers.values()))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=6),
     wrongs=st.lists(st.integers(0, 9), min_size=1, max_size=6),
