@@ -47,7 +47,7 @@ GUIDES: dict[str, GuideKind] = {
 }
 """The same for other fields."""
 _SAME = tuple(
-    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
+    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop", "prediction"})
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
 _MAX_UNKNOWN = 100

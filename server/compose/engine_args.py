@@ -28,7 +28,6 @@ from engine.trtllm.arguments import (
     processor_problems,
     taken,
 )
-from server.compose.model import draft_folder
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 
@@ -157,7 +156,7 @@ def _speculation(settings: Settings) -> dict[str, Any]:
     return {
         "decoding_type": versions.version_of(versions.found() or "").draft_target,
         "max_draft_len": length,
-        "speculative_model_dir": str(draft_folder(settings)),
+        "speculative_model": settings.speculative_model,
     }
 
 
