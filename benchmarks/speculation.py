@@ -29,7 +29,7 @@ from engine.types import Delta, GenerateRequest, SamplingParams
 from multimodal.text.tokenizer import Tokenizer
 from server.settings import Settings
 
-REPORT = '''def read_rows(path):
+REPORT = """def read_rows(path):
     rows = []
     with open(path) as file:
         for line in file:
@@ -57,8 +57,8 @@ def report(path, column):
     print("total:", amount)
     if rows:
         print("mean:", amount / len(rows))
-'''
-QUEUE = '''class Queue:
+"""
+QUEUE = """class Queue:
     def __init__(self, limit):
         self.items = []
         self.limit = limit
@@ -82,8 +82,8 @@ QUEUE = '''class Queue:
 
     def size(self):
         return len(self.items)
-'''
-WORDS = '''import sys
+"""
+WORDS = """import sys
 
 
 def count_words(text):
@@ -108,7 +108,7 @@ def main():
 
 
 main()
-'''
+"""
 FILES = (REPORT, QUEUE, WORDS)
 EDITS = (
     "Fix the bug in this code, and write the whole file again",
@@ -216,7 +216,9 @@ def main() -> None:
 
     cores = {mode: core(mode) for mode in ("none", *options.modes)}
     runner = cores["none"].runner
-    print(f"{folder.name}, {runner.compute_path} {runner.instruction_set}, {threads} threads, load {os.getloadavg()[0]}")
+    print(
+        f"{folder.name}, {runner.compute_path} {runner.instruction_set}, {threads} threads, load {os.getloadavg()[0]}"
+    )
     print("workload   streams  mode    tok/s  tokens/step  accepted  time x  processor x  (least)")
     for workload, streams in itertools.product(options.workloads, options.streams):
         rates: dict[str, list[Rate]] = {mode: [] for mode in cores}

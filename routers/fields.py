@@ -47,7 +47,10 @@ GUIDES: dict[str, GuideKind] = {
 }
 """The same for other fields."""
 _SAME = tuple(
-    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop", "prediction"})
+    sorted(
+        {entry.name for entry in dataclasses.fields(Ask)}
+        & GenerationFields.model_fields.keys() - {"stop", "prediction"}
+    )
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
 _MAX_UNKNOWN = 100
@@ -121,9 +124,10 @@ def to_ask(
 
 
 def _prediction(prediction: Prediction | None) -> str | None:
-    if prediction is None or isinstance(prediction.content, str):
-        return prediction and prediction.content
-    return "".join(part.text for part in prediction.content)
+    if prediction is None:
+        return None
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _unsupported(name: str) -> RequestError:

@@ -431,9 +431,7 @@ class EngineCore:
             self._drop(sequence)
             self._completed += 1
             if sequence.draft_tokens:
-                performance = Performance(
-                    draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens
-                )
+                performance = Performance(draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens)
         elif sequence.request.prefill_only:
             held = self._hold(sequence)
         prompt = None

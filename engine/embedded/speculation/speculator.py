@@ -139,11 +139,10 @@ class Speculator:
             return False
         started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
-        rooms = [self._room(sequence) for sequence in decoding]
-        open_ones = [(sequence, room) for sequence, room in zip(decoding, rooms, strict=True) if room > 0]
-        if not open_ones:
+        sequences = [sequence for sequence in decoding if self._room(sequence) > 0]
+        if not sequences:
             return False
-        sequences, rooms = zip(*open_ones, strict=True)
+        rooms = [self._room(sequence) for sequence in sequences]
         for sequence in sequences:
             self._judge(sequence)
         if self.drafter.free:

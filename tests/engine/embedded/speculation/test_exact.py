@@ -205,7 +205,9 @@ def test_the_requests_differ_as_they_should(plain: dict[str, list[Delta]]) -> No
         pytest.param({"attention": "sdpa"}, id="torch"),
         pytest.param({"attention": "sdpa", "overlap_scheduler": "on"}, id="torch, overlap"),
         pytest.param({"num_blocks": 18, "enable_block_reuse": False}, id="preempted"),
-        pytest.param({"num_blocks": 18, "enable_block_reuse": False, "overlap_scheduler": "on"}, id="preempted, overlap"),
+        pytest.param(
+            {"num_blocks": 18, "enable_block_reuse": False, "overlap_scheduler": "on"}, id="preempted, overlap"
+        ),
         pytest.param({"max_num_tokens": 20, "max_batch_size": 10}, id="few tokens in a step"),
     ],
 )
@@ -305,7 +307,10 @@ def test_what_a_choice_had_drafted_comes_with_its_end(folder: Path, answers: dic
     performance, stats = deltas[-1].performance, core.stats().spec_decoding_stats
     assert performance is not None and stats is not None
     assert all(delta.performance is None for delta in deltas[:-1])
-    assert (performance.draft_tokens, performance.accepted_tokens) == (stats.num_draft_tokens, stats.num_accepted_tokens)
+    assert (performance.draft_tokens, performance.accepted_tokens) == (
+        stats.num_draft_tokens,
+        stats.num_accepted_tokens,
+    )
     assert stats.accepted_per_position[0] == stats.num_drafts and not any(stats.accepted_per_position[2:])
     assert [len(delta.token_ids) for delta in deltas[1:-1]] == [3] * (len(deltas) - 2)
 
